@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,16 @@ Config = TypeVar("Config")
 
 
 class InputError(Exception):
-    """What the user gave cannot work. The message is one line: it names the thing and the way out."""
+    """What the user gave cannot work: exit status 2. The message is one line: it names the thing and the way out."""
+
+
+class RunError(Exception):
+    """A run cannot go on, though its input was well-formed: exit status 1. The message is one line, likewise."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type: what fits into a message of our own."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def is_rank_zero() -> bool:
@@ -58,56 +68,71 @@ def _one_line(box: str) -> str:
 
 # A full disk, a missing file, a folder without write access: the user's to mend, not a bug of ours.
 _USER_ERRNOS = {
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR,
-}  # fmt: skip
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
+    errno.EISDIR,
+}
 
 
 def run(main: Callable[[], int | None]) -> None:
     """Calls main() and exits: 0, or what it returned; 2 after one `error: ` line when the user's input is wrong.
 
-    Under torchrun rank 0 alone speaks. Everything that is not the user's mistake keeps its traceback (status 1).
+    Under torchrun rank 0 alone speaks. Everything that is not foreseen keeps its traceback (status 1).
     """
     try:
         sys.exit(main() or 0)
-    except InputError as error:
-        message = str(error)
+    except (InputError, RunError) as error:
+        message, status = str(error), 2 if isinstance(error, InputError) else 1
     except OSError as error:
         if error.errno not in _USER_ERRNOS:
             raise
-        message = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+        message, status = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror), 2
     except KeyboardInterrupt:
         sys.exit(130)
     if is_rank_zero():
         print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(status)
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path | str) -> Iterator[Path]:
+    """Yields a path beside `path` for the block to make a file or a folder at; then fsyncs it and renames it to `path`.
+
+    So `path` appears whole or not at all, and what stood there before stays until then.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        for part in [*partial.iterdir(), partial] if partial.is_dir() else [partial]:
+            _fsync(part)
+        if path.is_dir():  # a folder can't be replaced in one go
+            os.replace(path, former := path.with_name(f".{path.name}.{os.getpid()}.former.partial"))
+            os.replace(partial, path)
+            shutil.rmtree(former)
+        else:
+            os.replace(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True) if partial.is_dir() else partial.unlink(missing_ok=True)
+        raise
+    _fsync(path.parent)
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
-    """Opens a file that appears at `path` whole when the block ends, or not at all: written beside, fsynced, renamed.
+    """Opens a file that appears at `path` whole when the block ends, or not at all (see atomic_path).
 
     Text is UTF-8 with \\n line ends on every system.
     """
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
-    try:
-        with open(partial, mode, **text) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    fsync_directory(path.parent)
+    with atomic_path(path) as partial, open(partial, mode, **text) as file:
+        yield file
 
 
-def fsync_directory(folder: Path) -> None:
-    """Makes a rename in `folder` survive a power cut. Does nothing where folders cannot be opened (Windows)."""
-    if os.name == "nt":
+def _fsync(path: Path) -> None:
+    """Puts a file, or a folder's list of names, on the disk: what a power cut must not take back."""
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:

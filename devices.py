@@ -1,0 +1,65 @@
+"""What the machine has: the device and precision to compute in, and how fast they could be."""
+
+import time
+
+import torch
+
+from common import InputError
+
+
+def choose_device(device: str, dtype: str, local_rank: int) -> tuple[torch.device, torch.dtype, str]:
+    """(device, dtype, a line that says what was chosen and why). Raises InputError for a device that isn't there."""
+    present = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    kind = next(name for name in present if present[name]) if device == "auto" else device
+    if not present.get(kind):
+        there = ", ".join(name for name in present if present[name])
+        raise InputError(f"--device {device}: not on this machine (auto, {there})")
+    if kind == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise InputError(f"{local_rank + 1} processes on this machine, but {torch.cuda.device_count()} GPUs: "
+                             "lower --nproc_per_node")
+        place = torch.device("cuda", local_rank)
+        torch.cuda.set_device(place)
+        name = torch.cuda.get_device_name(place)
+        # is_bf16_supported() alone says yes to chips that emulate it, at a fraction of float16's speed (T4, V100).
+        if torch.cuda.get_device_capability(place) >= (8, 0):
+            best, reason = "bfloat16", "the chip computes in it"
+        else:
+            best, reason = "float16", "the chip has no bfloat16; gradients are scaled"
+    elif kind == "mps":
+        place, name, best, reason = torch.device("mps"), "Apple GPU", "float32", "the safe choice on MPS"
+    else:
+        place, name = torch.device("cpu"), f"{torch.get_num_threads()} threads"
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+        if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"):
+            best, reason = "bfloat16", "the chip computes in it"
+        else:
+            best, reason = "float32", "the chip does not compute in bfloat16"
+    if dtype != "auto":
+        best, reason = dtype, "as asked"
+    return place, getattr(torch, best), f"{place} ({name}), {best}: {reason}"
+
+
+# Dense bfloat16 / float16 tensor-core peaks in TFLOP/s, from the data sheets; other chips are measured instead.
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10": 125, "V100": 125, "T4": 65,
+               "RTX 4090": 165, "RTX 3090": 71}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """(FLOP/s that count as an MFU of 100 %, where the figure is from) for this device and precision."""
+    if device.type == "cuda" and dtype != torch.float32:
+        for name, tflops in PEAK_TFLOPS.items():
+            if name in torch.cuda.get_device_name(device):
+                return tflops * 1e12, "data sheet"
+    n = 4096 if device.type == "cuda" else 1024
+    a = torch.ones(n, n, device=device, dtype=dtype)  # not random: training's generator is left alone
+    rates = []
+    for _ in range(5):
+        began = time.perf_counter()
+        (a @ a).sum().item()
+        rates.append(2 * n**3 / (time.perf_counter() - began))
+    return max(rates), f"a {n} x {n} matrix product, measured"

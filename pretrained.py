@@ -1,0 +1,109 @@
+"""GPT-2 folders as Hugging Face keeps them: found on the hub, read and written.
+
+They differ from ours in two ways: names begin with `transformer.` (those of OpenAI's own uploads don't), and the linear
+layers are Conv1D, whose weights are (in, out), the transpose of ours.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+
+from common import InputError, atomic_path, atomic_write, first_line
+from tokenizer import EOT, VOCAB_SIZE, save_tokenizer
+
+# GPT-2 in Hugging Face's terms; a model that differs in one of these computes something else.
+GPT2_MATHS = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "n_inner": None,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+    "add_cross_attention": False,
+}
+CONFIG_NAMES = {"block_size": "n_positions"} | {n: n for n in ("vocab_size", "n_layer", "n_head", "n_embd")}
+CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # stored (in, out) by Hugging Face
+
+
+def download_model(name: str) -> Path:
+    """The folder of a hub model, fetched or from the cache. Raises InputError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise InputError(f"{name}: no such folder, nor does the hub give it ({first_line(error)})") from None
+
+
+def read_pretrained(folder: Path) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+    """The GPT-2 in `folder`: GPTConfig's fields, and float32 parameters under their names in train_gpt2.py.
+
+    Raises InputError when the folder holds no GPT-2, or a damaged one.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise InputError(f"{folder}: no model here (config.json is missing or not JSON)") from None
+    for key, expected in GPT2_MATHS.items():
+        value = raw.get(key, expected if key != "model_type" else None)
+        if value != expected and not (key == "n_inner" and value == 4 * raw.get("n_embd", 0)):
+            raise InputError(f"{folder}: not a GPT-2: its config.json has {key} = {value!r}, GPT-2 has {expected!r}")
+    try:
+        config = {ours: raw[theirs] for ours, theirs in CONFIG_NAMES.items()}
+    except KeyError as error:
+        raise InputError(f"{folder}: config.json lacks {error}") from None
+
+    state = {}
+    for path in sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
+        try:
+            part = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+        except (SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+            raise InputError(f"{path}: damaged or not a weights file ({first_line(error)})") from None
+        state.update(part)
+    if not state:
+        raise InputError(f"{folder}: no weights here (model.safetensors)")
+    state = {name.removeprefix("transformer."): tensor.float() for name, tensor in state.items()}
+    head = state.pop("lm_head.weight", None)
+    if head is not None and "wte.weight" in state and not torch.equal(head, state["wte.weight"]):
+        raise InputError(f"{folder}: not a GPT-2: its head is not tied to its token embedding")
+    state = {name: t for name, t in state.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}  # masks
+    return config, {name: t.t().contiguous() if CONV1D.search(name) else t for name, t in state.items()}
+
+
+def write_pretrained(folder: Path, config: dict[str, int], state: dict[str, torch.Tensor]) -> None:
+    """The reverse: config.json, model.safetensors and, for GPT-2's vocabulary, the tokenizer's files."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with_tokenizer = config["vocab_size"] == VOCAB_SIZE
+    raw = GPT2_MATHS | {
+        "architectures": ["GPT2LMHeadModel"],
+        **{theirs: config[ours] for ours, theirs in CONFIG_NAMES.items()},
+        "n_ctx": config["block_size"],
+        "attn_pdrop": 0.0,  # trained without dropout
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": EOT if with_tokenizer else None,
+        "eos_token_id": EOT if with_tokenizer else None,
+        "dtype": "float32",
+    }
+    with atomic_write(folder / "config.json", "w") as file:
+        file.write(json.dumps(raw, indent=2) + "\n")
+    tensors = {
+        f"transformer.{name}": (tensor.t() if CONV1D.search(name) else tensor).cpu().float().contiguous()
+        for name, tensor in state.items()
+    }
+    with atomic_path(folder / "model.safetensors") as partial:
+        save_file(tensors, partial, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", partial)  # safetensors lets nobody else read its files
+    if with_tokenizer:
+        save_tokenizer(folder, config["block_size"])

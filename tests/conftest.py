@@ -1,0 +1,52 @@
+"""Small runs that finish in a second or two, and readers of what they leave."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared" / "data"
+TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--total-batch-size", "128",
+        "--micro-batch-size", "2", "--warmup-steps", "2", "--eval-tokens", "512", "--device", "cpu", "--no-compile",
+        "--preset", "shakespeare", "--save-every", "0", "--sample-every", "0", "--eval-every", "0"]
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach the hub; those of hub code bring a server of their own
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A text of about 3,000 tokens."""
+    path = tmp_path / "text.txt"
+    path.write_text((ROOT / "input.txt").read_text(encoding="utf-8")[:10_000], encoding="utf-8")
+    return path
+
+
+def script(name: str, *args: str, processes: int = 1, **options) -> subprocess.CompletedProcess:
+    """Runs a script as a user would; under torchrun when there is more than one process."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *(torchrun if processes > 1 else []), str(ROOT / name), *map(str, args)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | options.pop("env", {})
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, **options)
+
+
+def read_log(log_dir: Path, *streams: str) -> list[str]:
+    """The lines of log.txt, of these streams only if any are named."""
+    lines = (Path(log_dir) / "log.txt").read_text().splitlines()
+    return [line for line in lines if not streams or line.split()[1] in streams]
+
+
+def losses(log_dir: Path, stream: str = "train") -> list[float]:
+    return [float(line.split()[2]) for line in read_log(log_dir, stream)]
+
+
+def assert_one_error_line(done: subprocess.CompletedProcess, *parts: str) -> None:
+    """Exit status 2 and on stderr one line, beginning `error: `, that has all the parts."""
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
+    for part in parts:
+        assert part in errors[0], (part, errors[0])

@@ -1,0 +1,190 @@
+"""The loader's promises, over random shard sets, batch shapes and world sizes."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common import InputError
+from train_gpt2 import DataLoaderLite, permutation
+
+EOT = 50256
+
+
+def write_shards(folder: Path, shards: list[list[int]], split: str = "train") -> list[np.ndarray]:
+    """Shards made of documents of the given lengths, in which every token but 50256 is unlike all others."""
+    folder.mkdir(exist_ok=True)
+    arrays, next_token = [], 0
+    for i, lengths in enumerate(shards):
+        tokens = []
+        for length in lengths:
+            tokens += [EOT, *range(next_token, next_token + length - 1)]
+            next_token += length - 1
+        if i % 2:  # a document that began in the shard before
+            tokens[0], next_token = next_token, next_token + 1
+        arrays.append(np.array(tokens, dtype=np.uint16))
+        path = folder / f"test_{split}_{i:06d}"
+        if i % 3 == 2:
+            header = np.zeros(256, dtype="<i4")
+            header[:3] = 20240520, 1, len(tokens)
+            path.with_suffix(".bin").write_bytes(header.tobytes() + arrays[-1].astype("<u2").tobytes())
+        else:
+            np.save(path.with_suffix(".npy"), arrays[-1])
+    return arrays
+
+
+shard_sets = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=8), min_size=1, max_size=5)
+
+
+@given(shard_sets, st.booleans(), st.integers(0, 3), st.data())
+@settings(max_examples=40, deadline=None)
+def test_stream_of_an_epoch_is_each_token_once_and_whole_documents(shards, shuffle, epoch, data):
+    with tempfile.TemporaryDirectory() as folder:
+        arrays = write_shards(Path(folder), shards)
+        loader = DataLoaderLite(folder, "train", 1, 1, seed=data.draw(st.integers(0, 9)), shuffle=shuffle)
+        n = loader.total_tokens
+        stream = loader.read(epoch * n, n)
+        everything = np.concatenate(arrays)
+        assert sorted(stream) == sorted(everything)
+        if not shuffle:
+            assert (stream == everything).all()
+        # Documents stay whole: a token is followed by the one that follows it in its shard, or by a new document.
+        document_starts = {0, *np.flatnonzero(everything == EOT), *np.cumsum([len(a) for a in arrays])}
+        follows = {int(everything[i]): int(everything[i + 1]) for i in range(n - 1) if i + 1 not in document_starts}
+        for a, b in zip(stream[:-1].tolist(), stream[1:].tolist(), strict=True):
+            assert a == EOT or a not in follows or follows[a] == b
+        # Any piece of the stream, across epochs too, is what the whole says.
+        begin, count = data.draw(st.integers(0, 2 * n)), data.draw(st.integers(1, 2 * n))
+        whole = np.concatenate([loader.read(e * n, n) for e in range(4)])
+        assert (loader.read(begin, count) == whole[begin : begin + count]).all()
+
+
+@given(shard_sets, st.integers(1, 3), st.integers(1, 8), st.integers(1, 9), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_ranks_together_see_what_one_process_sees(shards, B, T, world_size, shuffle):
+    with tempfile.TemporaryDirectory() as folder:
+        write_shards(Path(folder), shards)
+        alone = DataLoaderLite(folder, "train", B * world_size, T, shuffle=shuffle)
+        ranks = [DataLoaderLite(folder, "train", B, T, rank, world_size, shuffle=shuffle) for rank in range(world_size)]
+        for _ in range(4):
+            x, y = alone.next_batch()
+            parts = [rank.next_batch() for rank in ranks]
+            assert torch.equal(x, torch.cat([part[0] for part in parts]))
+            assert torch.equal(y, torch.cat([part[1] for part in parts]))
+            assert x.dtype == y.dtype == torch.int64 and x.shape == (B * world_size, T)
+            assert torch.equal(x.flatten()[1:], y.flatten()[:-1])
+
+
+@given(shard_sets, st.integers(1, 4), st.integers(1, 8), st.integers(0, 12))
+@settings(max_examples=30, deadline=None)
+def test_a_resumed_loader_equals_one_that_never_stopped(shards, B, T, steps):
+    with tempfile.TemporaryDirectory() as folder:
+        write_shards(Path(folder), shards)
+        straight, resumed = (DataLoaderLite(folder, "train", B, T) for _ in range(2))
+        for _ in range(steps):
+            straight.next_batch()
+        resumed.next_batch()  # so that batches are prepared that must be thrown away
+        resumed.load_state_dict(straight.state_dict())
+        assert straight.state_dict()["position"] == steps * B * T
+        for _ in range(3):
+            for a, b in zip(straight.next_batch(), resumed.next_batch(), strict=True):
+                assert torch.equal(a, b)
+
+
+def test_order_changes_with_seed_and_epoch_and_not_otherwise(tmp_path):
+    write_shards(tmp_path, [[5] * 50, [5] * 50])
+    loader = lambda seed: DataLoaderLite(tmp_path, "train", 1, 1, seed=seed)  # noqa: E731
+    n = loader(1).total_tokens
+    first = loader(1).read(0, n)
+    assert (first == loader(1).read(0, n)).all()
+    assert (first != loader(1).read(n, n)).any() and (first != loader(2).read(0, n)).any()
+
+
+def test_permutation_is_pinned():
+    """Were it to change, every resumed run would silently see other data."""
+    assert permutation(8, 1337, 0).tolist() == [5, 1, 6, 7, 4, 0, 2, 3]
+    assert sorted(permutation(1000, 5, 2, 1)) == list(range(1000))
+
+
+def test_another_stream_is_not_resumed(tmp_path):
+    write_shards(tmp_path / "a", [[5] * 9])
+    write_shards(tmp_path / "b", [[5] * 8])
+    state = DataLoaderLite(tmp_path / "a", "train", 1, 4).state_dict()
+    with pytest.raises(InputError, match="shards"):
+        DataLoaderLite(tmp_path / "b", "train", 1, 4).load_state_dict(state)
+    with pytest.raises(InputError, match="seed 2, there 1337"):
+        DataLoaderLite(tmp_path / "a", "train", 1, 4, seed=2).load_state_dict(state)
+
+
+def test_text_is_one_document_split_nine_to_one(tmp_path):
+    from tokenizer import get_tokenizer
+
+    text = "One fine day, <|endoftext|> was only text.\n" * 50
+    (tmp_path / "a.txt").write_text(text)
+    train, val = (DataLoaderLite(tmp_path / "a.txt", split, 1, 8) for split in ("train", "val"))
+    tokens = [EOT, *get_tokenizer().encode_ordinary(text)]
+    assert [*train.read(0, train.total_tokens), *val.read(0, val.total_tokens)] == tokens
+    assert val.total_tokens == len(tokens) // 10
+
+
+def spoil_truncate(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def spoil_header(path):
+    path.write_bytes(b"no shard" * 200)
+
+
+SPOILED = {
+    "truncated": (spoil_truncate, "000000.npy: truncated or not a shard"),
+    "foreign": (spoil_header, "000000.npy: truncated or not a shard"),
+    "dtype": (lambda path: np.save(path, np.zeros(99, dtype=np.int32)), "1-D int32, but a shard is 1-D uint16"),
+    "2-D": (lambda path: np.save(path, np.zeros((9, 9), dtype=np.uint16)), "2-D uint16"),
+    "empty": (lambda path: np.save(path, np.zeros(0, dtype=np.uint16)), "an empty shard"),
+    "vocabulary": (lambda path: np.save(path, np.full(99, 50257, dtype=np.uint16)), "token 50257"),
+    "pickle": (lambda path: np.save(path, np.array([{}], dtype=object)), "truncated or not a shard"),
+    "half-written": (lambda path: path.rename(path.with_name(".x_train_000001.npy.1.partial")), "half written"),
+    "name": (lambda path: path.rename(path.with_name("tokens.npy")), "not named like a shard"),
+    "none": (lambda path: path.unlink(), "no train shards"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_bad_shards_are_named(tmp_path, name):
+    write_shards(tmp_path, [[9, 9]])
+    spoil, message = SPOILED[name]
+    spoil(tmp_path / "test_train_000000.npy")
+    with pytest.raises(InputError, match=message):
+        DataLoaderLite(tmp_path, "train", 1, 4)
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda b: b[:-2], "its header promises 18"),
+    (lambda b: b[:512], "no llm.c shard"),
+    (lambda b: b"\0" * 4 + b[4:], "no llm.c shard"),
+])
+def test_bad_bin_shards_are_named(tmp_path, change, message):
+    write_shards(tmp_path, [[9, 9]] * 3)
+    path = tmp_path / "test_train_000002.bin"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(InputError, match=message):
+        DataLoaderLite(tmp_path, "train", 1, 4)
+
+
+def test_a_token_past_the_vocabulary_is_found_when_it_is_read(tmp_path):
+    tokens = np.zeros(10_000, dtype=np.uint16)
+    tokens[5000] = 60_000  # neither on the first page nor on the last
+    np.save(tmp_path / "x_train_000000.npy", tokens)
+    loader = DataLoaderLite(tmp_path, "train", 1, 1000)
+    with pytest.raises(InputError, match=r"x_train_000000\.npy: token 60000"):
+        for _ in range(10):
+            loader.next_batch()
+
+
+def test_shards_are_memory_mapped(tmp_path):
+    write_shards(tmp_path, [[9], [9], [9]])
+    assert all(isinstance(shard, np.memmap) for shard in DataLoaderLite(tmp_path, "train", 1, 4).shards)

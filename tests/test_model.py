@@ -1,0 +1,200 @@
+"""The model is GPT-2: transformers' GPT2LMHeadModel is the oracle for logits, gradients, files and names."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import train_gpt2
+from common import InputError
+from pretrained import CONV1D, read_pretrained
+from train_gpt2 import GPT, GPTConfig
+
+SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
+
+
+@pytest.fixture
+def reference(tmp_path):
+    """A random GPT-2 of transformers' (all its parameters random, biases and LayerNorms too), and its folder."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_positions=64, n_layer=3, n_head=4, n_embd=48)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path / "reference")
+    return model, tmp_path / "reference"
+
+
+def tokens(*shape, vocab_size=50257):
+    return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_logits_and_gradients_equal_transformers(reference):
+    theirs, folder = reference
+    ours = GPT.from_pretrained(folder)
+    idx, targets = tokens(2, 64), tokens(2, 65)[:, 1:]
+    logits, loss = ours(idx, targets)
+    expected = theirs(idx).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    loss.backward()
+    theirs_by_name = dict(theirs.transformer.named_parameters())
+    assert theirs_by_name.keys() == dict(ours.named_parameters()).keys()
+    for name, parameter in ours.named_parameters():
+        grad = theirs_by_name[name].grad
+        grad = grad.t() if CONV1D.search(name) else grad
+        assert (parameter.grad - grad).norm() <= 1e-4 * grad.norm(), name
+
+
+def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ours = GPT(SMALL)
+    ours.save_pretrained(tmp_path)
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    idx = tokens(2, 64)
+    torch.testing.assert_close(theirs(idx).logits, ours(idx)[0], atol=1e-4, rtol=1e-4)
+    again = GPT.from_pretrained(tmp_path)
+    assert again.config == SMALL
+    for (name, a), (_, b) in zip(ours.state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("Hello, naïve 世界 🙂\r\n")) == "Hello, naïve 世界 🙂\r\n"
+    assert tokenizer.eos_token_id == 50256
+
+
+def test_older_and_sharded_files_load_too(reference, tmp_path):
+    """The hub's `gpt2` has no `transformer.` prefix and carries causal masks; large models come in several files."""
+    theirs, folder = reference
+    expected = GPT.from_pretrained(folder).state_dict()
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "config.json").write_text((folder / "config.json").read_text())
+    state = {name.removeprefix("transformer."): t for name, t in theirs.state_dict().items()}
+    state["h.0.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
+    torch.save(state, old / "pytorch_model.bin")
+    theirs.save_pretrained(tmp_path / "sharded", max_shard_size="1MB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    for other in (old, tmp_path / "sharded"):
+        state = GPT.from_pretrained(other).state_dict()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_parameter_counts_are_the_published_ones():
+    shapes = {"gpt2": (12, 12, 768, 124_439_808), "gpt2-medium": (24, 16, 1024, 354_823_168),
+              "gpt2-large": (36, 20, 1280, 774_030_080), "gpt2-xl": (48, 25, 1600, 1_557_611_200)}
+    for name, (n_layer, n_head, n_embd, expected) in shapes.items():
+        with torch.device("meta"):
+            assert GPT(GPTConfig(1024, 50257, n_layer, n_head, n_embd)).num_parameters() == expected, name
+    with torch.device("meta"):
+        assert round(GPT(GPTConfig()).flops_per_token(1024) / 1e6) == 855
+
+
+def test_initialization():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=256, vocab_size=1000, n_layer=4, n_head=4, n_embd=256))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        elif ".ln_" in name or name.startswith("ln_f"):
+            assert (parameter == 1).all(), name
+        else:
+            std = 0.02 / math.sqrt(8) if "c_proj" in name else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.02), name
+            assert abs(parameter.mean().item()) < 0.001, name
+
+
+def test_a_token_sees_nothing_after_it():
+    model = GPT(SMALL)
+    idx = tokens(1, 64)
+    changed = idx.clone()
+    changed[0, 40:] = 7
+    before, after = model(idx)[0], model(changed)[0]
+    assert torch.equal(before[:, :40], after[:, :40]) and not torch.equal(before[:, 40:], after[:, 40:])
+
+
+def test_loss_is_float32_under_bfloat16_autocast():
+    model = GPT(SMALL)
+    idx, targets = tokens(2, 64), tokens(2, 65)[:, 1:]
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss = model(idx, targets)
+    assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
+    expected = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_one_batch_can_be_learned_by_heart():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=32, n_layer=2, n_head=4, n_embd=64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    batch = tokens(4, 33)
+    for _ in range(100):
+        loss = model(batch[:, :-1], batch[:, 1:])[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss.item() < 0.05:
+            return
+    pytest.fail(f"loss {loss.item()}")
+
+
+def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone():
+    model = GPT(SMALL)
+    idx = tokens(2, 60)
+    before = torch.get_rng_state()
+    draw = lambda **kw: model.generate(idx, 8, generator=torch.Generator().manual_seed(42), **kw)  # noqa: E731
+    first = draw()
+    assert torch.equal(first, draw()) and torch.equal(before, torch.get_rng_state())
+    assert first.shape == (2, 68) and torch.equal(first[:, :60], idx) and first.max() < 50257
+    greedy = draw(top_k=1)
+    for t in range(60, 68):  # the context is the last 64 tokens
+        assert torch.equal(greedy[:, t], model(greedy[:, max(0, t - 64) : t])[0][:, -1].argmax(-1))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "llama"}, "model_type = 'llama'"),
+        ({"activation_function": "relu"}, "activation_function = 'relu'"),
+        ({"n_embd": 32}, "do not fit"),
+        ({"n_layer": 2}, "do not fit"),
+    ],
+)
+def test_what_is_no_gpt2_is_refused(tmp_path, change, message):
+    GPT(SMALL).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=message):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_damaged_weights_are_refused_and_no_pickle_is_run(tmp_path):
+    GPT(SMALL).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(InputError, match=r"model\.safetensors: damaged"):
+        read_pretrained(tmp_path)
+    weights.unlink()
+
+    class Malicious:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "pwned"), "w"))
+
+    torch.save({"wte.weight": Malicious()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin: damaged"):
+        read_pretrained(tmp_path)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_an_untied_head_is_refused(reference, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    _, folder = reference
+    state = load_file(folder / "model.safetensors")
+    save_file(state | {"lm_head.weight": torch.zeros(50257, 48)}, folder / "model.safetensors")
+    with pytest.raises(InputError, match="not tied"):
+        train_gpt2.GPT.from_pretrained(folder)

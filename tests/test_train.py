@@ -1,0 +1,203 @@
+"""Whole runs in small: the same losses however a batch is split, resumed runs, compiled runs, what is left behind."""
+
+import itertools
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import train_gpt2
+from common import InputError, RunError
+from tests.conftest import ROOT, SHARED, TINY, losses, read_log, script
+from train_gpt2 import GPT, TrainConfig, get_lr
+
+
+def train(*args: object) -> int:
+    return train_gpt2.main([*TINY, *map(str, args)])
+
+
+def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
+    """128 tokens a step as 8 micro-batches of 1, 4 of 2, 2 of 4, one of 8; alone, and on two ranks."""
+    common = ["--data", text, "--max-steps", 20, "--eval-every", 10, "--max-lr", 1e-2]
+    for B in (1, 2, 4, 8):
+        train(*common, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
+    for B in (2, 4):  # with and without accumulation
+        done = script("train_gpt2.py", *TINY, *common, "--micro-batch-size", B, "--log-dir", tmp_path / f"two_{B}",
+                      processes=2)
+        assert done.returncode == 0, done.stderr
+    expected = losses(tmp_path / "alone_8")
+    assert len(expected) == 20 and expected[-1] < expected[0] - 1
+    for name in ("alone_1", "alone_2", "alone_4", "two_2", "two_4"):
+        assert losses(tmp_path / name) == pytest.approx(expected, abs=1e-4), name
+        assert losses(tmp_path / name, "val") == pytest.approx(losses(tmp_path / "alone_8", "val"), abs=1e-4), name
+        norms = losses(tmp_path / name, "norm")
+        assert norms == pytest.approx(losses(tmp_path / "alone_8", "norm"), rel=1e-3), name
+
+
+def test_first_loss_and_clipped_update_equal_a_plain_loop(text, tmp_path):
+    """Two steps of the script against torch's own pieces, written out without accumulation."""
+    args = ["--max-steps", 2, "--save-every", 2, "--max-lr", 1e-2, "--grad-clip", 0.5]
+    train("--data", text, *args, "--log-dir", tmp_path)
+    torch.manual_seed(1337)
+    model = GPT(train_gpt2.GPTConfig(16, 50257, 2, 2, 16))
+    decayed = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-8
+    )
+    loader = train_gpt2.DataLoaderLite(text, "train", 8, 16)
+    for step, lr in enumerate((5e-3, 1e-2)):
+        x, y = loader.next_batch()
+        loss = torch.nn.functional.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        assert losses(tmp_path)[step] == pytest.approx(loss.item(), abs=1e-5)
+    trained = GPT.from_pretrained(tmp_path / "step_000002")
+    for (name, a), b in zip(model.named_parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3, msg=name)
+
+
+def test_resumed_run_equals_one_that_never_stopped(text, tmp_path, capsys):
+    args = ["--data", text, "--eval-every", 5, "--sample-every", 4, "--save-every", 3, "--keep-checkpoints", 0]
+    train(*args, "--max-steps", 9, "--log-dir", tmp_path / "straight")
+    train(*args, "--max-steps", 9, "--log-dir", tmp_path / "broken")
+    for name in ("step_000009", "step_000006"):  # as though it had been killed after step 3's checkpoint
+        for file in (tmp_path / "broken" / name).iterdir():
+            file.unlink()
+        (tmp_path / "broken" / name).rmdir()
+    with open(tmp_path / "broken/log.txt", "a") as log:
+        log.write("9 tr")  # a torn line
+    train(*args, "--max-steps", 9, "--log-dir", tmp_path / "broken", "--resume")
+    for stream in ("train", "val", "norm", "lr"):
+        assert read_log(tmp_path / "broken", stream) == read_log(tmp_path / "straight", stream)
+    for name in ("model.safetensors", "config.json"):
+        files = [(tmp_path / run / "step_000009" / name).read_bytes() for run in ("straight", "broken")]
+        assert files[0] == files[1]
+    entries = json.loads((tmp_path / "broken/run.json").read_text())
+    assert [entry["step"] for entry in entries] == [0, 3]
+    assert entries[0]["versions"]["torch"] == torch.__version__ and entries[0]["config"]["seed"] == 1337
+    # Once more: there is nothing left to do.
+    before = read_log(tmp_path / "broken")
+    assert train(*args, "--max-steps", 9, "--log-dir", tmp_path / "broken", "--resume") == 0
+    assert "has all its 9 steps" in capsys.readouterr().out and before == read_log(tmp_path / "broken")
+
+
+def test_resume_passes_over_a_damaged_checkpoint(text, tmp_path, capsys):
+    args = ["--data", text, "--save-every", 2, "--log-dir", tmp_path]
+    train(*args, "--max-steps", 4)
+    state = tmp_path / "step_000004/training_state.pt"
+    state.write_bytes(state.read_bytes()[:-1] + b"!")
+    train(*args, "--max-steps", 6, "--resume")
+    assert "damaged checkpoint (training_state.pt)" in capsys.readouterr().err
+    assert [int(line.split()[0]) for line in read_log(tmp_path, "train")] == [0, 1, 2, 3, 4, 5]
+    for folder in train_gpt2.checkpoints(tmp_path):
+        (folder / "config.json").unlink()
+    with pytest.raises(InputError, match="none of its 3 checkpoints is whole"):
+        train(*args, "--max-steps", 6, "--resume")
+
+
+def test_resume_refuses_another_runs_mathematics(text, tmp_path):
+    args = ["--data", text, "--max-steps", 2, "--save-every", 2, "--log-dir", tmp_path, "--resume"]
+    train(*args)
+    with pytest.raises(InputError, match=r"--max-lr was 0\.003, is 0\.5"):
+        train(*args, "--max-lr", 0.5, "--max-steps", 4)
+
+
+def test_a_new_start_keeps_what_an_earlier_one_left(text, tmp_path):
+    args = ["--data", text, "--max-steps", 2, "--save-every", 2, "--log-dir", tmp_path]
+    train(*args)
+    first = read_log(tmp_path)
+    weights = (tmp_path / "step_000002/model.safetensors").read_bytes()
+    train(*args, "--seed", 5)
+    assert read_log(tmp_path)[: len(first)] == first and len(read_log(tmp_path)) == 2 * len(first)
+    assert (tmp_path / "earlier_1/step_000002/model.safetensors").read_bytes() == weights
+    train(*args, "--seed", 5, "--max-steps", 3, "--resume")
+    assert read_log(tmp_path)[: len(first)] == first and losses(tmp_path)[:2] != losses(tmp_path)[2:4]
+    assert [line.split()[0] for line in read_log(tmp_path, "train")] == ["0", "1", "0", "1", "2"]
+
+
+def test_only_the_newest_checkpoints_are_kept(text, tmp_path):
+    train("--data", text, "--max-steps", 5, "--save-every", 1, "--keep-checkpoints", 2, "--log-dir", tmp_path)
+    assert [p.name for p in train_gpt2.checkpoints(tmp_path)] == ["step_000004", "step_000005"]
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_stops(text, tmp_path, number, status):
+    command = [sys.executable, ROOT / "train_gpt2.py", *TINY, "--data", text, "--max-steps", "100000",
+               "--save-every", "90000", "--log-dir", tmp_path]
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while "step     3" not in process.stdout.readline():
+            time.sleep(0.001)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == status
+    (folder,) = train_gpt2.checkpoints(tmp_path)
+    step = int(folder.name.removeprefix("step_"))
+    assert train_gpt2.load_checkpoint(folder)["step"] == step == len(losses(tmp_path))
+
+
+def test_zero_steps_evaluate_and_exit(text, tmp_path):
+    GPT(train_gpt2.GPTConfig(16, 50257, 1, 2, 16)).save_pretrained(tmp_path / "model")
+    train("--data", text, "--init", tmp_path / "model", "--max-steps", 0, "--eval-every", 1, "--log-dir", tmp_path)
+    (val,) = losses(tmp_path, "val")
+    assert abs(val - math.log(50257)) < 0.1 and not losses(tmp_path)
+
+
+def test_validation_loss_is_the_mean_over_its_tokens(text, tmp_path):
+    """Against one plain pass, for batch sizes that do and do not divide the number of sequences."""
+    model = GPT(train_gpt2.GPTConfig(16, 50257, 1, 2, 16))
+    world = train_gpt2.Distributed(0, 0, 1, torch.device("cpu"), torch.float32, "")
+    results = []
+    for B in (1, 3, 8):
+        loader = train_gpt2.DataLoaderLite(text, "val", B, 16, shuffle=False)
+        results.append(train_gpt2.validation_loss(model, loader, 160, world, torch.autocast("cpu", enabled=False)))
+    tokens = torch.from_numpy(loader.read(0, 161).astype("int64"))
+    expected = model(tokens[:-1].view(10, 16), tokens[1:].view(10, 16))[1].item()
+    assert results == pytest.approx([expected] * 3, abs=1e-5)
+
+
+def test_divergence_stops_the_run_and_names_the_step(text, tmp_path):
+    args = ["--max-steps", 9, "--max-lr", 1e30, "--min-lr", 1e30, "--grad-clip", 0]
+    with pytest.raises(RunError, match=r"step \d: loss nan"):
+        train("--data", text, *args, "--log-dir", tmp_path)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
+def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys):
+    """Validation, HellaSwag and samples under --compile, with the losses of the eager run."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join((SHARED / "hellaswag_val_1k.jsonl").read_text().splitlines(keepends=True)[:20]))
+    args = ["--data", text, "--max-steps", 6, "--eval-every", 2, "--hellaswag-every", 3, "--hellaswag-data", tasks,
+            "--sample-every", 3, "--seq-len", 64, "--sample-prompt", "To be"]
+    train(*args, "--log-dir", tmp_path / "eager")
+    eager_samples = [line for line in capsys.readouterr().out.splitlines() if "sample" in line]
+    train(*args, "--log-dir", tmp_path / "compiled", "--compile")
+    samples = [line for line in capsys.readouterr().out.splitlines() if "sample" in line]
+    for stream in ("train", "val", "hella"):
+        assert len(losses(tmp_path / "compiled", stream)) == {"train": 6, "val": 4, "hella": 3}[stream]
+        assert losses(tmp_path / "compiled", stream) == pytest.approx(losses(tmp_path / "eager", stream), abs=1e-3)
+    assert len(samples) == len(eager_samples) == 8
+
+
+def test_learning_rate():
+    config = TrainConfig()
+    lrs = [get_lr(step, config) for step in range(19_073 + 1)]
+    assert lrs[0] == pytest.approx(6e-4 / 715) and lrs[714] == max(lrs) == pytest.approx(6e-4)
+    assert lrs[-1] == pytest.approx(6e-5) and lrs[(715 + 19_073) // 2] == pytest.approx(3.3e-4, rel=1e-3)
+    assert all(a > b for a, b in itertools.pairwise(lrs[715:]))
+
+
+def test_samples_do_not_disturb_training(text, tmp_path):
+    for name, every in (("with", 1), ("without", 0)):
+        args = ["--max-steps", 4, "--sample-every", every, "--eval-every", every]
+        train("--data", text, *args, "--log-dir", tmp_path / name)
+    assert read_log(tmp_path / "with", "train", "norm") == read_log(tmp_path / "without", "train", "norm")

@@ -1,0 +1,968 @@
+"""Trains GPT-2 (124M) from scratch and leaves a model that Hugging Face loads.
+
+    python train_gpt2.py                                     # shards if there are any, else Shakespeare on the CPU
+    python train_gpt2.py --preset gpt2 --data my_shards      # one GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # eight GPUs: the reproduction
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train_gpt2.py   # two nodes
+    python train_gpt2.py --resume                            # goes on where a run in log/ stopped
+    python train_gpt2.py --help                              # every flag, its default and its unit
+
+Read it top to bottom: configuration, model, optimizer, data, evaluation, checkpoints, distributed, main.
+
+Shapes: B batch (sequences of a micro-batch), T time (tokens of a sequence), C channels (n_embd = n_head * head size),
+V vocabulary (50,257). A *step* is one update of the weights from `total_batch_size` tokens: every rank accumulates the
+gradients of `total_batch_size / (B * T * world size)` micro-batches. Step s is logged with the weights that s updates
+have made, so the loss of step 0 is that of the untrained model.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, run
+from devices import choose_device, peak_flops
+from pretrained import download_model, read_pretrained, write_pretrained
+from runlog import Log, add_run_entry
+from shards import check_tokens, find_shards, open_shard, tokenize_text
+from tokenizer import EOT, VOCAB_SIZE, get_tokenizer
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT-2. The defaults are GPT-2 small, 124,439,808 parameters."""
+
+    block_size: int = 1024  # the longest context, in tokens
+    vocab_size: int = VOCAB_SIZE
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Trains a GPT-2 from scratch, or goes on from a model. A preset sets all values; flags override it."""
+
+    preset: Literal["auto", "gpt2", "gpt3", "shakespeare"] = "auto"
+    """Set of defaults; auto: gpt2 when edu_fineweb10B/ holds shards, else shakespeare."""
+    data: str = "edu_fineweb10B"
+    """Folder of token shards (python fineweb.py makes them), or a .txt file."""
+    log_dir: str = "log"
+    """Folder for log.txt, run.json and checkpoints."""
+    init: str = "scratch"
+    """Initial weights: scratch, a hub name (gpt2, gpt2-medium, gpt2-large, gpt2-xl) or a folder with a GPT-2."""
+    resume: bool = False
+    """Go on from the newest checkpoint in log_dir; start when there is none."""
+    max_steps: int = 19_073
+    """Number of updates; 19,073 are one epoch of 10 billion tokens."""
+    total_batch_size: int = 524_288
+    """Tokens an update, over all ranks and micro-batches."""
+    micro_batch_size: int = 0
+    """Sequences a forward pass on one device (B); 0: the largest power of two that fits."""
+    seq_len: int = 1024
+    """Tokens a sequence (T)."""
+    n_layer: int = 12
+    """Number of blocks."""
+    n_head: int = 12
+    """Number of attention heads."""
+    n_embd: int = 768
+    """Number of channels (C)."""
+    optimizer: Literal["adamw"] = "adamw"
+    """Update rule; AdamW with betas 0.9 and 0.95."""
+    schedule: Literal["cosine"] = "cosine"
+    """Learning rate after the warm-up: half a cosine from max_lr down to min_lr."""
+    max_lr: float = 6e-4
+    """Learning rate at the end of the warm-up."""
+    min_lr: float = 6e-5
+    """Learning rate of the last step."""
+    warmup_steps: int = 715
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of the matrices (biases and LayerNorms have none)."""
+    grad_clip: float = 1.0
+    """Largest gradient norm; 0: no clipping."""
+    seed: int = 1337
+    """Seed of the initial weights and of the data order."""
+    shuffle: bool = True
+    """Permute shards, and documents within each shard, anew every epoch; otherwise file order."""
+    compile: bool = True
+    """Compile the blocks and the loss with torch.compile."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the matrix products; weights, LayerNorm statistics and losses stay in float32."""
+    eval_every: int = 250
+    """Steps between validation losses; 0: never."""
+    eval_tokens: int = 10_485_760
+    """Tokens of each validation loss (at most one pass over the validation split)."""
+    hellaswag_every: int = 250
+    """Steps between HellaSwag evaluations; 0: never."""
+    hellaswag_data: str = ""
+    """Local HellaSwag .jsonl; empty: the official validation set, downloaded once."""
+    sample_every: int = 250
+    """Steps between samples; 0: never."""
+    sample_prompt: str = "Hello, I'm a language model,"
+    """How the samples begin."""
+    save_every: int = 1000
+    """Steps between checkpoints; 0: never."""
+    keep_checkpoints: int = 3
+    """Number of newest checkpoints to keep; 0: all."""
+    plan: bool = False
+    """Print the arithmetic of the run and exit."""
+
+
+SHARDS_FOLDER = "edu_fineweb10B"
+SHAKESPEARE = dict(
+    data=str(Path(__file__).with_name("input.txt")),
+    max_steps=400,
+    total_batch_size=1024,
+    micro_batch_size=8,
+    seq_len=128,
+    n_layer=4,
+    n_head=4,
+    n_embd=128,
+    max_lr=3e-3,
+    min_lr=3e-4,
+    warmup_steps=40,
+    compile=False,
+    eval_every=100,
+    eval_tokens=16_384,
+    hellaswag_every=0,
+    sample_every=200,
+    sample_prompt="ROMEO:",
+    save_every=200,
+)
+PRESETS: dict[str, dict[str, Any]] = {"gpt2": {}, "gpt3": dict(seq_len=2048), "shakespeare": SHAKESPEARE}
+
+
+def read_config(args: list[str] | None = None) -> TrainConfig:
+    """The command line as a TrainConfig: the preset's values, overridden by the flags. Raises InputError."""
+    # Parsed twice: once to learn the preset (and whether --help is wanted), once with its values as the defaults.
+    args = sys.argv[1:] if args is None else args
+    preset = parse_args(TrainConfig, args=[arg for arg in args if arg not in ("-h", "--help")]).preset
+    if preset == "auto":
+        preset = "gpt2" if any(Path(SHARDS_FOLDER).glob("*_train_*")) else "shakespeare"
+    config = parse_args(TrainConfig, replace(TrainConfig(), **PRESETS[preset]), args)
+    check(config)
+    return config
+
+
+def check(config: TrainConfig) -> None:
+    """Collects every problem that can be seen without looking at data or devices, and raises them as one InputError."""
+    problems = []
+    for name in ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens"):
+        if getattr(config, name) < 1:
+            problems.append(f"{flag(name)} {getattr(config, name)}: at least 1")
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
+            problems.append(f"{flag(field.name)} {value}: not below 0")
+    if config.n_head > 0 and config.n_embd % config.n_head:
+        problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
+    if config.min_lr > config.max_lr:
+        problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
+    if problems:
+        raise InputError("; ".join(dict.fromkeys(problems)))
+
+
+def flag(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model: GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head self-attention in which a token sees itself and what stands before it. (B, T, C) -> (B, T, C)"""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # (B, nh, T, hs)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    """Two linear layers with GELU (tanh form) between them. (B, T, C) -> (B, T, C)"""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """A transformer block with LayerNorm before each part. (B, T, C) -> (B, T, C)"""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x), mask)
+        return x + self.mlp(self.ln_2(x))
+
+
+def lm_head(x: torch.Tensor, wte: torch.Tensor) -> torch.Tensor:
+    """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
+
+    On a GPU the product is made with V rounded up to a multiple of 64 (50,257 -> 50,304), which suits its tensor
+    cores; the rows added are zeros made on the spot, neither parameters nor seen by the softmax.
+    """
+    V = wte.size(0)
+    if x.is_cuda:
+        wte = F.pad(wte, (0, 0, 0, -V % 64))
+    return F.linear(x, wte)[..., :V]
+
+
+def next_token_loss(x: torch.Tensor, wte: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (B, T, V) and their mean cross-entropy in nats, a float32 scalar. x (B, T, C), targets (B, T)"""
+    logits = lm_head(x, wte)
+    return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class GPT(nn.Module):
+    """GPT-2, its parameters under GPT-2's own names. Linear weights are (out, in), the transpose of Hugging Face's."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+        self.next_token_loss = next_token_loss
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """GPT-2's initialization: normal with std 0.02, biases 0, LayerNorms 1 and 0.
+
+        Each block adds two branches to the residual stream; the projections that end them are scaled by
+        1 / sqrt(2 * n_layer), so that the stream's variance at the start does not grow with depth (section 2.3).
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 0.02
+                nn.init.normal_(parameter, std=std, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def hidden(
+        self, idx: torch.Tensor, position: torch.Tensor | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What the head reads: final LayerNorm's output (B, T, C) for tokens idx (B, T).
+
+        position (B, T) or (T,): places of the tokens, 0 … T-1 unless given. mask (B, 1, T, T) bool: which tokens each
+        token sees, itself and those before it unless given.
+        """
+        if idx.size(1) > self.config.block_size:
+            raise InputError(f"a sequence of {idx.size(1)} tokens, but the model's context is {self.config.block_size}")
+        if position is None:
+            position = torch.arange(idx.size(1), device=idx.device)
+        x = self.wte(idx) + self.wpe(position)  # (B, T, C)
+        for block in self.h:
+            x = block(x, mask)
+        return self.ln_f(x)
+
+    def forward(
+        self, idx: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """idx, targets (B, T) int64 -> logits (B, T, V), mean cross-entropy in nats (None without targets)."""
+        x = self.hidden(idx)
+        if targets is None:
+            return lm_head(x, self.wte.weight), None
+        return self.next_token_loss(x, self.wte.weight, targets)
+
+    def compile(self) -> None:
+        """Compiles the block, once for all layers, and the loss. Names, state and eager use stay as they are:
+        `torch.compiler.set_stance("force_eager")` runs the plain code on shapes that come once (evaluation, samples).
+        """
+        for block in self.h:
+            block.compile(dynamic=False)
+        self.next_token_loss = torch.compile(lambda *args: (None, next_token_loss(*args)[1]), dynamic=False)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        idx: torch.Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 50,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Continues idx (B, T) by sampling among the top_k likeliest tokens. -> (B, T + max_new_tokens)"""
+        for _ in range(max_new_tokens):
+            x = self.hidden(idx[:, -self.config.block_size :])[:, -1]  # (B, C)
+            logits = lm_head(x, self.wte.weight).float() / temperature  # (B, V)
+            logits, candidates = logits.topk(min(top_k, logits.size(-1)))  # (B, k) each
+            choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)  # (B, 1)
+            idx = torch.cat([idx, candidates.gather(1, choice)], dim=1)
+        return idx
+
+    def num_parameters(self, position_embeddings: bool = True) -> int:
+        total = sum(parameter.numel() for parameter in self.parameters())
+        return total if position_embeddings else total - self.wpe.weight.numel()
+
+    def flops_per_token(self, T: int) -> int:
+        """Training FLOPs a token, forward and backward: 6 N + 12 L C T, N without position embeddings, which take no
+        part in a product (PaLM, Chowdhery et al. 2022, appendix B). Recomputation and the causal mask don't count."""
+        return 6 * self.num_parameters(False) + 12 * self.config.n_layer * self.config.n_embd * T
+
+    # -- Hugging Face, in and out
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path) -> "GPT":
+        """A GPT-2 from a folder or from the hub (`gpt2`, `gpt2-medium`, …). Raises InputError if it is no GPT-2."""
+        folder = Path(name) if Path(name).exists() else download_model(str(name))
+        config, state = read_pretrained(folder)
+        with torch.device("meta"):  # the parameters come from the files: none need be made first
+            model = cls(GPTConfig(**config))
+        try:
+            model.load_state_dict(state, strict=True, assign=True)
+        except RuntimeError as error:
+            raise InputError(f"{folder}: weights do not fit its config.json: {' '.join(str(error).split())}") from None
+        return model.requires_grad_(True)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes a Hugging Face GPT-2: config.json, model.safetensors and, for GPT-2's vocabulary, its tokenizer."""
+        write_pretrained(Path(folder), asdict(self.config), self.state_dict())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer
+
+
+def configure_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with GPT-3's betas (Brown et al. 2020, appendix B) that decays matrices and embeddings, nothing else."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    # fused: one kernel over all parameters, on the CPU too, where it is several times the loop's speed.
+    return torch.optim.AdamW(groups, lr=config.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+
+def get_lr(step: int, config: TrainConfig) -> float:
+    """Learning rate of update `step` (from 0): linear warm-up to max_lr, then half a cosine down to min_lr.
+
+    GPT-3's schedule (Brown et al. 2020, appendix B).
+    """
+    if step < config.warmup_steps:
+        return config.max_lr * (step + 1) / config.warmup_steps
+    if step >= config.max_steps:
+        return config.min_lr
+    progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def permutation(n: int, *seed: int) -> np.ndarray:
+    """A permutation of 0 … n-1 that depends on `seed` alone; unlike numpy's own, the same in every numpy version."""
+    return np.random.PCG64(seed).random_raw(n).argsort(kind="stable")
+
+
+class DataLoaderLite:
+    """Batches of next-token pairs from token shards or a .txt file, in an order that is a function of the seed alone.
+
+    The stream of an epoch is its shards, permuted, and in each its documents, permuted (a document begins at 50256),
+    laid end to end; the epochs follow each other without a seam. Micro-batch after micro-batch the ranks take the
+    next B * T tokens each, in rank order. So the tokens of a step do not depend on how it is split into ranks and
+    micro-batches, each token is an input exactly once an epoch, and the loader's whole state is one position.
+
+    data: folder of .npy / .bin shards, or a .txt file. split: "train" or "val". Raises InputError for bad files.
+    """
+
+    def __init__(
+        self,
+        data: str | Path,
+        split: str,
+        B: int,
+        T: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 1337,
+        shuffle: bool = True,
+    ):
+        data = Path(data)
+        if not data.exists():
+            raise InputError(f"{data}: no such data; `python fineweb.py` makes shards, --data takes a .txt file, too")
+        if data.is_dir():
+            self.paths = find_shards(data, split)
+            self.shards = [open_shard(path) for path in self.paths]
+        elif data.suffix == ".txt":
+            self.paths, self.shards = [data], [tokenize_text(data, split)]
+        else:
+            raise InputError(f"{data}: neither a folder of shards nor a .txt file; fineweb.py makes shards from others")
+        self.B, self.T, self.rank, self.world_size, self.seed, self.shuffle = B, T, rank, world_size, seed, shuffle
+        self.position = 0  # in the endless stream, of the next micro-batch of all ranks
+        self.lengths = np.array([len(shard) for shard in self.shards])
+        self.total_tokens = int(self.lengths.sum())
+        self._starts: dict[int, np.ndarray] = {}  # shard -> where its documents start
+        self._orders: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}  # of the last two (epoch, shard)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="data")  # prepares batches ahead
+        self._ahead: deque[Future] = deque()
+
+    # -- the stream
+
+    def read(self, position: int, count: int) -> np.ndarray:
+        """Tokens [position, position + count) of the endless stream, 1-D uint16."""
+        pieces = []
+        while count > 0:
+            epoch, offset = divmod(position, self.total_tokens)
+            order = permutation(len(self.shards), self.seed, epoch) if self.shuffle else np.arange(len(self.shards))
+            ends = self.lengths[order].cumsum()
+            i = int(np.searchsorted(ends, offset, side="right"))
+            shard, begin = int(order[i]), int(offset - (ends[i] - self.lengths[order[i]]))
+            n = min(count, int(self.lengths[shard]) - begin)
+            piece = self._read_documents(epoch, shard, begin, begin + n) if self.shuffle else None
+            piece = self.shards[shard][begin : begin + n] if piece is None else piece
+            check_tokens(piece, self.paths[shard])
+            pieces.append(piece)
+            position, count = position + n, count - n
+        return np.concatenate(pieces)
+
+    def _read_documents(self, epoch: int, shard: int, begin: int, end: int) -> np.ndarray:
+        """Tokens [begin, end) of a shard whose documents stand in this epoch's order."""
+        tokens = self.shards[shard]
+        starts, ends = self._document_order(epoch, shard)
+        first, last = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(ends, end, side="left"))
+        documents = [tokens[s : s + n] for s, n in starts[first : last + 1]]
+        documents[-1] = documents[-1][: len(documents[-1]) - int(ends[last] - end)]
+        documents[0] = documents[0][begin - int(ends[first] - starts[first, 1]) :]
+        return np.concatenate(documents)
+
+    def _document_order(self, epoch: int, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """A shard's documents, permuted: (start, length) in the file (n, 2), and where each ends in the stream (n,)."""
+        if (epoch, shard) not in self._orders:
+            if shard not in self._starts:
+                tokens, chunk = self.shards[shard], 1 << 24
+                found = [i + np.flatnonzero(tokens[i : i + chunk] == EOT) for i in range(0, len(tokens), chunk)]
+                # What stands before the first 50256 is the end of a document that began in the shard before.
+                self._starts[shard] = np.union1d([0], np.concatenate(found)).astype(np.uint32)
+            starts = self._starts[shard].astype(np.int64)
+            order = permutation(len(starts), self.seed, epoch, shard + 1)
+            lengths = np.diff(starts, append=len(self.shards[shard]))
+            if len(self._orders) == 2:
+                self._orders.pop(next(iter(self._orders)))
+            self._orders[epoch, shard] = np.stack([starts, lengths], axis=1)[order], lengths[order].cumsum()
+        return self._orders[epoch, shard]
+
+    # -- batches
+
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of this rank's next micro-batch, (B, T) int64 each, prepared in the background."""
+        tokens = self.B * self.T * self.world_size
+        while len(self._ahead) < 3:
+            start = self.position + len(self._ahead) * tokens + self.rank * self.B * self.T
+            self._ahead.append(self._worker.submit(self._make_batch, start))
+        self.position += tokens
+        return self._ahead.popleft().result()
+
+    def _make_batch(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = torch.from_numpy(self.read(start, self.B * self.T + 1).astype(np.int64))
+        if torch.cuda.is_available():
+            buffer = buffer.pin_memory()  # so that the copy to the GPU need not be waited for
+        return buffer[:-1].view(self.B, self.T), buffer[1:].view(self.B, self.T)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, and what its order depends on."""
+        names = [(path.name, int(length)) for path, length in zip(self.paths, self.lengths, strict=True)]
+        digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
+        return {"position": self.position, "seed": self.seed, "shuffle": self.shuffle, "shards": digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Moves to a saved position. Raises InputError when the stream is another one."""
+        for key, value in self.state_dict().items():
+            if key != "position" and state[key] != value:
+                raise InputError(f"the data differ from the checkpoint's ({key} {value}, there {state[key]})")
+        self.position = state["position"]
+        self._ahead.clear()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+@torch.no_grad()
+def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, world: "Distributed", autocast: Any) -> float:
+    """Mean loss in nats over the first `tokens` tokens of the loader's split, each weighing the same.
+
+    The ranks share the sequences; the losses are summed over all, then divided, so that neither the batch size nor
+    the number of ranks matters.
+    """
+    B, T = loader.B, loader.T
+    sequences = min(tokens, loader.total_tokens - 1) // T
+    total = torch.zeros((), dtype=torch.float64)
+    for first in range(world.rank * B, sequences, world.world_size * B):
+        n = min(B, sequences - first)
+        buffer = torch.from_numpy(loader.read(first * T, n * T + 1).astype(np.int64)).to(world.device)
+        with autocast:
+            _, loss = model(buffer[:-1].view(n, T), buffer[1:].view(n, T))
+        total += loss.double().cpu() * n
+    return world.sum(total).item() / sequences
+
+
+def evaluate_hellaswag(model: GPT, tasks: Any, world: "Distributed", autocast: Any) -> float:
+    """HellaSwag accuracy by mean token loss (`acc_norm`), the tasks shared by all ranks."""
+    import hellaswag
+
+    with autocast:
+        result = hellaswag.score(
+            model.hidden, model.wte.weight, tasks, world.device, rank=world.rank, world_size=world.world_size
+        )
+    correct, total = world.sum(torch.tensor([result.num_correct_norm, result.num_total], dtype=torch.float64)).tolist()
+    return correct / total
+
+
+def print_samples(model: GPT, prompt: str, world: "Distributed", autocast: Any) -> None:
+    """Four continuations of `prompt`, drawn with a generator of their own: training's random state is not touched."""
+    tokenizer = get_tokenizer()
+    generator = torch.Generator(device=world.device).manual_seed(42 + world.rank)
+    idx = torch.tensor([tokenizer.encode_ordinary(prompt)] * 4, device=world.device)
+    with autocast:
+        idx = model.generate(idx, max_new_tokens=32, generator=generator)
+    for i, tokens in enumerate(idx.tolist()):
+        print(f"rank {world.rank} sample {i}: {tokenizer.decode(tokens)!r}", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+CHECKPOINT_FORMAT = 1
+# What may differ between a run and its resumption; a change of anything else would be another run's mathematics.
+MAY_CHANGE = {
+    "preset", "data", "log_dir", "init", "resume", "max_steps", "micro_batch_size", "compile", "device", "plan",
+    "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data", "sample_every", "sample_prompt", "save_every",
+    "keep_checkpoints",
+}
+
+
+def checkpoints(log_dir: Path) -> list[Path]:
+    """The checkpoint folders of a run, oldest first."""
+    folders = [path for path in log_dir.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def save_checkpoint(folder: Path, model: GPT, state: dict[str, Any]) -> None:
+    """Writes a Hugging Face folder, `training_state.pt` and the files' checksums; all of it or nothing."""
+    with atomic_path(folder) as partial:
+        model.save_pretrained(partial)
+        torch.save({"format": CHECKPOINT_FORMAT, **state}, partial / "training_state.pt")
+        sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(partial.iterdir())]
+        (partial / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")  # `sha256sum -c` reads it, too
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """The training state of a checkpoint whose files are all as they were written. Raises InputError otherwise."""
+    try:
+        sums = [line.split("  ") for line in (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()]
+        damaged = [name for digest, name in sums if sha256(folder / name) != digest]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder}: not a whole checkpoint ({error})") from None
+    if damaged or not {"training_state.pt", "model.safetensors", "config.json"} <= {name for _, name in sums}:
+        raise InputError(f"{folder}: damaged checkpoint ({', '.join(damaged) or 'files are missing'})")
+    try:
+        state = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True, mmap=True)
+    except (UnpicklingError, RuntimeError) as error:
+        raise InputError(f"{folder}/training_state.pt: cannot be read ({first_line(error)})") from None
+    if state["format"] != CHECKPOINT_FORMAT:
+        raise InputError(f"{folder}: checkpoint format {state['format']}, this script reads {CHECKPOINT_FORMAT}")
+    return state
+
+
+def find_checkpoint(log_dir: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint that is whole, and its training state; None when there are none at all.
+
+    A damaged one is named and passed over. Raises InputError when all are damaged.
+    """
+    folders = checkpoints(log_dir)
+    for folder in reversed(folders):
+        try:
+            return folder, load_checkpoint(folder)
+        except InputError as error:
+            if is_rank_zero():
+                print(f"warning: {error}; trying the one before", file=sys.stderr, flush=True)
+    if folders:
+        raise InputError(f"{log_dir}: none of its {len(folders)} checkpoints is whole; start anew in another --log-dir")
+    return None
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    on_device = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state(), **on_device}
+
+
+def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def clear_log_dir(log_dir: Path, resumed: bool) -> None:
+    """Makes the folder; removes what a killed process left half written; sets an earlier run's checkpoints aside."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for left_over in log_dir.glob(".*.partial"):
+        shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
+    if not resumed and (old := checkpoints(log_dir)):
+        aside = next(path for i in range(1, 10**6) if not (path := log_dir / f"earlier_{i}").exists())
+        aside.mkdir()
+        for folder in old:
+            folder.rename(aside / folder.name)
+        print(f"{log_dir}/ holds an earlier run (--resume goes on with one): its checkpoints are now in {aside}/")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Distributed
+
+
+@dataclass
+class Distributed:
+    """This process's place in the run; a process that torchrun did not start is rank 0 of 1."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype
+    description: str  # device and precision, with the reason
+
+    @classmethod
+    def start(cls, config: TrainConfig) -> "Distributed":
+        """Chooses the device and joins torchrun's process group, if there is one. Raises InputError."""
+        rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in
+                                        (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        device, dtype, description = choose_device(config.device, config.dtype, local_rank)
+        if "RANK" in os.environ:
+            if device.type == "cuda":
+                torch.distributed.init_process_group("nccl", device_id=device)
+            else:
+                torch.distributed.init_process_group("gloo")
+        return cls(rank, local_rank, world_size, device, dtype, description)
+
+    def stop(self) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks (the mean is left to the caller: gloo has no correct AVG)."""
+        if self.world_size > 1:
+            tensor = tensor.to(self.device)
+            torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# main
+
+
+def micro_batch(config: TrainConfig, model: GPT, world: Distributed, autocast: Any) -> int:
+    """B: --micro-batch-size, or the largest power of two that fits and divides the batch. Raises InputError."""
+    unit = config.seq_len * world.world_size * max(config.micro_batch_size, 1)
+    if config.total_batch_size % unit:
+        nearest = max(round(config.total_batch_size / unit), 1) * unit
+        raise InputError(f"--total-batch-size {config.total_batch_size} is no multiple of {unit} (sequence length x "
+                         f"micro-batch x ranks); the nearest that is: {nearest}")
+    if config.micro_batch_size:
+        return config.micro_batch_size
+    sizes = [2**i for i in range(7, -1, -1) if config.total_batch_size // unit % 2**i == 0]
+    if world.device.type != "cuda":  # memory is shared with everything else, and a few thousand tokens fill the cores
+        return next(B for B in sizes if B * config.seq_len <= 4096 or B == 1)
+    # What training will need besides, and has not taken yet: Adam's two moments, and DDP's buckets.
+    reserved = torch.empty(3 * 4 * model.num_parameters(), dtype=torch.uint8, device=world.device)
+    for B in sizes:
+        try:
+            x = torch.zeros(B, config.seq_len, dtype=torch.int64, device=world.device)
+            with autocast, torch.compiler.set_stance("force_eager"):
+                model(x, x)[1].backward()
+            fits = 1.0
+        except torch.OutOfMemoryError:
+            fits = 0.0
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        if world.sum(torch.tensor(fits)).item() == world.world_size:
+            return B
+    del reserved
+    raise InputError("not one sequence fits into the GPU's memory: shorten --seq-len or train a smaller model")
+
+
+def load_hellaswag(config: TrainConfig, model: GPT, world: Distributed) -> Any:
+    """The tokenized tasks; None, after a warning, when there is neither a local file nor a network."""
+    import hellaswag
+
+    tasks, error = None, None
+    for turn in (world.local_rank == 0, world.local_rank != 0):  # one process of a machine downloads
+        if turn:
+            try:
+                examples = hellaswag.load_examples(Path(config.hellaswag_data) if config.hellaswag_data else None)
+                tasks = hellaswag.prepare(examples, model.config.block_size)
+            except InputError as caught:
+                error = caught
+        errors = [e for e in world.gather(str(error) if error else "") if e]
+    if errors and config.hellaswag_data:
+        raise InputError(errors[0])
+    if errors and is_rank_zero():
+        print(f"warning: training without HellaSwag: {errors[0]}", file=sys.stderr, flush=True)
+    return None if errors else tasks
+
+
+class StopSignals:
+    """Notes SIGINT and SIGTERM, for the loop to stop between two steps. A second SIGINT stops at once."""
+
+    def __enter__(self) -> "StopSignals":
+        self.received = 0
+        self.former = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self.former.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.received == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = self.received or number
+
+
+def start_model(config: TrainConfig, checkpoint: Path | None) -> GPT:
+    """The model to train, on the CPU: from a checkpoint, from --init, or new (the same weights for the same seed)."""
+    if checkpoint:
+        return GPT.from_pretrained(checkpoint)
+    if config.init != "scratch":
+        return GPT.from_pretrained(config.init)
+    torch.manual_seed(config.seed)
+    return GPT(GPTConfig(config.seq_len, VOCAB_SIZE, config.n_layer, config.n_head, config.n_embd))
+
+
+def train(config: TrainConfig, world: Distributed) -> int:
+    """Sets everything up, then runs the loop. Returns the exit status: 0, or 128 + the signal that stopped it."""
+    from tqdm import tqdm
+
+    say = tqdm.write if world.rank == 0 else lambda *_: None
+    log_dir = Path(config.log_dir)
+    if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
+        say(f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them): the shakespeare preset on input.txt")
+    say(f"device: {world.description}; {world.world_size} process{'es' * (world.world_size > 1)}")
+
+    # Model and data
+    resuming = config.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    found = find_checkpoint(log_dir) if resuming else None
+    model = start_model(config, found[0] if found else None).to(world.device)
+    T = config.seq_len
+    if model.config.block_size < T or model.config.vocab_size != VOCAB_SIZE:
+        raise InputError(f"--init {config.init}: context {model.config.block_size}, vocabulary "
+                         f"{model.config.vocab_size}; wanted: --seq-len {T} or more, and GPT-2's {VOCAB_SIZE}")
+    autocast = torch.autocast(world.device.type, dtype=world.dtype, enabled=world.dtype != torch.float32)
+    if world.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 for what is left in float32
+    B = micro_batch(config, model, world, autocast)
+    accumulation = config.total_batch_size // (B * T * world.world_size)
+    place = dict(B=B, T=T, rank=world.rank, world_size=world.world_size)
+    loader = DataLoaderLite(config.data, "train", **place, seed=config.seed, shuffle=config.shuffle)
+    if loader.total_tokens <= config.total_batch_size:
+        raise InputError(f"{config.data}: {loader.total_tokens} training tokens, too few for one batch of "
+                         f"--total-batch-size {config.total_batch_size}: give more text or lower it")
+    val_loader = DataLoaderLite(config.data, "val", **place, shuffle=False) if config.eval_every else None
+    if val_loader and val_loader.total_tokens <= T:
+        raise InputError(f"{config.data}: {val_loader.total_tokens} validation tokens, too few for one sequence of "
+                         f"--seq-len {T}: give more text, shorten it, or --eval-every 0")
+    tasks = load_hellaswag(config, model, world) if config.hellaswag_every else None
+
+    # Optimizer and state
+    optimizer = configure_optimizer(model, config)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=world.dtype == torch.float16)
+    start, best_val, elapsed = 0, math.inf, 0.0
+    if found:
+        folder, state = found
+        before, now = state["config"], asdict(config)
+        changed = [key for key in now if key not in MAY_CHANGE and now[key] != before.get(key)]
+        if changed:
+            changes = ", ".join(f"{flag(key)} was {before.get(key)}, is {now[key]}" for key in changed)
+            raise InputError(f"--resume from {folder}: not the same run: {changes}")
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        loader.load_state_dict(state["loader"])
+        start, best_val, elapsed = state["step"], state["best_val"], state["elapsed"]
+        if world.rank < len(state["random"]):
+            set_random_state(state["random"][world.rank], world.device)
+        if start >= config.max_steps:
+            say(f"{folder}: the run has all its {config.max_steps} steps; more with --max-steps")
+            return 0
+    world.gather(None)  # all ranks have read what they need before rank 0 touches the folder
+    if world.rank == 0:
+        clear_log_dir(log_dir, resumed=bool(found))
+        add_run_entry(log_dir, asdict(config), step=start, device=world.description, world_size=world.world_size)
+    log = Log(log_dir if world.rank == 0 else None, start if found else None)
+
+    # `model` stays as it is for evaluation and checkpoints; `replica` is what training calls
+    if config.compile:
+        model.compile()
+    replica = model
+    if world.world_size > 1:
+        device_ids = [world.device.index] if world.device.type == "cuda" else None
+        replica = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+
+    peak, peak_source = peak_flops(world.device, world.dtype)
+    flops = model.flops_per_token(T)
+    epochs = config.max_steps * config.total_batch_size / loader.total_tokens
+    say(f"model: {model.num_parameters():,} parameters, {flops / 1e6:,.0f} MFLOP a token; "
+        f"MFU 100 % = {peak / 1e12:,.3g} TFLOP/s a device ({peak_source})")
+    say(f"data: {config.data}, {loader.total_tokens:,} training tokens; {config.max_steps:,} steps of "
+        f"{config.total_batch_size:,} tokens are {epochs:.3g} epochs")
+    say(f"batch: {config.total_batch_size:,} tokens = {B} sequences x {T} tokens x {world.world_size} ranks x "
+        f"{accumulation} micro-steps")
+    say(f"log and checkpoints: {log_dir}/" + (f"; resumed from {folder}" if found else ""))
+
+    def save(step: int) -> None:
+        state = {
+            "step": step,
+            "config": asdict(config),
+            "optimizer": optimizer.state_dict(),
+            "scaler": scaler.state_dict(),
+            "loader": loader.state_dict(),
+            "random": world.gather(random_state(world.device)),
+            "best_val": best_val,
+            "elapsed": elapsed,
+        }
+        if world.rank == 0:
+            save_checkpoint(log_dir / f"step_{step:06d}", model, state)
+            for old in checkpoints(log_dir)[: -config.keep_checkpoints or None] if config.keep_checkpoints else []:
+                shutil.rmtree(old)
+
+    bar = tqdm(total=config.max_steps, initial=start, unit="step", disable=None if world.rank == 0 else True)
+    with StopSignals() as signals, bar:
+        for step in range(start, config.max_steps + 1):
+            last = step == config.max_steps
+
+            def due(every: int, step: int = step, last: bool = last) -> bool:
+                return every > 0 and (last or step % every == 0)
+
+            # Look at the weights that `step` updates have made
+            with torch.compiler.set_stance("force_eager"):
+                if due(config.eval_every):
+                    val = validation_loss(model, val_loader, config.eval_tokens, world, autocast)
+                    best_val = min(best_val, val)
+                    say(f"step {step:5d} validation loss {val:.4f}")
+                    log.write(step, val=f"{val:.6f}")
+                if due(config.hellaswag_every) and tasks:
+                    accuracy = evaluate_hellaswag(model, tasks, world, autocast)
+                    say(f"step {step:5d} HellaSwag {accuracy:.4f}")
+                    log.write(step, hella=f"{accuracy:.4f}")
+                if due(config.sample_every) and step > 0:
+                    print_samples(model, config.sample_prompt, world, autocast)
+            if due(config.save_every) and (step > start or last):
+                save(step)
+            if last:
+                break
+
+            # One update
+            began = time.perf_counter()
+            lr = get_lr(step, config)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            loss_sum = torch.zeros((), device=world.device)
+            for micro_step in range(accumulation):
+                x, y = (t.to(world.device, non_blocking=True) for t in loader.next_batch())
+                # The gradients of all micro-steps add up; the ranks exchange them once, in the last.
+                exchange = world.world_size == 1 or micro_step == accumulation - 1
+                with contextlib.nullcontext() if exchange else replica.no_sync():
+                    with autocast:
+                        _, loss = replica(x, y)
+                    scaler.scale(loss / accumulation).backward()
+                loss_sum += loss.detach()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+
+            # The one wait for the device in a step: all ranks learn the mean loss, and whether one was told to stop.
+            told = torch.tensor(float(signals.received), device=world.device)
+            loss_sum, told = world.sum(torch.stack([loss_sum, told])).tolist()
+            loss, norm = loss_sum / (accumulation * world.world_size), norm.item()
+            seconds = time.perf_counter() - began
+            elapsed += seconds
+            if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
+                raise RunError(f"step {step}: loss {loss}, gradient norm {norm}: the run has diverged. "
+                               f"Checkpoints before this step are in {log_dir}; a lower --max-lr may help")
+            rate = config.total_batch_size / seconds
+            mfu = flops * rate / (peak * world.world_size)
+            say(f"step {step:5d} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} "
+                f"{seconds * 1e3:.0f} ms {rate:,.0f} tok/s mfu {mfu:.1%}")
+            log.write(step, train=f"{loss:.6f}", lr=f"{lr:.6e}", norm=f"{norm:.6f}",
+                      tok_per_sec=f"{rate:.1f}", mfu=f"{mfu:.4f}", ms=f"{seconds * 1e3:.2f}")
+            bar.update()
+            if told:
+                if config.save_every:
+                    save(step + 1)
+                say(f"stopped by a signal after step {step}; --resume goes on")
+                return 128 + (signals.received or int(signal.SIGTERM))
+    if config.save_every:
+        say(f"done: {log_dir}/step_{config.max_steps:06d}/ is a Hugging Face model; to talk to it: "
+            f'python sample.py {log_dir} "{config.sample_prompt}"')
+    return 0
+
+
+def main(args: list[str] | None = None) -> int:
+    config = read_config(args)
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: on Linux CPUs logits cost half the time
+    sys.stdout.reconfigure(line_buffering=True)  # a log file that can be followed
+    world = Distributed.start(config)
+    try:
+        return train(config, world)
+    finally:
+        world.stop()
+
+
+if __name__ == "__main__":
+    run(main)
