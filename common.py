@@ -51,11 +51,11 @@ def parse_args(config_class: type[Config], default: Config | None = None, args: 
 
 
 def _one_line(box: str) -> str:
-    """tyro's framed error as a sentence: its first section, and the flag it suggests."""
+    """tyro's framed error (in ASCII on some terminals) as a sentence: its first section, and the flag it suggests."""
     sections: list[list[str]] = [[]]
     for line in box.splitlines()[1:-1]:  # between the top and the bottom edge
-        line = line.strip("│ ")
-        if line and set(line) == {"─"}:
+        line = line.strip("│| ")
+        if line and set(line) <= set("─-"):
             sections.append([])
         elif line:
             sections[-1].append(line)

@@ -7,7 +7,7 @@ import torch
 from common import InputError
 
 
-def choose_device(device: str, dtype: str, local_rank: int) -> tuple[torch.device, torch.dtype, str]:
+def choose_device(device: str, dtype: str, local_rank: int = 0) -> tuple[torch.device, torch.dtype, str]:
     """(device, dtype, a line that says what was chosen and why). Raises InputError for a device that isn't there."""
     present = {
         "cuda": torch.cuda.is_available(),

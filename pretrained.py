@@ -30,14 +30,20 @@ CONFIG_NAMES = {"block_size": "n_positions"} | {n: n for n in ("vocab_size", "n_
 CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # stored (in, out) by Hugging Face
 
 
-def download_model(name: str) -> Path:
-    """The folder of a hub model, fetched or from the cache. Raises InputError."""
+def model_folder(name: str | Path) -> Path:
+    """`name` if it is a folder; otherwise the hub's model of that name, fetched once. Raises InputError."""
+    if Path(name).exists():
+        return Path(name)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()  # its retries are told in many lines, its failure below in one
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        folder = Path(snapshot_download(str(name), allow_patterns=["*.json", "*.txt", "*.model", "*.safetensors"]))
+        if not list(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(str(name), allow_patterns=["*.bin"]))
+        return folder
+    except (OSError, ValueError, RuntimeError) as error:  # what the hub's own errors derive from
         raise InputError(f"{name}: no such folder, nor does the hub give it ({first_line(error)})") from None
 
 

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, run
 from devices import choose_device, peak_flops
-from pretrained import download_model, read_pretrained, write_pretrained
+from pretrained import model_folder, read_pretrained, write_pretrained
 from runlog import Log, add_run_entry
 from shards import check_tokens, find_shards, open_shard, tokenize_text
 from tokenizer import EOT, VOCAB_SIZE, get_tokenizer
@@ -348,7 +348,7 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, name: str | Path) -> "GPT":
         """A GPT-2 from a folder or from the hub (`gpt2`, `gpt2-medium`, …). Raises InputError if it is no GPT-2."""
-        folder = Path(name) if Path(name).exists() else download_model(str(name))
+        folder = model_folder(name)
         config, state = read_pretrained(folder)
         with torch.device("meta"):  # the parameters come from the files: none need be made first
             model = cls(GPTConfig(**config))

@@ -1,0 +1,109 @@
+"""Writes text with a model, token by token as it comes.
+
+    python sample.py log "Hello, I'm a language model,"     # the newest checkpoint of a run
+    python sample.py log/step_000400 "ROMEO:" --num-samples 3
+    python sample.py gpt2                                   # a hub name; without a prompt it asks for one
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tyro.conf import Positional
+
+from common import InputError, first_line, parse_args, run
+from devices import choose_device
+from pretrained import model_folder
+from train_gpt2 import checkpoints
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Continues a prompt with a trained model."""
+
+    model: Positional[str]
+    """Log folder (its newest checkpoint is taken), folder of a Hugging Face model, or hub name."""
+    prompt: Positional[str] = ""
+    """Text to continue; without one, prompts are read from standard input, a line each."""
+    max_new_tokens: int = 100
+    """Most tokens to add to a prompt; a sample also ends with the model's context, or at an end-of-text token."""
+    temperature: float = 1.0
+    """Divides the logits: below 1 likelier tokens gain; 0: always the likeliest token."""
+    top_k: int = 50
+    """Number of likeliest tokens to draw from; 0: all."""
+    seed: int = 42
+    """Seed of the first sample; the next has the next."""
+    num_samples: int = 1
+    """Samples a prompt."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps."""
+
+
+def find_model(name: str) -> Path:
+    """The newest checkpoint of a log folder, or the model that `name` names. Raises InputError."""
+    folder = model_folder(name)
+    if (folder / "config.json").exists():
+        return folder
+    if newest := checkpoints(folder)[-1:]:
+        return newest[0]
+    raise InputError(f"{name}: neither a model (config.json) nor a run with checkpoints (step_*)")
+
+
+def load(folder: Path, device: torch.device) -> tuple[Any, Any]:
+    """(model, tokenizer) of any causal language model. Raises InputError."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise InputError(f"{folder}: no model that can be loaded ({first_line(error)})") from None
+    return model.to(device).eval(), tokenizer
+
+
+def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> None:
+    """Prints `num_samples` continuations of the prompt, each as it is made."""
+    from transformers import GenerationConfig, TextStreamer
+
+    context = model.config.max_position_embeddings
+    ids = tokenizer(prompt or tokenizer.bos_token, return_tensors="pt").input_ids[:, 1 - context :].to(model.device)
+    generation = GenerationConfig(
+        max_new_tokens=min(config.max_new_tokens, context - ids.size(1)),
+        do_sample=config.temperature > 0,
+        temperature=config.temperature or None,
+        top_k=config.top_k or None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    for i in range(config.num_samples):
+        torch.manual_seed(config.seed + i)
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation, streamer=streamer)
+
+
+def main(args: list[str] | None = None) -> None:
+    config = parse_args(SampleConfig, args=args)
+    for name in ("max_new_tokens", "num_samples"):
+        if getattr(config, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(config, name)}: at least 1")
+    if config.temperature < 0 or config.top_k < 0:
+        raise InputError(f"--temperature {config.temperature} --top-k {config.top_k}: neither is below 0")
+    device, _, _ = choose_device(config.device, "float32")
+    model, tokenizer = load(find_model(config.model), device)
+    if config.prompt:
+        return sample(model, tokenizer, config.prompt, config)
+    while True:
+        if sys.stdin.isatty():
+            print("prompt> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return None
+        sample(model, tokenizer, line.rstrip("\n"), config)
+
+
+if __name__ == "__main__":
+    run(main)

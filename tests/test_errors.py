@@ -1,0 +1,161 @@
+"""A user's mistake: one line on stderr that begins `error: ` and names the thing, status 2, nothing written."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import train_gpt2
+from common import InputError, atomic_path, atomic_write, parse_args, run
+from tests.conftest import ROOT, TINY, assert_one_error_line, script
+from train_gpt2 import GPT, GPTConfig, TrainConfig
+
+
+def shards(folder, tokens=None, split="train"):
+    folder.mkdir(exist_ok=True)
+    np.save(folder / f"x_{split}_000000.npy", np.arange(5000, dtype=np.uint16) if tokens is None else tokens)
+    return folder
+
+
+def truncated(folder):
+    path = shards(folder) / "x_train_000000.npy"
+    path.write_bytes(path.read_bytes()[:5000])
+    return folder
+
+
+def text_of(path, text, encoding="utf-8"):
+    path.write_text(text, encoding)
+    return path
+
+
+def no_gpt2(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    return folder
+
+
+def other_vocabulary(folder):
+    GPT(GPTConfig(16, 100, 1, 2, 16)).save_pretrained(folder)
+    return folder
+
+
+MISTAKES = {
+    "missing data": (lambda tmp: ["--data", tmp / "nowhere"], "nowhere: no such data"),
+    "data neither folder nor text": (lambda tmp: ["--data", text_of(tmp / "a.csv", "x")], "a.csv: neither a folder"),
+    "empty text": (lambda tmp: ["--data", text_of(tmp / "a.txt", " \n")], "a.txt: an empty text"),
+    "text shorter than one batch": (lambda tmp: ["--data", text_of(tmp / "a.txt", "To be")], "too few for one batch"),
+    "no UTF-8": (lambda tmp: ["--data", text_of(tmp / "a.txt", "ok \xff", "latin-1")], "not UTF-8 at byte 3"),
+    "no validation split": (lambda tmp: ["--data", shards(tmp / "s"), "--eval-every", 1], "s: no val shards"),
+    "no shards": (lambda tmp: ["--data", tmp], "no train shards here"),
+    "truncated shard": (lambda tmp: ["--data", truncated(tmp / "s")], "x_train_000000.npy: truncated"),
+    "dtype": (lambda tmp: ["--data", shards(tmp / "s", np.zeros(9, dtype=np.int64))], "1-D int64, but a shard is"),
+    "vocabulary": (lambda tmp: ["--data", shards(tmp / "s", np.full(9, 50257, np.uint16))], "token 50257"),
+    "batch": (lambda tmp: ["--total-batch-size", 100], "the nearest that is: 96"),
+    "small batch": (lambda tmp: ["--total-batch-size", 10], "the nearest that is: 32"),
+    "preset": (lambda tmp: ["--preset", "gpt5"], "invalid choice 'gpt5' for argument '--preset'"),
+    "unknown flag": (lambda tmp: ["--max-step", 3], "Did you mean --max-steps?"),
+    "no number": (lambda tmp: ["--max-lr", "fast"], "--max-lr"),
+    "several": (lambda tmp: ["--n-head", 3, "--max-lr", -1], "--max-lr -1.0: not below 0; --n-embd 16: not divisible"),
+    "device": (lambda tmp: ["--device", "tpu"], "--device tpu: not on this machine"),
+    "init is no model": (lambda tmp: ["--init", tmp], "no model here"),
+    "init is no GPT-2": (lambda tmp: ["--init", no_gpt2(tmp / "m")], "model_type = 'bert'"),
+    "init with another vocabulary": (lambda tmp: ["--init", other_vocabulary(tmp / "m")], "vocabulary 100"),
+    "init is nowhere": (lambda tmp: ["--init", "no-such-model"], "no-such-model: no such folder, nor does the hub"),
+    "log folder is a file": (lambda tmp: ["--log-dir", text_of(tmp / "f", "x")], "f: "),
+    "log folder cannot be made": (lambda tmp: ["--log-dir", "/proc/nowhere/log"], "/proc/nowhere"),
+    "HellaSwag file": (lambda tmp: ["--hellaswag-every", 1, "--hellaswag-data", tmp / "h.jsonl"], "h.jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_training(name, tmp_path, capsys, text, monkeypatch):
+    make, message = MISTAKES[name]
+    monkeypatch.chdir(tmp_path)
+    args = [*TINY, "--data", text, "--log-dir", tmp_path / "log", *make(tmp_path)]
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as stop:
+        run(lambda: train_gpt2.main([str(arg) for arg in args]))
+    errors = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and len(errors) == 1 and errors[0].startswith("error: "), errors
+    assert message in errors[0], errors[0]
+    assert sorted(tmp_path.rglob("*")) == before, "something was left behind"
+
+
+def test_mistakes_from_the_terminal(tmp_path):
+    assert_one_error_line(script("train_gpt2.py", "--preset", "gpt5", cwd=tmp_path), "gpt5")
+    assert_one_error_line(script("sample.py", tmp_path, "hi"), "neither a model")
+    assert_one_error_line(script("sample.py", "no-such-model", "hi"), "no-such-model: no such folder")
+
+
+def test_one_rank_speaks_for_all(tmp_path):
+    done = script("train_gpt2.py", *TINY, "--data", tmp_path / "nowhere", processes=2)
+    assert done.returncode != 0 and done.stderr.count("error: ") - done.stderr.count("error: [") == 1, done.stderr
+
+
+def test_importing_has_no_side_effects(tmp_path):
+    """Nothing is written, fetched, printed or parsed, no device touched; and it costs no more than torch."""
+    code = """if True:
+        import socket, sys, time, importlib
+        sys.argv = ["x", "--no-such-flag"]
+        socket.socket.connect = socket.getaddrinfo = lambda *a, **k: sys.exit("network")
+        began = time.perf_counter(); import torch; torch_seconds = time.perf_counter() - began
+        torch.cuda.init = torch.cuda._lazy_init = lambda: sys.exit("device")
+        began = time.perf_counter()
+        for name in ("train_gpt2", "fineweb", "hellaswag", "sample", "tokenizer"):
+            importlib.import_module(name)
+        ours = time.perf_counter() - began
+        heavy = {"transformers", "datasets", "pyarrow", "matplotlib"} & set(sys.modules)
+        assert not heavy, heavy
+        assert ours < max(torch_seconds, 1.0), (ours, torch_seconds)
+    """
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0 and not done.stdout and not done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_shows_a_presets_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train_gpt2.read_config(["--preset", "gpt3", "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and "--seq-len INT" in text and "2048" in text
+
+
+def test_presets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt2.read_config([]).data.endswith("input.txt")
+    gpt2 = train_gpt2.read_config(["--preset", "gpt2", "--max-steps", "7"])
+    assert (gpt2.total_batch_size, gpt2.seq_len, gpt2.max_lr, gpt2.warmup_steps) == (524_288, 1024, 6e-4, 715)
+    assert gpt2.max_steps == 7 and TrainConfig().max_steps == 19_073
+    (tmp_path / "edu_fineweb10B").mkdir()
+    (tmp_path / "edu_fineweb10B/edufineweb_train_000001.npy").touch()
+    assert train_gpt2.read_config([]).data == "edu_fineweb10B"
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), atomic_write(path, "w") as file:
+        file.write("new")
+        raise RuntimeError
+    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+    with atomic_write(path, "w") as file:
+        file.write("new\n")
+        file.flush()
+        assert path.read_text() == "old"
+    assert path.read_bytes() == b"new\n"
+    for content in ("1", "2"):  # a folder, then one in its place
+        with atomic_path(tmp_path / "folder") as partial:
+            partial.mkdir()
+            (partial / "f").write_text(content)
+        assert (tmp_path / "folder/f").read_text() == content
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "folder"]
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run(lambda: 1 // 0)
+    with pytest.raises(InputError, match="Missing value for argument '--seed'"):
+        parse_args(TrainConfig, args=["--seed"])

