@@ -59,9 +59,10 @@ def _one_line(box: str) -> str:
             sections.append([])
         elif line:
             sections[-1].append(line)
-    message = " ".join(sections[0]).rstrip(".")
-    for section in sections[1:]:
-        if section and section[0].startswith("Perhaps you meant"):
+    first, *others = [section for section in sections if section]
+    message = " ".join(first).rstrip(".")
+    for section in others:
+        if section[0].startswith("Perhaps you meant"):
             message += f". Did you mean {section[1].split()[0].rstrip(',')}?"
     return f"{message} (--help lists the flags)"
 

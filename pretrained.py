@@ -47,6 +47,22 @@ def model_folder(name: str | Path) -> Path:
         raise InputError(f"{name}: no such folder, nor does the hub give it ({first_line(error)})") from None
 
 
+def checkpoints(log_dir: Path) -> list[Path]:
+    """The checkpoint folders of a run, oldest first."""
+    folders = [path for path in log_dir.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def find_model(name: str) -> Path:
+    """The newest checkpoint of a log folder, or the model that `name` names. Raises InputError."""
+    folder = model_folder(name)
+    if (folder / "config.json").exists():
+        return folder
+    if newest := checkpoints(folder)[-1:]:
+        return newest[0]
+    raise InputError(f"{name}: neither a model (config.json) nor a run with checkpoints (step_*)")
+
+
 def read_pretrained(folder: Path) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
     """The GPT-2 in `folder`: GPTConfig's fields, and float32 parameters under their names in train_gpt2.py.
 

@@ -15,8 +15,7 @@ from tyro.conf import Positional
 
 from common import InputError, first_line, parse_args, run
 from devices import choose_device
-from pretrained import model_folder
-from train_gpt2 import checkpoints
+from pretrained import find_model
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,6 @@ class SampleConfig:
     """Samples a prompt."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
-
-
-def find_model(name: str) -> Path:
-    """The newest checkpoint of a log folder, or the model that `name` names. Raises InputError."""
-    folder = model_folder(name)
-    if (folder / "config.json").exists():
-        return folder
-    if newest := checkpoints(folder)[-1:]:
-        return newest[0]
-    raise InputError(f"{name}: neither a model (config.json) nor a run with checkpoints (step_*)")
 
 
 def load(folder: Path, device: torch.device) -> tuple[Any, Any]:

@@ -20,7 +20,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sys
@@ -41,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, run
 from devices import choose_device, peak_flops
-from pretrained import model_folder, read_pretrained, write_pretrained
+from pretrained import checkpoints, model_folder, read_pretrained, write_pretrained
 from runlog import Log, add_run_entry
 from shards import check_tokens, find_shards, open_shard, tokenize_text
 from tokenizer import EOT, VOCAB_SIZE, get_tokenizer
@@ -290,9 +289,9 @@ class GPT(nn.Module):
         position (B, T) or (T,): places of the tokens, 0 … T-1 unless given. mask (B, 1, T, T) bool: which tokens each
         token sees, itself and those before it unless given.
         """
-        if idx.size(1) > self.config.block_size:
-            raise InputError(f"a sequence of {idx.size(1)} tokens, but the model's context is {self.config.block_size}")
         if position is None:
+            if idx.size(1) > self.config.block_size:
+                raise InputError(f"a sequence of {idx.size(1)} tokens; the model's context is {self.config.block_size}")
             position = torch.arange(idx.size(1), device=idx.device)
         x = self.wte(idx) + self.wpe(position)  # (B, T, C)
         for block in self.h:
@@ -573,12 +572,6 @@ MAY_CHANGE = {
     "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data", "sample_every", "sample_prompt", "save_every",
     "keep_checkpoints",
 }
-
-
-def checkpoints(log_dir: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first."""
-    folders = [path for path in log_dir.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
-    return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def save_checkpoint(folder: Path, model: GPT, state: dict[str, Any]) -> None:

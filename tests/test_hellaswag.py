@@ -1,0 +1,185 @@
+"""HellaSwag scores against a plain scorer over transformers' logits, one padded row an ending."""
+
+import http.server
+import json
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hellaswag
+from common import InputError
+from tests.conftest import SHARED, assert_one_error_line, script
+from train_gpt2 import GPT, GPTConfig
+
+TASKS = SHARED / "hellaswag_val_1k.jsonl"
+needs_tasks = pytest.mark.skipif(not TASKS.exists(), reason="no ../shared/data/hellaswag_val_1k.jsonl")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small GPT-2 with opinions (weights well above the initial ones), and its folder."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(160, 50257, 2, 2, 32))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def plain_losses(folder, examples):
+    """Summed losses and lengths of the endings, (n, 4) each: rendered rows, full float32 logits, a mask."""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel.from_pretrained(folder)
+    sums, lengths = [], []
+    for example in examples:
+        tokens, mask, _ = hellaswag.render_example(example)
+        with torch.no_grad():
+            logits = model(tokens).logits
+        loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none") * mask[:, 1:]
+        sums.append(loss.sum(1))
+        lengths.append(mask.sum(1))
+    return torch.stack(sums).double(), torch.stack(lengths).double()
+
+
+@needs_tasks
+def test_losses_and_predictions_equal_the_plain_scorers(model):
+    ours, folder = model
+    examples = hellaswag.load_examples(TASKS)[:60]
+    expected, lengths = plain_losses(folder, examples)
+    for batch_size, world_size in ((1, 1), (64, 1), (7, 3)):
+        tasks = hellaswag.prepare(examples, 160)
+        shares = [
+            hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"), batch_size, rank, world_size)
+            for rank in range(world_size)
+        ]
+        assert sorted(i for share in shares for i in share.index) == list(range(60))
+        for share in shares:
+            torch.testing.assert_close(share.losses, expected[share.index], atol=1e-3, rtol=1e-5)
+            assert torch.equal(share.lengths, lengths[share.index])
+            assert torch.equal(share.losses.argmin(1), expected[share.index].argmin(1))
+        labels = torch.tensor([example["label"] for example in examples])
+        assert sum(s.num_correct for s in shares) == int((expected.argmin(1) == labels).sum())
+        assert sum(s.num_correct_norm for s in shares) == int(((expected / lengths).argmin(1) == labels).sum())
+
+
+@needs_tasks
+def test_command_on_a_folder(model, tmp_path):
+    """The command, whose model is transformers', says what the plain scorer says; --json holds every task."""
+    _, folder = model
+    args = ["-m", folder, "-d", "cpu", "--data", TASKS, "--limit", 30, "--json", tmp_path / "out.json"]
+    done = script("hellaswag.py", *args)
+    assert done.returncode == 0, done.stderr
+    examples = hellaswag.load_examples(TASKS)[:30]
+    losses, lengths = plain_losses(folder, examples)
+    labels = torch.tensor([example["label"] for example in examples])
+    acc = (losses.argmin(1) == labels).double().mean().item()
+    acc_norm = ((losses / lengths).argmin(1) == labels).double().mean().item()
+    assert done.stdout.splitlines()[-1] == f"30 acc: {acc:.4f} acc_norm: {acc_norm:.4f}"
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [row["task"] for row in rows] == list(range(30))
+    assert [row["prediction"] for row in rows] == losses.argmin(1).tolist()
+    assert [row["prediction_norm"] for row in rows] == (losses / lengths).argmin(1).tolist()
+
+
+def task(context="A man sits on a roof. He", label=1, **changes):
+    endings = ["is ripping tiles off.", "jumps", "sleeps all day long", "holds a Rubik's cube."]
+    return {"ctx": context, "label": label, "endings": endings, **changes}
+
+
+def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
+    ours, folder = model
+    long, short = task("far away " * 200 + "A man sits on a roof. He"), task()
+    tasks = hellaswag.prepare([long, short], 160)
+    assert [t.cut for t in tasks] == [True, False]
+    score = hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"))
+    context, endings = hellaswag.encode(long)
+    longest = max(map(len, endings))
+    for i, ending in enumerate(endings):
+        row = torch.tensor([context[-(160 - longest) :] + ending])
+        logits = ours(row)[0][0, -len(ending) - 1 : -1]
+        expected = F.cross_entropy(logits, torch.tensor(ending), reduction="sum").item()
+        assert score.losses[score.index.index(0), i].item() == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(InputError, match="task 1: an ending does not fit"):
+        hellaswag.prepare([short], 4)
+
+
+def test_losses_are_float32_under_bfloat16(model):
+    ours, _ = model
+    tasks = hellaswag.prepare([task()], 160)
+    exact = hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"))
+    assert rounded.losses.dtype == torch.float64 and not torch.equal(exact.losses, rounded.losses)
+    torch.testing.assert_close(rounded.losses, exact.losses, rtol=0.05, atol=0.5)
+
+
+def test_render_example():
+    tokens, mask, label = hellaswag.render_example(task())
+    context, endings = hellaswag.encode(task())
+    assert tokens.shape == mask.shape == (4, len(context) + max(map(len, endings))) and label == 1
+    for row, marks, ending in zip(tokens, mask, endings, strict=True):
+        assert row[marks == 1].tolist() == ending and row[: len(context)].tolist() == context
+    assert tokens.dtype == mask.dtype == torch.int64
+
+
+BAD = [task(label=4), task(""), task(endings=["a", "b", "c"]), task(endings=["a", "b", "", "d"]), {"ctx": "a"}, []]
+
+
+@pytest.mark.parametrize("line", ["{", *map(json.dumps, BAD)])
+def test_a_bad_line_is_named(tmp_path, line):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(task()) + "\n" + line + "\n")
+    with pytest.raises(InputError, match=r"tasks\.jsonl, line 2: no HellaSwag task"):
+        hellaswag.load_examples(path)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A web server on this machine in the place of the official one; its list of answers can be changed."""
+    answers = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, content = answers.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        monkeypatch.setattr(hellaswag, "URL", f"http://127.0.0.1:{httpd.server_port}/hellaswag_val.jsonl")
+        monkeypatch.setattr(hellaswag.time, "sleep", lambda seconds: None)
+        yield answers
+        httpd.shutdown()
+
+
+def test_download_is_retried_and_verified(server, tmp_path, monkeypatch):
+    good = (json.dumps(task()) + "\n").encode()
+    monkeypatch.setattr(hellaswag, "SHA256", hellaswag.hashlib.sha256(good).hexdigest())
+    path = tmp_path / "cache" / "hellaswag_val.jsonl"
+    server += [(503, b""), (200, b"not what was promised"), (200, good)]
+    assert hellaswag.download(path) == path and path.read_bytes() == good
+    assert hellaswag.download(path) == path, "asked the server once more"
+    path.write_bytes(good[:-5])  # spoilt since: fetched anew
+    server += [(200, good)]
+    hellaswag.download(path)
+    assert path.read_bytes() == good
+    path.unlink()
+    server += [(404, b"")] * 3
+    with pytest.raises(InputError, match="could not be fetched .*404.*; --data"):
+        hellaswag.download(path)
+    assert not list(path.parent.iterdir())
+
+
+def test_mistakes_from_the_terminal(model, tmp_path):
+    _, folder = model
+    assert_one_error_line(script("hellaswag.py", "-m", tmp_path), "neither a model")
+    assert_one_error_line(script("hellaswag.py", "-m", folder, "--data", tmp_path / "none.jsonl"), "none.jsonl")
