@@ -43,8 +43,8 @@ def model_folder(name: str | Path) -> Path:
         if not list(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(str(name), allow_patterns=["*.bin"]))
         return folder
-    except (OSError, ValueError, RuntimeError) as error:  # what the hub's own errors derive from
-        raise InputError(f"{name}: no such folder, nor does the hub give it ({first_line(error)})") from None
+    except Exception as error:  # the Hub's, its HTTP library's, the socket's: they share no base
+        raise InputError(f"{name}: no such folder, nor does the Hub give it ({first_line(error)})") from None
 
 
 def checkpoints(log_dir: Path) -> list[Path]:

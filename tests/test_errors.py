@@ -62,7 +62,7 @@ MISTAKES = {
     "init is no model": (lambda tmp: ["--init", tmp], "no model here"),
     "init is no GPT-2": (lambda tmp: ["--init", no_gpt2(tmp / "m")], "model_type = 'bert'"),
     "init with another vocabulary": (lambda tmp: ["--init", other_vocabulary(tmp / "m")], "vocabulary 100"),
-    "init is nowhere": (lambda tmp: ["--init", "no-such-model"], "no-such-model: no such folder, nor does the hub"),
+    "init is nowhere": (lambda tmp: ["--init", "no-such-model"], "no-such-model: no such folder, nor does the Hub"),
     "log folder is a file": (lambda tmp: ["--log-dir", text_of(tmp / "f", "x")], "f: "),
     "log folder cannot be made": (lambda tmp: ["--log-dir", "/proc/nowhere/log"], "/proc/nowhere"),
     "HellaSwag file": (lambda tmp: ["--hellaswag-every", 1, "--hellaswag-data", tmp / "h.jsonl"], "h.jsonl"),

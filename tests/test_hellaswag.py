@@ -91,7 +91,7 @@ def task(context="A man sits on a roof. He", label=1, **changes):
 
 
 def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
-    ours, folder = model
+    ours, _ = model
     long, short = task("far away " * 200 + "A man sits on a roof. He"), task()
     tasks = hellaswag.prepare([long, short], 160)
     assert [t.cut for t in tasks] == [True, False]
@@ -174,7 +174,7 @@ def test_download_is_retried_and_verified(server, tmp_path, monkeypatch):
     assert path.read_bytes() == good
     path.unlink()
     server += [(404, b"")] * 3
-    with pytest.raises(InputError, match="could not be fetched .*404.*; --data"):
+    with pytest.raises(InputError, match=r"could not be fetched .*404.*; --data"):
         hellaswag.download(path)
     assert not list(path.parent.iterdir())
 
