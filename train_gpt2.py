@@ -950,6 +950,11 @@ def main(args: list[str] | None = None) -> int:
     config = read_config(args)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: on Linux CPUs logits cost half the time
     sys.stdout.reconfigure(line_buffering=True)  # a log file that can be followed
+    if config.plan:
+        from bench import print_plan
+
+        print_plan(config)
+        return 0
     world = Distributed.start(config)
     try:
         return train(config, world)

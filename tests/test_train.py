@@ -201,3 +201,12 @@ def test_samples_do_not_disturb_training(text, tmp_path):
         args = ["--max-steps", 4, "--sample-every", every, "--eval-every", every]
         train("--data", text, *args, "--log-dir", tmp_path / name)
     assert read_log(tmp_path / "with", "train", "norm") == read_log(tmp_path / "without", "train", "norm")
+
+
+def test_plan_prints_and_does_not_train(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt2.main(["--preset", "gpt2", "--plan"]) == 0
+    text = capsys.readouterr().out
+    for part in ("124,439,808", "855,166,464", "9,999,745,024 in 19,073 steps", "8.551e+18", "1.99 GB", "no edu_"):
+        assert part in text, part
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,40 @@
+"""play.ipynb: committed without outputs, and clean from top to bottom on a run's log."""
+
+import json
+import shutil
+
+import nbformat
+from nbclient import NotebookClient
+
+from tests.conftest import ROOT
+
+
+def run_notebook(folder):
+    for name in ("runlog.py", "common.py"):
+        shutil.copy(ROOT / name, folder)
+    notebook = nbformat.read(ROOT / "play.ipynb", as_version=4)
+    place = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=place).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    text = "".join(output.get("text", "") for output in outputs)
+    pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+    return text, pictures
+
+
+def test_committed_without_outputs():
+    notebook = nbformat.read(ROOT / "play.ipynb", as_version=4)
+    assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
+
+
+def test_runs_on_a_log(tmp_path):
+    log = tmp_path / "log"
+    log.mkdir()
+    earlier = "0 train 10.9\n50 val 2.0\n"  # of an earlier run in the same folder: not shown
+    lines = [f"{step} {stream} {value}\n" for step in range(50) for stream, value in (
+        ("train", 11 - step / 10), ("lr", 6e-4), ("norm", 1.0), ("tok_per_sec", 1e5))]
+    lines += ["50 val 3.5\n", "50 hella 0.28\n", "50 tr"]  # the last line is torn
+    (log / "log.txt").write_text(earlier + "".join(lines))
+    (log / "run.json").write_text(json.dumps([{"config": {"total_batch_size": 1000, "data": "edu_fineweb10B"}}]))
+    text, pictures = run_notebook(tmp_path)
+    assert "log: 50 train, 50 lr, 50 norm, 50 tok_per_sec, 1 val, 1 hella" in text, text
+    assert "lowest validation loss 3.5000" in text and pictures == 3
