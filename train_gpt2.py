@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, run
-from devices import choose_device, peak_flops
+from devices import choose_device, keep_freed_memory, peak_flops
 from pretrained import checkpoints, model_folder, read_pretrained, write_pretrained
 from runlog import Log, add_run_entry
 from shards import check_tokens, find_shards, open_shard, tokenize_text
@@ -105,7 +105,7 @@ class TrainConfig:
     seed: int = 1337
     """Seed of the initial weights and of the data order."""
     shuffle: bool = True
-    """Permute shards, and documents within each shard, anew every epoch; otherwise file order."""
+    """Permute shards, and documents (of a .txt file: passages) within each, anew every epoch; otherwise file order."""
     compile: bool = True
     """Compile the blocks and the loss with torch.compile."""
     device: str = "auto"
@@ -135,23 +135,23 @@ class TrainConfig:
 SHARDS_FOLDER = "edu_fineweb10B"
 SHAKESPEARE = dict(
     data=str(Path(__file__).with_name("input.txt")),
-    max_steps=400,
-    total_batch_size=1024,
-    micro_batch_size=8,
+    max_steps=600,
+    total_batch_size=512,
+    micro_batch_size=4,
     seq_len=128,
     n_layer=4,
     n_head=4,
-    n_embd=128,
-    max_lr=3e-3,
-    min_lr=3e-4,
-    warmup_steps=40,
+    n_embd=64,
+    max_lr=5e-3,
+    min_lr=5e-4,
+    warmup_steps=20,
     compile=False,
-    eval_every=100,
-    eval_tokens=16_384,
+    eval_every=150,
+    eval_tokens=32_768,
     hellaswag_every=0,
-    sample_every=200,
+    sample_every=300,
     sample_prompt="ROMEO:",
-    save_every=200,
+    save_every=300,
 )
 PRESETS: dict[str, dict[str, Any]] = {"gpt2": {}, "gpt3": dict(seq_len=2048), "shakespeare": SHAKESPEARE}
 
@@ -392,6 +392,8 @@ def get_lr(step: int, config: TrainConfig) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # Data
 
+PASSAGE = 256  # tokens of a .txt file that stay together when it is shuffled
+
 
 def permutation(n: int, *seed: int) -> np.ndarray:
     """A permutation of 0 … n-1 that depends on `seed` alone; unlike numpy's own, the same in every numpy version."""
@@ -401,10 +403,11 @@ def permutation(n: int, *seed: int) -> np.ndarray:
 class DataLoaderLite:
     """Batches of next-token pairs from token shards or a .txt file, in an order that is a function of the seed alone.
 
-    The stream of an epoch is its shards, permuted, and in each its documents, permuted (a document begins at 50256),
-    laid end to end; the epochs follow each other without a seam. Micro-batch after micro-batch the ranks take the
-    next B * T tokens each, in rank order. So the tokens of a step do not depend on how it is split into ranks and
-    micro-batches, each token is an input exactly once an epoch, and the loader's whole state is one position.
+    The stream of an epoch is its shards, permuted, and in each its documents, permuted, laid end to end; the epochs
+    follow each other without a seam. A document begins at 50256; a .txt file is cut into passages of 256 tokens.
+    Micro-batch after micro-batch the ranks take the next B * T tokens each, in rank order. So the tokens of a step do
+    not depend on how it is split into ranks and micro-batches, each token is an input exactly once an epoch, and the
+    loader's whole state is one position.
 
     data: folder of .npy / .bin shards, or a .txt file. split: "train" or "val". Raises InputError for bad files.
     """
@@ -421,6 +424,7 @@ class DataLoaderLite:
         shuffle: bool = True,
     ):
         data = Path(data)
+        self._starts: dict[int, np.ndarray] = {}  # shard -> where its documents start
         if not data.exists():
             raise InputError(f"{data}: no such data; `python fineweb.py` makes shards, --data takes a .txt file, too")
         if data.is_dir():
@@ -428,13 +432,13 @@ class DataLoaderLite:
             self.shards = [open_shard(path) for path in self.paths]
         elif data.suffix == ".txt":
             self.paths, self.shards = [data], [tokenize_text(data, split)]
+            self._starts[0] = np.arange(0, len(self.shards[0]), PASSAGE)
         else:
             raise InputError(f"{data}: neither a folder of shards nor a .txt file; fineweb.py makes shards from others")
         self.B, self.T, self.rank, self.world_size, self.seed, self.shuffle = B, T, rank, world_size, seed, shuffle
         self.position = 0  # in the endless stream, of the next micro-batch of all ranks
         self.lengths = np.array([len(shard) for shard in self.shards])
         self.total_tokens = int(self.lengths.sum())
-        self._starts: dict[int, np.ndarray] = {}  # shard -> where its documents start
         self._orders: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}  # of the last two (epoch, shard)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="data")  # prepares batches ahead
         self._ahead: deque[Future] = deque()
@@ -668,6 +672,8 @@ class Distributed:
         rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in
                                         (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
         device, dtype, description = choose_device(config.device, config.dtype, local_rank)
+        if device.type == "cpu":
+            keep_freed_memory()
         if "RANK" in os.environ:
             if device.type == "cuda":
                 torch.distributed.init_process_group("nccl", device_id=device)
@@ -948,7 +954,6 @@ def train(config: TrainConfig, world: Distributed) -> int:
 
 def main(args: list[str] | None = None) -> int:
     config = read_config(args)
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: on Linux CPUs logits cost half the time
     sys.stdout.reconfigure(line_buffering=True)  # a log file that can be followed
     if config.plan:
         from bench import print_plan

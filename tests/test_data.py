@@ -120,15 +120,24 @@ def test_another_stream_is_not_resumed(tmp_path):
         DataLoaderLite(tmp_path / "a", "train", 1, 4, seed=2).load_state_dict(state)
 
 
-def test_text_is_one_document_split_nine_to_one(tmp_path):
+def test_text_is_split_nine_to_one_and_shuffled_by_passages(tmp_path):
     from tokenizer import get_tokenizer
 
-    text = "One fine day, <|endoftext|> was only text.\n" * 50
+    text = "".join(f"On day {i}, <|endoftext|> was only text.\n" for i in range(200))
     (tmp_path / "a.txt").write_text(text)
-    train, val = (DataLoaderLite(tmp_path / "a.txt", split, 1, 8) for split in ("train", "val"))
+    load = lambda split, shuffle: DataLoaderLite(tmp_path / "a.txt", split, 1, 8, shuffle=shuffle)  # noqa: E731
+    train, val = (load(split, False) for split in ("train", "val"))
     tokens = [EOT, *get_tokenizer().encode_ordinary(text)]
-    assert [*train.read(0, train.total_tokens), *val.read(0, val.total_tokens)] == tokens
+    n = train.total_tokens
+    assert [*train.read(0, n), *val.read(0, val.total_tokens)] == tokens
     assert val.total_tokens == len(tokens) // 10
+    shuffled = load("train", True).read(0, n).tolist()
+    passages = [tokens[i : min(i + 256, n)] for i in range(0, n, 256)]
+    i, order = 0, []
+    while i < n:
+        order.append(next(k for k, passage in enumerate(passages) if shuffled[i : i + len(passage)] == passage))
+        i += len(passages[order[-1]])
+    assert sorted(order) == list(range(len(passages))) != order
 
 
 def spoil_truncate(path):
