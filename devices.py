@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import sys
 import time
 
@@ -37,8 +38,7 @@ def choose_device(device: str, dtype: str, local_rank: int = 0) -> tuple[torch.d
         place, name, best, reason = torch.device("mps"), "Apple GPU", "float32", "the safe choice on MPS"
     else:
         place, name = torch.device("cpu"), f"{torch.get_num_threads()} threads"
-        capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-        if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"):
+        if cpu_has_bfloat16():
             best, reason = "bfloat16", "the chip computes in it"
         else:
             best, reason = "float32", "the chip does not compute in bfloat16"
@@ -47,25 +47,32 @@ def choose_device(device: str, dtype: str, local_rank: int = 0) -> tuple[torch.d
     return place, getattr(torch, best), f"{place} ({name}), {best}: {reason}"
 
 
+def cpu_has_bfloat16() -> bool:
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
 # Dense bfloat16 / float16 tensor-core peaks in TFLOP/s, from the data sheets; other chips are measured instead.
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10": 125, "V100": 125, "T4": 65,
-               "RTX 4090": 165, "RTX 3090": 71}
+PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10": 125, "V100": 125,
+               "T4": 65, "RTX 4090": 165, "RTX 3090": 71}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(FLOP/s that count as an MFU of 100 %, where the figure is from) for this device and precision."""
     if device.type == "cuda" and dtype != torch.float32:
         for name, tflops in PEAK_TFLOPS.items():
-            if name in torch.cuda.get_device_name(device):
+            if re.search(rf"\b{name}\b", torch.cuda.get_device_name(device)):
                 return tflops * 1e12, "data sheet"
+    if device.type == "cpu" and not cpu_has_bfloat16():
+        dtype = torch.float32  # 16 bits are emulated there, and a plain product of them is no measure
     n = 4096 if device.type == "cuda" else 1024
     a = torch.ones(n, n, device=device, dtype=dtype)  # not random: training's generator is left alone
     rates = []
-    for _ in range(5):
+    for _ in range(20):
         began = time.perf_counter()
         (a @ a).sum().item()
         rates.append(2 * n**3 / (time.perf_counter() - began))
-    return max(rates), f"a {n} x {n} matrix product, measured"
+    return max(rates), f"measured, {n} x {n} product"
 
 
 def keep_freed_memory() -> None:
