@@ -3,59 +3,35 @@
     python fineweb.py                                   # FineWeb-Edu, 10 billion tokens -> edu_fineweb10B/
     python fineweb.py --max-shards 3                    # a taste of it: one validation and two training shards
     python fineweb.py --input books/*.parquet notes.jsonl a.txt --out my_shards --shard-size 10000000
-    python fineweb.py --pretokenized 3                  # three ready shards of FineWeb-Edu instead of text
-    python fineweb.py --verify --out my_shards          # is every shard still what was written?
-    torchrun --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 fineweb.py    # on four machines
 
-A document is a row of a parquet file, a line of .jsonl, or a whole .txt file; it is written as 50256 and its tokens.
-Documents follow each other across shard ends and none is dropped; null and empty ones are passed over and counted.
-Shard 0 is for validation. FineWeb-Edu: Penedo et al. 2024, huggingface.co/datasets/HuggingFaceFW/fineweb-edu.
+Every document is written as 50256 and its tokens; documents follow each other across shard ends, and none is dropped.
+Shard 0 is for validation. A document is a row of a parquet file, a line of a .jsonl file, or a whole .txt file; empty
+ones are passed over. FineWeb-Edu (Penedo et al. 2024, huggingface.co/datasets/HuggingFaceFW/fineweb-edu) comes from the
+Hub as parquet files, each into its cache when its turn comes.
 
-Parallel: workers read and tokenize units (rows of parquet, spans of bytes) on their own; this process only lays the
-results end to end. So the shards are the same bytes whatever the number of workers, and where a unit ends is free.
-
-Restartable: manifest.json is rewritten after each finished shard and says how many tokens of which unit are in finished
-shards. The same command, run again after any kind of end, goes on from there and makes the same bytes.
-
-Several machines: each rank (RANK, WORLD_SIZE) takes every WORLD_SIZE-th source file, writes every WORLD_SIZE-th shard
-and keeps its own manifest.rankN.json; so ranks share a folder and need not talk. Rank 0 merges the manifests at the end.
+Workers read and tokenize units of work (a parquet row group, 8 MB of lines, a .txt file) on their own; this process
+only puts the results in order. So the shards are the same bytes whatever the number of workers.
 """
 
-import errno
 import glob
-import hashlib
 import json
-import mmap
 import multiprocessing
 import os
-import re
-import shutil
-import signal
 import sys
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from common import InputError, atomic_write, first_line, parse_args, run
-from shards import SHARD_NAME, open_shard
-from tokenizer import EOT, SHA256, bpe_files, get_tokenizer
+from tokenizer import EOT, get_tokenizer
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
-PRETOKENIZED = "kjj0/finewebedu10B-gpt2"
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".txt.gz", ".txt.zst")
-UNIT_BYTES = 4 << 20  # of text in a unit of work: about a million tokens, a third of a second
-PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length: bounds memory, see CUT
-BYTES_A_TOKEN, BYTES_A_HUB_BYTE, BYTES_A_COMPRESSED_BYTE = 4.5, 1.6, 4  # of English text: to estimate the disk needed
-RETRY_SECONDS = (1, 2, 4)  # the waits before the Hub is asked again
+SUFFIXES = (".parquet", ".jsonl", ".txt")
+SPAN = 8 << 20  # bytes of .jsonl a unit
 
 
 @dataclass(frozen=True)
@@ -65,7 +41,7 @@ class ShardConfig:
     name: str = "sample-10BT"
     """Part of FineWeb-Edu: sample-10BT, sample-100BT, sample-350BT, or a crawl such as CC-MAIN-2024-10."""
     input: tuple[str, ...] = ()
-    """Local .parquet, .jsonl and .txt files (the latter two also .gz, .zst), folders or patterns, not FineWeb-Edu."""
+    """Local .parquet, .jsonl and .txt files, folders or patterns, in the place of FineWeb-Edu."""
     text_column: str = "text"
     """Where a parquet row or a jsonl object keeps its text."""
     out: str = "edu_fineweb10B"
@@ -75,317 +51,236 @@ class ShardConfig:
     workers: int = 0
     """Processes that tokenize; 0: one a core."""
     max_shards: int = 0
-    """Stop after this many shards, validation included; 0: no limit. A later run with more goes on."""
-    pretokenized: int = 0
-    """Fetch this many ready .bin shards of FineWeb-Edu instead, validation included, 100,000,000 tokens each."""
-    verify: bool = False
-    """Only check the shards in --out against its manifest.json."""
+    """Stop after this many shards, validation included; 0: no limit."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Source files
+# Units of work
 
 
-def local_files(patterns: Iterable[str]) -> list[tuple[str, int]]:
-    """(path, bytes) of the files that --input names: as given; folders and patterns by name. Raises InputError."""
-    paths: list[Path] = []
+@dataclass(frozen=True)
+class Unit:
+    """What a worker reads in one go: row group `start` of a parquet file, bytes [start, end) of another file."""
+
+    path: Path
+    start: int
+    end: int
+
+
+def local_files(patterns: tuple[str, ...]) -> list[Path]:
+    """The files that --input names: files as given, folders and patterns in the order of names. Raises InputError."""
+    files: list[Path] = []
     for pattern in patterns:
         if Path(pattern).is_dir():
-            found = sorted(path for path in Path(pattern).rglob("[!.]*") if path.name.endswith(SUFFIXES))
+            found = sorted(path for path in Path(pattern).rglob("*") if path.suffix in SUFFIXES)
         else:
             found = [Path(pattern)] if Path(pattern).exists() else sorted(map(Path, glob.glob(pattern, recursive=True)))
         if not found:
             raise InputError(f"--input {pattern}: no such file, or no {', '.join(SUFFIXES)} in it")
-        paths += found
-    for i, path in enumerate(paths):
-        if not path.name.endswith(SUFFIXES):
+        files += found
+    for path in files:
+        if path.suffix not in SUFFIXES:
             raise InputError(f"{path}: read are {', '.join(SUFFIXES)}")
-        if path in paths[:i]:
-            raise InputError(f"{path}: named twice by --input")
-    return [(str(path), path.stat().st_size) for path in paths]
+    return files
 
 
-def hub_files(name: str) -> tuple[str, list[tuple[str, int]]]:
-    """The newest commit of FineWeb-Edu, and (path, bytes) of a part's parquet files in it. Raises InputError."""
+def hub_files(name: str) -> list[str]:
+    """The parquet files of a part of FineWeb-Edu, as the Hub names them. Raises InputError."""
     from huggingface_hub import HfApi
-
-    folder = f"sample/{name.removeprefix('sample-')}" if name.startswith("sample-") else f"data/{name}"
-    api = HfApi()
-    commit = ask_hub(REPOSITORY, lambda: api.dataset_info(REPOSITORY).sha)
-    what = f"--name {name}: {folder} in {REPOSITORY}"
-    tree = ask_hub(what, lambda: list(api.list_repo_tree(REPOSITORY, folder, repo_type="dataset", revision=commit)))
-    files = sorted((entry.path, entry.size) for entry in tree if entry.path.endswith(".parquet"))
-    if not files:
-        raise InputError(f"{what}: no .parquet files there")
-    return commit, files
-
-
-def ask_hub(what: str, call: Callable[[], Any]) -> Any:
-    """call(), made again when the Hub or the way to it fails. Raises InputError when that does not help."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import disable_progress_bars, logging
+    from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # its retries are told in many lines, its failure below in one
-    disable_progress_bars()
-    for wait in (*RETRY_SECONDS, None):
-        try:
-            return call()
-        except Exception as error:  # the Hub's, its HTTP library's, the socket's: they share no base
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            status = getattr(getattr(error, "response", None), "status_code", 500)
-            if wait is None or constants.HF_HUB_OFFLINE or (status < 500 and status not in (408, 429)):
-                raise InputError(f"{what}: the Hub could not be asked ({first_line(error)}); what has arrived is kept, "
-                                 "the same command goes on; --input takes local files") from None
-        time.sleep(wait)
+    folder = f"sample/{name.removeprefix('sample-')}/" if name.startswith("sample-") else f"data/{name}/"
+    try:
+        files = sorted(HfApi().list_repo_files(REPOSITORY, repo_type="dataset"))
+    except Exception as error:  # the Hub's, its HTTP library's, the socket's: they share no base
+        raise InputError(f"{REPOSITORY}: the Hub could not be asked ({first_line(error)}); --input takes local "
+                         "files") from None
+    files = [file for file in files if file.startswith(folder) and file.endswith(".parquet")]
+    if not files:
+        raise InputError(f"--name {name}: {REPOSITORY} has no {folder}*.parquet")
+    return files
 
 
-def fetch(repository: str, commit: str, name: str, folder: Path) -> Path:
-    """folder/name, a file of the Hub; an interrupted transfer goes on where it stopped. Raises InputError."""
+def fetch(file: str) -> Path:
+    """One of hub_files in the Hub's cache; an interrupted transfer goes on where it stopped. Raises InputError."""
     from huggingface_hub import hf_hub_download
 
-    options = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
-    return Path(ask_hub(name, lambda: hf_hub_download(repository, name, **options)))
-
-
-def make_local(index: int, name: str, commit: str | None, folder: Path) -> Path:
-    """A source file as a local one without compression, in `folder`. Raises InputError.
-
-    So a file that can't be read from its middle (.gz, .zst) becomes units of work like any other, in little memory.
-    """
-    if commit:
-        return fetch(REPOSITORY, commit, name, folder)
-    import pyarrow
-
-    copy = folder / f"{index:06d}{Path(Path(name).stem).suffix}"
-    if not copy.exists():
-        try:
-            with pyarrow.input_stream(name, compression="detect") as source, atomic_write(copy) as file:
-                shutil.copyfileobj(source, file, 1 << 20)
-        except OSError as error:
-            if error.errno:
-                raise
-            raise InputError(f"{name}: damaged or truncated ({first_line(error)})") from None
-    return copy
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Units of work: the spans that workers read
-
-# GPT-2's tokens never cross the boundary of its pre-tokenizer's words, and one always lies before a whitespace character
-# that a non-whitespace one follows: a word may begin with that one space, but never holds it after anything else. So a
-# text may be cut there and its parts tokenized apart: the same tokens. (In bytes: without the non-ASCII whitespace.)
-CUT = re.compile(r"[ \n](?=\S)")
-CUT_BYTES = {".txt": re.compile(rb"[ \n](?=[!-~\xc3-\xe0\xe4-\xf4])"), ".jsonl": re.compile(rb"\n")}
-
-
-class Span(NamedTuple):
-    """A stretch of a local file: rows [start, end) of a .parquet; bytes [start, end) of others, see read_bytes."""
-
-    file: int  # which of the source files
-    name: str  # that one's name, for messages
-    path: Path
-    start: int
-    end: int
-    size: int  # about so many bytes of text
-
-
-def row_groups(path: Path, name: str, text_column: str) -> list[tuple[int, int]]:
-    """(rows, bytes of text) of each row group. Raises InputError when the file is no parquet or lacks the column."""
-    import pyarrow
-    import pyarrow.parquet
-
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            metadata, schema = file.metadata, file.schema_arrow
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{name}: no parquet file, or a truncated one ({first_line(error)})") from None
-    if text_column not in schema.names:
-        raise InputError(f"{name}: no column {text_column!r}; --text-column names one of: {', '.join(schema.names)}")
-    if "string" not in str(schema.field(text_column).type):
-        raise InputError(f"{name}: column {text_column!r} holds {schema.field(text_column).type}, not text; "
-                         f"--text-column names one of: {', '.join(schema.names)}")
-    groups = []
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        columns = map(group.column, range(group.num_columns))
-        sizes = {column.path_in_schema: column.total_uncompressed_size for column in columns}
-        groups.append((group.num_rows, sizes.get(text_column, 0)))
-    return groups
+        return Path(hf_hub_download(REPOSITORY, file, repo_type="dataset"))
+    except Exception as error:
+        raise InputError(f"{file}: could not be fetched from the Hub ({first_line(error)}); what has arrived is "
+                         "kept") from None
 
 
-def cut_file(file: int, name: str, path: Path, text_column: str) -> Iterator[Span]:
-    """The spans of a file, of at most about UNIT_BYTES. Raises InputError."""
+def units(path: Path) -> list[Unit]:
+    """Cuts a file into units of work. Raises InputError for a file that is no parquet."""
     if path.suffix == ".parquet":
-        first = 0
-        for rows, size in row_groups(path, name, text_column):
-            step = max(rows * UNIT_BYTES // max(size, 1), 1)
-            for start in range(first, first + rows, step):
-                yield Span(file, name, path, start, min(start + step, first + rows), size * min(step, rows) // rows)
-            first += rows
-    else:
-        size = path.stat().st_size
-        for start in range(0, max(size, 1), UNIT_BYTES):
-            end = min(start + UNIT_BYTES, size)
-            yield Span(file, name, path, start, end, end - start)
+        import pyarrow
+        import pyarrow.parquet
 
-
-def make_units(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Puts small spans together until they make UNIT_BYTES."""
-    unit, size = [], 0
-    for span in spans:
-        unit.append(span)
-        size += span.size + 1024  # even an empty file takes time
-        if size >= UNIT_BYTES:
-            yield unit
-            unit, size = [], 0
-    if unit:
-        yield unit
-
-
-def read_bytes(span: Span) -> tuple[int, bytes]:
-    """(offset, bytes) from the first place to cut at or after span.start, up to the first at or after span.end."""
-    if span.end == 0:  # an empty file, which can't be mapped
-        return 0, b""
-    with open(span.path, "rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    cut = CUT_BYTES[span.path.suffix]
-
-    def next_cut(offset: int) -> int:
-        match = cut.search(data, offset) if offset else None
-        return match.start() if match else len(data) if offset else 0
-
-    start, end = next_cut(span.start), next_cut(span.end)
-    return start, data[start:end]
-
-
-def read_texts(span: Span, text_column: str) -> Iterator[str | None]:
-    """The texts of a span: of a .txt, its part of the one text. Raises InputError naming the file and the place."""
-    if span.path.suffix == ".parquet":
-        yield from read_rows(span, text_column)
-    elif span.path.suffix == ".jsonl":
-        yield from read_lines(span, text_column)
-    else:
-        offset, data = read_bytes(span)
         try:
-            yield data.decode("utf-8")
+            return [Unit(path, i, i + 1) for i in range(pyarrow.parquet.ParquetFile(path).num_row_groups)]
+        except pyarrow.ArrowInvalid as error:
+            raise InputError(f"{path}: no parquet file, or a truncated one ({first_line(error)})") from None
+    size = path.stat().st_size
+    step = SPAN if path.suffix == ".jsonl" else max(size, 1)
+    return [Unit(path, start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def read_documents(unit: Unit, text_column: str) -> Iterator[str | None]:
+    """The texts of a unit. Raises InputError naming the file and the place."""
+    if unit.path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            file = pyarrow.parquet.ParquetFile(unit.path)
+            if text_column not in file.schema_arrow.names:
+                columns = ", ".join(file.schema_arrow.names)
+                raise InputError(f"{unit.path}: no column {text_column!r}; --text-column names one of: {columns}")
+            column = file.read_row_group(unit.start, columns=[text_column]).column(0)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise InputError(f"{unit.path}, row group {unit.start}: damaged ({first_line(error)})") from None
+        for row, value in enumerate(column):
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError:
+                raise InputError(f"{unit.path}, row group {unit.start}, row {row}: not UTF-8") from None
+            yield check_text(text, f"{unit.path}, row group {unit.start}, row {row}")
+    elif unit.path.suffix == ".jsonl":
+        with open(unit.path, "rb") as file:
+            # A line belongs to the unit in which it starts; the first unit starts with a line.
+            if unit.start:
+                file.seek(unit.start - 1)
+                file.readline()
+            while (at := file.tell()) < unit.end:
+                try:
+                    value = json.loads(file.readline().decode("utf-8") or "null")
+                    yield check_text(value[text_column], f"{unit.path}, byte {at}")
+                except UnicodeDecodeError:
+                    raise InputError(f"{unit.path}: the line at byte {at} is not UTF-8") from None
+                except (ValueError, TypeError):
+                    raise InputError(f"{unit.path}: the line at byte {at} is no JSON object") from None
+                except KeyError:
+                    keys = ", ".join(value)
+                    raise InputError(f"{unit.path}: the line at byte {at} has no {text_column!r}; --text-column "
+                                     f"names one of: {keys}") from None
+    else:
+        try:
+            yield unit.path.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
-            raise InputError(f"{span.name}: not UTF-8 at byte {offset + error.start}") from None
+            raise InputError(f"{unit.path}: not UTF-8 at byte {error.start}") from None
 
 
-def read_rows(span: Span, text_column: str) -> Iterator[str | None]:
-    import pyarrow
-    import pyarrow.parquet
-
-    row = 0  # of the next batch
-    try:
-        with pyarrow.parquet.ParquetFile(span.path) as file:
-            for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if row + rows <= span.start or row >= span.end:
-                    row += rows
-                    continue
-                for batch in file.iter_batches(256, row_groups=[group], columns=[text_column], use_threads=False):
-                    for i in range(max(span.start - row, 0), min(span.end - row, len(batch))):
-                        try:
-                            yield batch.column(0)[i].as_py()
-                        except UnicodeDecodeError:
-                            raise InputError(f"{span.name}, row {row + i}: not UTF-8") from None
-                    row += len(batch)
-                    if row >= span.end:
-                        break
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{span.name}: damaged after row {row} ({first_line(error)})") from None
+def check_text(text: object, place: str) -> str | None:
+    if text is not None and not isinstance(text, str):
+        raise InputError(f"{place}: {type(text).__name__}, not text; --text-column names the text")
+    return text
 
 
-def read_lines(span: Span, text_column: str) -> Iterator[str | None]:
-    offset, data = read_bytes(span)
-    at = 0
-    for line in data.split(b"\n"):
-        try:
-            if line.strip():
-                value = json.loads(line.decode("utf-8"))
-                text = value[text_column]
-                if not isinstance(text, str | None):
-                    raise TypeError(f"{text_column!r} holds {type(text).__name__}, not text")
-                (text or "").encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
-                yield text
-        except (ValueError, TypeError, KeyError) as error:
-            if isinstance(error, KeyError):
-                what = f"no {text_column!r}; --text-column names one of: {', '.join(value)}"
-            elif isinstance(error, UnicodeError):
-                what = f"not UTF-8 ({error.reason})"
-            else:
-                what = f"no JSON object with text ({first_line(error)})"
-            with open(span.path, "rb") as file:
-                number = sum(file.readline() != b"" for _ in iter(lambda: file.tell() < offset + at + 1, False))
-            raise InputError(f"{span.name}, line {number}: {what}") from None
-        at += len(line) + 1
-
-
-def encode(text: str) -> Iterator[np.ndarray]:
-    """encode_ordinary(text) as arrays of uint32, without a list of ints; a long text in pieces, see CUT."""
-    start = 0
-    while start < len(text):
-        match = CUT.search(text, start + PIECE_CHARS)
-        end = match.start() if match else len(text)
-        yield get_tokenizer().encode_to_numpy(text[start:end], disallowed_special=())  # nothing in a text is special
-        start = end
-
-
-def tokenize(unit: list[Span], text_column: str) -> tuple[np.ndarray, int, int]:
-    """What a worker does. -> (tokens of the documents, 1-D uint16; how many nulls and how many empties it passed over)"""
-    begin = np.array([EOT], dtype=np.uint32)
-    parts, nulls, empties = [begin[:0]], 0, 0
-    for span in unit:
-        goes_on = span.path.suffix == ".txt" and span.start > 0
-        for text in read_texts(span, text_column):
-            if text is None:
-                nulls += 1
-            elif text:
-                parts += [*([] if goes_on else [begin]), *encode(text)]
-            elif not goes_on:
-                empties += 1
-    return np.concatenate(parts, dtype=np.uint16, casting="unsafe"), nulls, empties
+def tokenize_unit(unit: Unit, text_column: str) -> tuple[np.ndarray, int, int]:
+    """Runs in a worker. -> (tokens of all documents, 1-D uint16; number of documents; of empty ones passed over)"""
+    encode = get_tokenizer().encode_to_numpy
+    pieces, documents, empty = [np.zeros(0, dtype=np.uint16)], 0, 0
+    for text in read_documents(unit, text_column):
+        if text:
+            try:  # encode_ordinary without its list of ints: nothing in a text is a special token
+                ids = encode(text, disallowed_special=())
+            except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell and UTF-8 cannot
+                ids = np.array(get_tokenizer().encode_ordinary(text))
+            pieces += [np.array([EOT], dtype=np.uint16), ids.astype(np.uint16)]
+            documents += 1
+        else:
+            empty += 1
+    return np.concatenate(pieces), documents, empty
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Processes
+# Shards
 
 
-@contextmanager
-def processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes that end with the block, or with this process however it ends."""
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(count, initializer=_begin_worker)
-    try:
-        pool.submit(bpe_files).result()  # starts them before this process has threads, which a fork would not copy
-        yield pool
-    except BrokenProcessPool:
-        raise InputError("a worker was killed, for want of memory perhaps: the same command goes on; fewer --workers "
-                         "need less") from None
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in set(multiprocessing.active_children()) - others:
-            child.terminate()
+class ShardWriter:
+    """Cuts a stream of tokens into shard files that appear whole or not at all."""
+
+    def __init__(self, folder: Path, shard_size: int):
+        self.folder, self.index, self.filled = folder, 0, 0
+        self.buffer = np.empty(shard_size, dtype=np.uint16)
+
+    def add(self, tokens: np.ndarray) -> None:
+        while len(tokens):
+            part = tokens[: len(self.buffer) - self.filled]
+            self.buffer[self.filled : self.filled + len(part)] = part
+            self.filled += len(part)
+            tokens = tokens[len(part) :]
+            if self.filled == len(self.buffer):
+                self.flush()
+
+    def flush(self) -> None:
+        """Writes what is in the buffer as the next shard."""
+        if self.filled:
+            split = "train" if self.index else "val"
+            with atomic_write(self.folder / f"edufineweb_{split}_{self.index:06d}.npy") as file:
+                np.save(file, self.buffer[: self.filled])
+            self.index, self.filled = self.index + 1, 0
 
 
-def _begin_worker() -> None:
-    def outlive_no_parent() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
+def tokenize(all_units: Iterator[Unit], config: ShardConfig) -> Iterator[tuple[np.ndarray, int, int]]:
+    """tokenize_unit of every unit, in order, computed by a pool with a bounded number of units under way."""
+    workers = config.workers or os.cpu_count() or 1
+    # spawn: the same on Linux, macOS and Windows, and safe beside threads.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pending: deque = deque()
+        try:
+            for unit in all_units:
+                pending.append(pool.submit(tokenize_unit, unit, config.text_column))
+                if len(pending) > 2 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-    threading.Thread(target=outlive_no_parent, daemon=True).start()
+
+def main(args: list[str] | None = None) -> None:
+    from tqdm import tqdm
+
+    config = parse_args(ShardConfig, args=args)
+    if config.shard_size < 2 or min(config.workers, config.max_shards) < 0:
+        raise InputError(f"--shard-size {config.shard_size}, --workers {config.workers}, --max-shards "
+                         f"{config.max_shards}: at least 2, 0 and 0")
+    out = Path(config.out)
+    if list(out.glob("edufineweb_*")):
+        raise InputError(f"{out}: already holds shards; remove them, or name another folder with --out")
+    if config.input:
+        files = iter(local_files(config.input))
+    else:
+        print(f"fetching {config.name} of {REPOSITORY} from the Hub")
+        files = map(fetch, hub_files(config.name))  # each when its turn comes
+    out.mkdir(parents=True, exist_ok=True)
+
+    writer, documents, empty, total = ShardWriter(out, config.shard_size), 0, 0, 0
+    bar = tqdm(unit="token", unit_scale=True, disable=None)
+    results = tokenize((unit for path in files for unit in units(path)), config)
+    for tokens, new_documents, new_empty in results:
+        if config.max_shards:  # the last shard wanted is full when this many tokens are there
+            tokens = tokens[: config.max_shards * config.shard_size - total]
+        writer.add(tokens)
+        documents, empty, total = documents + new_documents, empty + new_empty, total + len(tokens)
+        bar.update(len(tokens))
+        if writer.index == config.max_shards > 0:
+            break
+    results.close()
+    bar.close()
+    if total == 0:
+        raise InputError("no text in the input: nothing to tokenize")
+    if writer.index == 0 and config.max_shards != 1:
+        raise InputError(f"{total:,} tokens do not fill the validation shard, so that none is left to train on: "
+                         f"lower --shard-size, to {max(total // 10, 2)} say")
+    writer.flush()
+    print(f"{out}: {total:,} tokens of {documents:,} documents ({empty:,} empty ones passed over) in "
+          f"{writer.index} shards, the first for validation", file=sys.stderr if bar.disable is False else sys.stdout)
 
 
-def in_order(pool: ProcessPoolExecutor, function: Callable, tasks: Iterable[tuple], ahead: int) -> Iterator[tuple]:
-    """(task, function(*task)) of every task, in order, with at most `ahead` + 1 of them under way or waiting."""
-    pending: deque = deque()
-    for task in tasks:
-        pending.append((task, pool.submit(function, *task)))
-        if len(pending) > ahead:
-            task, future = pending.popleft()
-            yield task, future.result()
-    while pending:
-        task, future = pending.popleft()
-        yield task, future.result()
+if __name__ == "__main__":
+    run(main)

@@ -106,10 +106,10 @@ def test_resume_passes_over_a_damaged_checkpoint(text, tmp_path, capsys):
 
 
 def test_resume_refuses_another_runs_mathematics(text, tmp_path):
-    args = ["--data", text, "--max-steps", 2, "--save-every", 2, "--log-dir", tmp_path, "--resume"]
-    train(*args)
-    with pytest.raises(InputError, match=r"--max-lr was 0\.003, is 0\.5"):
-        train(*args, "--max-lr", 0.5, "--max-steps", 4)
+    args = ["--data", text, "--save-every", 2, "--log-dir", tmp_path, "--resume"]
+    train(*args, "--max-steps", 2, "--max-lr", 0.25)
+    with pytest.raises(InputError, match=r"--max-lr was 0\.25, is 0\.5"):
+        train(*args, "--max-steps", 4, "--max-lr", 0.5)
 
 
 def test_a_new_start_keeps_what_an_earlier_one_left(text, tmp_path):
