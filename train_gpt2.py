@@ -735,6 +735,15 @@ def micro_batch(config: TrainConfig, model: GPT, world: Distributed, autocast: A
     raise InputError("not one sequence fits into the GPU's memory: shorten --seq-len or train a smaller model")
 
 
+def why_not_compile(device: torch.device) -> str:
+    """Empty when torch.compile works here; otherwise what it lacks, a C++ compiler or Triton say."""
+    try:
+        torch.compile(lambda x: x.cos() + 1)(torch.ones(8, device=device))
+    except Exception as error:
+        return first_line(error)
+    return ""
+
+
 def load_hellaswag(config: TrainConfig, model: GPT, world: Distributed) -> Any:
     """The tokenized tasks; None, after a warning, when there is neither a local file nor a network."""
     import hellaswag
@@ -844,7 +853,9 @@ def train(config: TrainConfig, world: Distributed) -> int:
     log = Log(log_dir if world.rank == 0 else None, start if found else None)
 
     # `model` stays as it is for evaluation and checkpoints; `replica` is what training calls
-    if config.compile:
+    if config.compile and (reason := why_not_compile(world.device)):
+        say(f"no torch.compile on this machine ({reason}): going on without it")
+    elif config.compile:
         model.compile()
     replica = model
     if world.world_size > 1:

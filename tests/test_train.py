@@ -188,6 +188,14 @@ def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys):
     assert len(samples) == len(eager_samples) == 8
 
 
+def test_a_machine_without_a_compiler_trains_eagerly(text, tmp_path):
+    args = [*TINY, "--data", text, "--max-steps", 2, "--compile", "--log-dir", tmp_path / "log"]
+    env = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = script("train_gpt2.py", *args, env=env)
+    assert done.returncode == 0 and len(losses(tmp_path / "log")) == 2, done.stderr
+    assert "no torch.compile on this machine" in done.stdout
+
+
 def test_learning_rate():
     config = TrainConfig()
     lrs = [get_lr(step, config) for step in range(19_073 + 1)]
