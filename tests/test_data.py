@@ -1,5 +1,6 @@
 """The loader's promises, over random shard sets, batch shapes and world sizes."""
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -197,3 +198,14 @@ def test_a_token_past_the_vocabulary_is_found_when_it_is_read(tmp_path):
 def test_shards_are_memory_mapped(tmp_path):
     write_shards(tmp_path, [[9], [9], [9]])
     assert all(isinstance(shard, np.memmap) for shard in DataLoaderLite(tmp_path, "train", 1, 4).shards)
+
+
+def test_documents_are_counted_or_read_from_the_manifest(tmp_path):
+    write_shards(tmp_path, [[9, 9, 9], [9, 9]])  # the second shard begins within a document
+    loader = DataLoaderLite(tmp_path, "train", 1, 4)
+    assert loader.count_documents() == 4
+    entries = [{"name": path.name, "documents": 10} for path in loader.paths]
+    (tmp_path / "manifest.json").write_text(json.dumps({"shards": entries}))
+    assert loader.count_documents() == 20
+    (tmp_path / "manifest.json").write_text(json.dumps({"shards": entries[:1]}))
+    assert loader.count_documents() == 4
