@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import io
 import os
 import shutil
@@ -92,6 +93,12 @@ def run(main: Callable[[], int | None]) -> None:
     if is_rank_zero():
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(status)
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

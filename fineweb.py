@@ -23,7 +23,6 @@ and keeps its own manifest.N.json; they share a folder and need not talk. At the
 
 import errno
 import glob
-import hashlib
 import itertools
 import json
 import mmap
@@ -47,7 +46,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import InputError, atomic_write, first_line, is_rank_zero, parse_args, run
+from common import InputError, atomic_write, first_line, is_rank_zero, parse_args, run, sha256
 from shards import open_shard
 from tokenizer import EOT, SHA256, bpe_files, get_tokenizer
 
@@ -221,16 +220,19 @@ def row_groups(path: Path, text_column: str) -> list[tuple[int, int]]:
     return groups
 
 
-def cut_file(file: int, path: Path, text_column: str) -> Iterator[Span]:
-    """The spans of a file, of about SPAN_BYTES at most, none across row groups. Raises InputError."""
+def cut_file(file: int, path: Path, text_column: str, begin: int = 0) -> Iterator[Span]:
+    """The spans of a file from `begin` on, of about SPAN_BYTES, none across row groups. Raises InputError."""
     stretches = [(0, path.stat().st_size or 1, SPAN_BYTES)]  # (first, last, step)
     if path.suffix == ".parquet":
-        groups = row_groups(path, text_column)
-        ends = itertools.accumulate(rows for rows, _ in groups)
-        stretches = [(end - rows, end, rows * SPAN_BYTES // (size or 1) or 1)
-                     for end, (rows, size) in zip(ends, groups, strict=True)]
+        stretches, first = [], 0
+        for rows, size in row_groups(path, text_column):
+            # a reader passes over the rows before its own: in a huge group longer spans, so that they don't pass often
+            span_bytes = min(max(size // 32, SPAN_BYTES), 16 * SPAN_BYTES)
+            stretches.append((first, first + rows, max(rows * span_bytes // max(size, 1), 1)))
+            first += rows
     for first, last, step in stretches:
-        yield from (Span(file, path, start, min(start + step, last)) for start in range(first, last, step))
+        for start in range(max(first, begin), last, step):
+            yield Span(file, path, start, min(start + step, last))
 
 
 def read_bytes(span: Span) -> tuple[int, bytes]:
@@ -392,11 +394,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not JSON; move it and its shards away") from None
 
 
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 class Folder:
     """The shards of a rank in --out, and their manifest.
 
@@ -457,19 +454,20 @@ class Folder:
         with atomic_write(self.path, "w") as file:
             file.write(json.dumps(self.manifest, indent=1) + "\n")
 
-    def write(self, tokens: np.ndarray) -> None:
-        """Adds a shard, tokens 1-D uint16."""
+    def write(self, parts: list[np.ndarray]) -> None:
+        """Adds a shard, of parts laid end to end, each 1-D uint16."""
         name = f"edufineweb_{'train' if self.next_index else 'val'}_{self.next_index:06d}.npy"
+        shape = (sum(map(len, parts)),)
         with atomic_write(self.out / name) as file:  # not np.save, whose error does not say that the disk is full
-            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(tokens))
-            file.write(tokens.data)
-        self.enter(name, tokens)
+            np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": shape})
+            file.writelines(part.data for part in parts)
+        self.enter(name, parts)
 
-    def enter(self, name: str, tokens: np.ndarray) -> None:
+    def enter(self, name: str, parts: list[np.ndarray]) -> None:
         """Enters a shard that is in place in the manifest."""
-        documents = int(np.count_nonzero(tokens == EOT))  # those that begin in it
-        entry = {"name": name, "tokens": len(tokens), "documents": documents, "sha256": sha256(self.out / name)}
-        self.shards.append(entry)
+        documents = sum(int(np.count_nonzero(part == EOT)) for part in parts)  # those that begin in it
+        digest = sha256(self.out / name)
+        self.shards.append({"name": name, "tokens": sum(map(len, parts)), "documents": documents, "sha256": digest})
         self.save()
 
     def verify(self) -> None:
@@ -548,7 +546,7 @@ def make_shards(config: ShardConfig, files: list[File], commit: str | None, here
 
     workers = config.workers or max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
     copied = commit or any(name.endswith(COMPRESSED) for name, _ in files)
-    (file, start, taken), skipped = here.manifest["position"], here.manifest["skipped"]
+    (file, start, done), skipped = here.manifest["position"], here.manifest["skipped"]
     copies: dict[int, Path] = {}
 
     def local_paths() -> Iterator[tuple[int, Path]]:
@@ -563,38 +561,40 @@ def make_shards(config: ShardConfig, files: list[File], commit: str | None, here
             yield i, path
 
     def finish() -> None:
-        here.write(buffer[:filled])
-        shard, rate = here.shards[-1], (here.tokens - before) / (time.perf_counter() - began)
-        tqdm.write(f"{shard['name']}: {filled:,} tokens, {shard['documents']:,} documents; {rate:,.0f} tokens/s")
+        here.write(parts)
+        parts.clear()
+        last, rate = here.shards[-1], (here.tokens - before) / (time.perf_counter() - began)
+        tqdm.write(f"{last['name']}: {last['tokens']:,} tokens, {last['documents']:,} documents; {rate:,.0f} tokens/s")
         sys.stdout.flush()
         for i in [i for i in copies if i < here.manifest["position"][0]]:
             copies.pop(i).unlink(missing_ok=True)
 
-    buffer, filled = np.empty(config.shard_size, dtype="<u2"), 0
+    parts: list[np.ndarray] = []  # of the shard to come
+    room = config.shard_size  # tokens that it still lacks
     before, began, total = here.tokens, time.perf_counter(), expected // here.world_size
     bar = tqdm(total=total, initial=before, unit="token", unit_scale=True, disable=None)
     with (processes(1, stop=True) if copied else nullcontext()) as copiers, processes(workers) as pool, bar:
-        spans = (span for i, path in local_paths() for span in cut_file(i, path, config.text_column)
-                 if (span.file, span.start) >= (file, start))
+        spans = (span for i, path in local_paths()
+                 for span in cut_file(i, path, config.text_column, start if i == file else 0))
         task = partial(tokenize, text_column=config.text_column)
         for span, (tokens, passed) in in_order(pool, task, spans, ahead=2 * workers):
-            taken = min(taken, len(tokens))  # so many of them are in finished shards
+            taken = min(done, len(tokens))  # so many of them are in finished shards
+            done -= taken
             while taken < len(tokens):
-                part = tokens[taken : taken + len(buffer) - filled]
-                buffer[filled : filled + len(part)] = part
-                filled, taken = filled + len(part), taken + len(part)
-                bar.update(len(part))
-                if filled == len(buffer):
+                parts.append(tokens[taken : taken + room])
+                taken, room = taken + len(parts[-1]), room - len(parts[-1])
+                bar.update(len(parts[-1]))
+                if room == 0:
                     here.manifest |= {"position": [span.file, span.start, taken], "skipped": skipped}
                     finish()
-                    filled = 0
+                    room = config.shard_size
                     if here.finished(config.max_shards):
                         return
-            taken, skipped = 0, [sum(pair) for pair in zip(skipped, passed, strict=True)]
-    if not here.tokens + filled + here.rank:
+            skipped = [sum(pair) for pair in zip(skipped, passed, strict=True)]
+    if not (parts or here.shards or here.rank):
         raise InputError("no text in the input: nothing to tokenize")
     here.manifest |= {"complete": True, "position": [len(files), 0, 0], "skipped": skipped}
-    if filled:
+    if parts:
         finish()
     else:
         here.save()
@@ -612,7 +612,7 @@ def fetch_pretokenized(number: int, here: Folder) -> None:
         path = fetch(PRETOKENIZED, commit, name, here.copies)
         tokens = open_shard(path)
         os.replace(path, here.out / name)
-        here.enter(name, tokens)
+        here.enter(name, [tokens])
         print(f"{name}: {len(tokens):,} tokens", flush=True)
 
 

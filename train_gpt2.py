@@ -38,7 +38,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, run
+from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, run, sha256
 from devices import choose_device, keep_freed_memory, peak_flops
 from pretrained import checkpoints, model_folder, read_pretrained, write_pretrained
 from runlog import Log, add_run_entry
@@ -628,11 +628,6 @@ def find_checkpoint(log_dir: Path) -> tuple[Path, dict[str, Any]] | None:
     if folders:
         raise InputError(f"{log_dir}: none of its {len(folders)} checkpoints is whole; start anew in another --log-dir")
     return None
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
