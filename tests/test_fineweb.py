@@ -31,8 +31,9 @@ from hypothesis import strategies as st
 
 import common
 import fineweb
+import sources
 from common import InputError
-from fineweb import Span
+from sources import Span
 from tests.conftest import ROOT, SHARED, TINY, assert_one_error_line, losses, script
 from tokenizer import EOT, get_tokenizer
 from train_gpt2 import DataLoaderLite
@@ -119,7 +120,7 @@ ALL = [*DOCUMENTS * 4, EVERY_PLANE, "", "line\r\nline\n"]  # the documents of `f
 
 def test_shards_hold_tiktokens_tokens_whatever_the_processes(files, tmp_path, monkeypatch):
     """Every kind of file and of text; the same bytes for 1, 2 and 3 workers, forked and spawned; decode undoes it."""
-    monkeypatch.setattr(fineweb, "SPAN_BYTES", 100)
+    monkeypatch.setattr(sources, "SPAN_BYTES", 100)
     method = multiprocessing.get_start_method()
     made = []
     try:
@@ -153,10 +154,10 @@ def test_a_text_may_be_cut_between_words(tmp_path_factory, text, size):
     path = tmp_path_factory.getbasetemp() / "cut.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fineweb, "SPAN_BYTES", size)
-        patch.setattr(fineweb, "PIECE_CHARS", size)
-        tokens = [fineweb.tokenize(span, "")[0].tolist() for span in fineweb.cut_file(0, path, "")]
-        pieces = list(fineweb.encode(text))
+        patch.setattr(sources, "SPAN_BYTES", size)
+        patch.setattr(sources, "PIECE_CHARS", size)
+        tokens = [sources.tokenize(span, "")[0].tolist() for span in sources.cut_file(0, path, "")]
+        pieces = list(sources.encode(text))
     assert [token for part in tokens for token in part] == expected_tokens([text])
     assert [token for piece in pieces for token in piece.tolist()] == get_tokenizer().encode_ordinary(text)
 
@@ -165,7 +166,7 @@ def test_a_million_spaces(tmp_path):
     """tiktoken overflows its stack on them."""
     path = tmp_path / "a.txt"
     path.write_bytes(b"start" + b" " * 1_200_000 + b"end" + b"\n" * 1_200_000 + b"end")
-    tokens, _ = fineweb.tokenize(Span(0, path, 0, path.stat().st_size), "")
+    tokens, _ = sources.tokenize(Span(0, path, 0, path.stat().st_size), "")
     assert get_tokenizer().decode_bytes(tokens[1:].tolist()) == path.read_bytes()
 
 
@@ -179,10 +180,10 @@ def test_each_document_is_in_one_span(tmp_path_factory, documents, size, rows, e
     jsonl.write_bytes(("\r\n".join(lines) + end).encode())
     pq.write_table(pa.table({"t": pa.array(documents, pa.string())}), parquet, row_group_size=rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fineweb, "SPAN_BYTES", size)
+        patch.setattr(sources, "SPAN_BYTES", size)
         for path in (jsonl, parquet):
-            spans = list(fineweb.cut_file(0, path, "t"))
-            assert [text for span in spans for text in fineweb.READERS[path.suffix](span, "t")] == documents
+            spans = list(sources.cut_file(0, path, "t"))
+            assert [text for span in spans for text in sources.READERS[path.suffix](span, "t")] == documents
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
@@ -238,7 +239,7 @@ def test_resumed_shards_equal_uninterrupted_ones(tmp_path_factory, inline, docum
         documents.append("some text")
     args = ["--input", write_jsonl(folder / "a.jsonl", documents), "--shard-size", shard_size, "--workers", 1, "--out"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fineweb, "SPAN_BYTES", 50)
+        patch.setattr(sources, "SPAN_BYTES", 50)
         make(*args, folder / "whole")
         assert shard_tokens(folder / "whole").tolist() == expected_tokens(documents)
         make(*args, folder / "steps", "--max-shards", 1)
@@ -257,7 +258,7 @@ def test_resumed_shards_equal_uninterrupted_ones(tmp_path_factory, inline, docum
                     raise MemoryError
 
             patch.setattr(fineweb, "atomic_write", dying_write)
-            patch.setattr(fineweb, "SPAN_BYTES", data.draw(st.integers(20, 80)))  # as another version might
+            patch.setattr(sources, "SPAN_BYTES", data.draw(st.integers(20, 80)))  # as another version might
             with contextlib.suppress(MemoryError):
                 make(*args, folder / "steps", "--max-shards", data.draw(st.integers(0, 4)))
             patch.setattr(fineweb, "atomic_write", original)
@@ -481,7 +482,7 @@ def test_disk(files, tmp_path, inline, monkeypatch):
 
 def test_a_killed_worker(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", ["text"] * 10)
-    monkeypatch.setitem(fineweb.READERS, ".jsonl", lambda span, column: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setitem(sources.READERS, ".jsonl", lambda span, column: os.kill(os.getpid(), signal.SIGKILL))
     multiprocessing.set_start_method("fork", force=True)  # so that the worker has this reader, too
     with pytest.raises(InputError, match="a worker was killed"):
         make("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--workers", 1)
@@ -564,7 +565,7 @@ def hub(tmp_path):
     header[:3] = 20240520, 1, 1000
     ready = header.tobytes() + np.full(1000, EOT, "<u2").tobytes()
     bins = {f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin": ready for i in range(3)}
-    server = Hub({fineweb.REPOSITORY: stored, fineweb.PRETOKENIZED: bins})
+    server = Hub({sources.REPOSITORY: stored, fineweb.PRETOKENIZED: bins})
     server.env["HF_HOME"] = str(tmp_path / "cache")
     yield server
     server.shutdown()
@@ -590,11 +591,11 @@ def test_from_the_hub(hub, failures, tmp_path):
 def test_a_transfer_goes_on_where_it_broke_off(hub, tmp_path):
     """And when the Hub keeps failing, the run ends with one line."""
     name = "sample/10BT/000_00000.parquet"
-    content = hub.files[fineweb.REPOSITORY][name]
+    content = hub.files[sources.REPOSITORY][name]
     code = f"""if True:
-        import huggingface_hub.constants, pathlib, common, fineweb
-        huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE, fineweb.RETRY_SECONDS = 100, (0, 0)
-        fetch = lambda: fineweb.fetch({fineweb.REPOSITORY!r}, {hub.commit!r}, {name!r}, pathlib.Path("copies"))
+        import huggingface_hub.constants, pathlib, common, sources
+        huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE, sources.RETRY_SECONDS = 100, (0, 0)
+        fetch = lambda: sources.fetch({sources.REPOSITORY!r}, {hub.commit!r}, {name!r}, pathlib.Path("copies"))
         common.run(lambda: print(fetch()))
     """
     env = os.environ | hub.env | {"PYTHONPATH": str(ROOT)}
@@ -655,7 +656,7 @@ def test_pretokenized(hub, tmp_path):
 @pytest.mark.parametrize("max_shards", [0, 5])
 def test_ranks_share_the_files_and_the_numbers(files, tmp_path, max_shards):
     """Two ranks, one killed on the way and begun again: each file is in the shards of its rank, in order."""
-    out, paths = tmp_path / "out", [path for path, _ in fineweb.local_files(map(str, files))]
+    out, paths = tmp_path / "out", [path for path, _ in sources.local_files(map(str, files))]
     args = ["--input", *files, "--out", out, "--shard-size", 400, "--workers", 1, "--max-shards", max_shards]
     env = os.environ | {"WORLD_SIZE": "2"}
     command = [sys.executable, ROOT / "fineweb.py", *args]
