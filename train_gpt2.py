@@ -16,8 +16,6 @@ have made, so the loss of step 0 is that of the untrained model.
 """
 
 import contextlib
-import hashlib
-import json
 import math
 import os
 import shutil
@@ -42,8 +40,8 @@ from common import InputError, RunError, atomic_path, first_line, is_rank_zero, 
 from devices import choose_device, keep_freed_memory, peak_flops
 from pretrained import checkpoints, model_folder, read_pretrained, write_pretrained
 from runlog import Log, add_run_entry
-from shards import check_tokens, find_shards, open_shard, tokenize_text
-from tokenizer import EOT, VOCAB_SIZE, get_tokenizer
+from shards import TokenStream
+from tokenizer import VOCAB_SIZE, get_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration
@@ -392,22 +390,13 @@ def get_lr(step: int, config: TrainConfig) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # Data
 
-PASSAGE = 256  # tokens of a .txt file that stay together when it is shuffled
-
-
-def permutation(n: int, *seed: int) -> np.ndarray:
-    """A permutation of 0 … n-1 that depends on `seed` alone; unlike numpy's own, the same in every numpy version."""
-    return np.random.PCG64(seed).random_raw(n).argsort(kind="stable")
-
-
-class DataLoaderLite:
+class DataLoaderLite(TokenStream):
     """Batches of next-token pairs from token shards or a .txt file, in an order that is a function of the seed alone.
 
-    The stream of an epoch is its shards, permuted, and in each its documents, permuted, laid end to end; the epochs
-    follow each other without a seam. A document begins at 50256; a .txt file is cut into passages of 256 tokens.
-    Micro-batch after micro-batch the ranks take the next B * T tokens each, in rank order. So the tokens of a step do
-    not depend on how it is split into ranks and micro-batches, each token is an input exactly once an epoch, and the
-    loader's whole state is one position.
+    The order is that of TokenStream (shards.py): endless, documents shuffled anew each epoch. The ranks take the next
+    B * T tokens each, in rank order, micro-batch after micro-batch. So the tokens of a step do not depend on how it is
+    split into ranks and micro-batches, each token is an input exactly once an epoch, and the loader's whole state is one
+    position.
 
     data: folder of .npy / .bin shards, or a .txt file. split: "train" or "val". Raises InputError for bad files.
     """
@@ -423,80 +412,11 @@ class DataLoaderLite:
         seed: int = 1337,
         shuffle: bool = True,
     ):
-        data = Path(data)
-        self._starts: dict[int, np.ndarray] = {}  # shard -> where its documents start
-        if not data.exists():
-            raise InputError(f"{data}: no such data; `python fineweb.py` makes shards, --data takes a .txt file, too")
-        if data.is_dir():
-            self.paths = find_shards(data, split)
-            self.shards = [open_shard(path) for path in self.paths]
-        elif data.suffix == ".txt":
-            self.paths, self.shards = [data], [tokenize_text(data, split)]
-            self._starts[0] = np.arange(0, len(self.shards[0]), PASSAGE)
-        else:
-            raise InputError(f"{data}: neither a folder of shards nor a .txt file; fineweb.py makes shards from others")
-        self.B, self.T, self.rank, self.world_size, self.seed, self.shuffle = B, T, rank, world_size, seed, shuffle
-        self.position = 0  # in the endless stream, of the next micro-batch of all ranks
-        self.lengths = np.array([len(shard) for shard in self.shards])
-        self.total_tokens = int(self.lengths.sum())
-        self._orders: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}  # of the last two (epoch, shard)
+        super().__init__(data, split, seed, shuffle)
+        self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
+        self.position = 0  # in the stream, of the next micro-batch of all ranks
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="data")  # prepares batches ahead
         self._ahead: deque[Future] = deque()
-
-    # -- the stream
-
-    def read(self, position: int, count: int) -> np.ndarray:
-        """Tokens [position, position + count) of the endless stream, 1-D uint16."""
-        pieces = []
-        while count > 0:
-            epoch, offset = divmod(position, self.total_tokens)
-            order = permutation(len(self.shards), self.seed, epoch) if self.shuffle else np.arange(len(self.shards))
-            ends = self.lengths[order].cumsum()
-            i = int(np.searchsorted(ends, offset, side="right"))
-            shard, begin = int(order[i]), int(offset - (ends[i] - self.lengths[order[i]]))
-            n = min(count, int(self.lengths[shard]) - begin)
-            piece = self._read_documents(epoch, shard, begin, begin + n) if self.shuffle else None
-            piece = self.shards[shard][begin : begin + n] if piece is None else piece
-            check_tokens(piece, self.paths[shard])
-            pieces.append(piece)
-            position, count = position + n, count - n
-        return np.concatenate(pieces)
-
-    def _read_documents(self, epoch: int, shard: int, begin: int, end: int) -> np.ndarray:
-        """Tokens [begin, end) of a shard whose documents stand in this epoch's order."""
-        tokens = self.shards[shard]
-        starts, ends = self._document_order(epoch, shard)
-        first, last = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(ends, end, side="left"))
-        documents = [tokens[s : s + n] for s, n in starts[first : last + 1]]
-        documents[-1] = documents[-1][: len(documents[-1]) - int(ends[last] - end)]
-        documents[0] = documents[0][begin - int(ends[first] - starts[first, 1]) :]
-        return np.concatenate(documents)
-
-    def _document_order(self, epoch: int, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """A shard's documents, permuted: (start, length) in the file (n, 2), and where each ends in the stream (n,)."""
-        if (epoch, shard) not in self._orders:
-            if shard not in self._starts:
-                tokens, chunk = self.shards[shard], 1 << 24
-                found = [i + np.flatnonzero(tokens[i : i + chunk] == EOT) for i in range(0, len(tokens), chunk)]
-                # What stands before the first 50256 is the end of a document that began in the shard before.
-                self._starts[shard] = np.union1d([0], np.concatenate(found)).astype(np.uint32)
-            starts = self._starts[shard].astype(np.int64)
-            order = permutation(len(starts), self.seed, epoch, shard + 1)
-            lengths = np.diff(starts, append=len(self.shards[shard]))
-            if len(self._orders) == 2:
-                self._orders.pop(next(iter(self._orders)))
-            self._orders[epoch, shard] = np.stack([starts, lengths], axis=1)[order], lengths[order].cumsum()
-        return self._orders[epoch, shard]
-
-    def count_documents(self) -> int:
-        """Documents that begin in the shards: from the folder's manifest, or counted (0.1 s a shard from memory)."""
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            entries = json.loads((self.paths[0].parent / "manifest.json").read_text(encoding="utf-8"))["shards"]
-            documents = {entry["name"]: entry["documents"] for entry in entries}
-            return sum(documents[path.name] for path in self.paths)
-        return sum(int(np.count_nonzero(shard == EOT)) for shard in self.shards)
-
-    # -- batches
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of this rank's next micro-batch, (B, T) int64 each, prepared in the background."""
@@ -515,9 +435,7 @@ class DataLoaderLite:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, and what its order depends on."""
-        names = [(path.name, int(length)) for path, length in zip(self.paths, self.lengths, strict=True)]
-        digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-        return {"position": self.position, "seed": self.seed, "shuffle": self.shuffle, "shards": digest}
+        return {"position": self.position, "seed": self.seed, "shuffle": self.shuffle, "shards": self.fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Moves to a saved position. Raises InputError when the stream is another one."""

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import InputError
-from train_gpt2 import DataLoaderLite, permutation
+from shards import permutation
+from train_gpt2 import DataLoaderLite
 
 EOT = 50256
 
