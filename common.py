@@ -136,6 +136,12 @@ def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
         yield file
 
 
+def remove_folder(path: Path) -> None:
+    """Removes a folder that is gone from its name at once, however this ends."""
+    os.replace(path, doomed := path.with_name(f".{path.name}.{os.getpid()}.removed.partial"))
+    shutil.rmtree(doomed)
+
+
 def _fsync(path: Path) -> None:
     """Puts a file, or a folder's list of names, on the disk: what a power cut must not take back."""
     if os.name == "nt" and path.is_dir():  # Windows opens no folders

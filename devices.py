@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from common import InputError
+from common import InputError, first_line
 
 
 def choose_device(device: str, dtype: str, local_rank: int = 0) -> tuple[torch.device, torch.dtype, str]:
@@ -73,6 +73,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         (a @ a).sum().item()
         rates.append(2 * n**3 / (time.perf_counter() - began))
     return max(rates), f"measured, {n} x {n} product"
+
+
+def why_not_compile(device: torch.device) -> str:
+    """Empty when torch.compile works here; otherwise what it lacks, a C++ compiler or Triton say."""
+    try:
+        torch.compile(lambda x: x.cos() + 1)(torch.ones(8, device=device))
+    except Exception as error:
+        return first_line(error)
+    return ""
 
 
 def keep_freed_memory() -> None:

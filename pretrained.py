@@ -50,7 +50,11 @@ def model_folder(name: str | Path) -> Path:
 def checkpoints(log_dir: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest first."""
     folders = [path for path in log_dir.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
-    return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(folders, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def find_model(name: str) -> Path:

@@ -1,6 +1,7 @@
 """What a run writes down: `log.txt`, one `step stream value` a line, and `run.json`, one entry for every start."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -61,14 +62,28 @@ class Log:
         if self.file:
             self.file.write("".join(f"{step} {stream} {value}\n" for stream, value in values.items()))
 
+    def sync(self) -> None:
+        """Puts what was written on the disk."""
+        if self.file:
+            os.fsync(self.file.fileno())
+
+
+def _run_entries(log_dir: Path) -> list[dict[str, Any]]:
+    path = log_dir / "run.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    except ValueError:
+        raise InputError(f"{path}: not JSON; move it away") from None
+
+
+def last_config(log_dir: Path) -> dict[str, Any]:
+    """The configuration of the newest start in a log folder; {} when there was none. Raises InputError."""
+    return next((entry["config"] for entry in reversed(_run_entries(log_dir))), {})
+
 
 def add_run_entry(log_dir: Path, config: dict[str, Any], **details: Any) -> None:
     """Adds to run.json what it takes to do this start again: command, configuration, commit, versions, device."""
-    path = log_dir / "run.json"
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    except ValueError:
-        raise InputError(f"{path}: not JSON; move it away") from None
+    path, entries = log_dir / "run.json", _run_entries(log_dir)
     entry = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": sys.argv,

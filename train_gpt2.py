@@ -23,6 +23,7 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -36,10 +37,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, run, sha256
-from devices import choose_device, keep_freed_memory, peak_flops
-from pretrained import checkpoints, model_folder, read_pretrained, write_pretrained
-from runlog import Log, add_run_entry
+from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, remove_folder, run, sha256
+from devices import choose_device, keep_freed_memory, peak_flops, why_not_compile
+from pretrained import checkpoints, model_folder, read_pretrained, step_of, write_pretrained
+from runlog import Log, add_run_entry, last_config
 from shards import TokenStream
 from tokenizer import VOCAB_SIZE, get_tokenizer
 
@@ -126,6 +127,10 @@ class TrainConfig:
     """Steps between checkpoints; 0: never."""
     keep_checkpoints: int = 3
     """Number of newest checkpoints to keep; 0: all."""
+    keep_every: int = 0
+    """Checkpoints of every so many steps are kept for ever; 0: none."""
+    skip_bad_steps: int = 0
+    """Updates with an infinite or undefined loss or gradient to leave out; one more stops the run."""
     plan: bool = False
     """Print the arithmetic of the run and exit."""
 
@@ -395,8 +400,7 @@ class DataLoaderLite(TokenStream):
 
     The order is that of TokenStream (shards.py): endless, documents shuffled anew each epoch. The ranks take the next
     B * T tokens each, in rank order, micro-batch after micro-batch. So the tokens of a step do not depend on how it is
-    split into ranks and micro-batches, each token is an input exactly once an epoch, and the loader's whole state is one
-    position.
+    split into ranks and micro-batches, each token is an input once an epoch, and the loader's state is one position.
 
     data: folder of .npy / .bin shards, or a .txt file. split: "train" or "val". Raises InputError for bad files.
     """
@@ -500,49 +504,100 @@ CHECKPOINT_FORMAT = 1
 MAY_CHANGE = {
     "preset", "data", "log_dir", "init", "resume", "max_steps", "micro_batch_size", "compile", "device", "plan",
     "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data", "sample_every", "sample_prompt", "save_every",
-    "keep_checkpoints",
+    "keep_checkpoints", "keep_every", "skip_bad_steps",
 }
 
 
-def save_checkpoint(folder: Path, model: GPT, state: dict[str, Any]) -> None:
-    """Writes a Hugging Face folder, `training_state.pt` and the files' checksums; all of it or nothing."""
-    with atomic_path(folder) as partial:
-        model.save_pretrained(partial)
-        torch.save({"format": CHECKPOINT_FORMAT, **state}, partial / "training_state.pt")
-        sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(partial.iterdir())]
-        (partial / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")  # `sha256sum -c` reads it, too
+def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
+    """What makes `config` another run than the one whose configuration was `before`."""
+    return [f"{flag(key)} was {before.get(key)}, is {now}" for key, now in asdict(config).items()
+            if key not in MAY_CHANGE and now != before.get(key)]
 
 
-def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The training state of a checkpoint whose files are all as they were written. Raises InputError otherwise."""
+def on_host(value: Any) -> Any:
+    """A copy of nested containers whose tensors are in the host's memory, where no training step changes them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: on_host(item) for key, item in value.items()}
+    return type(value)(map(on_host, value)) if isinstance(value, list | tuple) else value
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread, one at a time, while training goes on.
+
+    A write that fails (the disk is full, say) is reported, and the checkpoints before it stand; the next save is the
+    next attempt. The newest `keep_checkpoints`, and those at multiples of `keep_every`, are kept.
+    """
+
+    def __init__(self, config: TrainConfig):
+        self.log_dir, self.keep, self.keep_every = Path(config.log_dir), config.keep_checkpoints, config.keep_every
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future | None = None
+
+    def save(self, model: GPT, state: dict[str, Any], wait: bool) -> None:
+        """Copies model and state, and has them written. With `wait` it returns when that is done; InputError if not."""
+        if self._writing:
+            self._writing.exception()  # one at a time; a failure has been reported
+        folder = self.log_dir / f"step_{state['step']:06d}"
+        self._writing = self._thread.submit(self._write, folder, model.config, *on_host([model.state_dict(), state]))
+        failed = lambda error: f"{folder}: not written ({first_line(error)})"  # noqa: E731
+        if not wait:
+            self._writing.add_done_callback(lambda done: done.exception() and print(
+                f"error: {failed(done.exception())}; training goes on, the next checkpoint is the next attempt",
+                file=sys.stderr, flush=True))
+        elif error := self._writing.exception():
+            raise InputError(f"{failed(error)}: make room, then --resume goes on from the checkpoint before")
+
+    def _write(self, folder: Path, config: GPTConfig, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        with atomic_path(folder) as partial:
+            write_pretrained(partial, asdict(config), weights)
+            torch.save({"format": CHECKPOINT_FORMAT, **state}, partial / "training_state.pt")
+            sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(partial.iterdir())]
+            (partial / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")  # `sha256sum -c` reads it, too
+        # Later ones, if any, are damaged: this run was resumed from before them.
+        steps = [step for step in map(step_of, checkpoints(self.log_dir)) if step <= state["step"]]
+        for step in steps[: -self.keep] if self.keep else []:
+            if not (self.keep_every and step % self.keep_every == 0):
+                remove_folder(self.log_dir / f"step_{step:06d}")
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """Raises InputError unless all files of a checkpoint are as they were written."""
     try:
         sums = [line.split("  ") for line in (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()]
         damaged = [name for digest, name in sums if sha256(folder / name) != digest]
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder}: not a whole checkpoint ({error})") from None
+        raise InputError(f"{folder}: not a whole checkpoint ({first_line(error)})") from None
     if damaged or not {"training_state.pt", "model.safetensors", "config.json"} <= {name for _, name in sums}:
         raise InputError(f"{folder}: damaged checkpoint ({', '.join(damaged) or 'files are missing'})")
+
+
+def read_training_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds besides the model. Nothing in the file is executed. Raises InputError."""
+    path = folder / "training_state.pt"
     try:
-        state = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True, mmap=True)
-    except (UnpicklingError, RuntimeError) as error:
-        raise InputError(f"{folder}/training_state.pt: cannot be read ({first_line(error)})") from None
-    if state["format"] != CHECKPOINT_FORMAT:
-        raise InputError(f"{folder}: checkpoint format {state['format']}, this script reads {CHECKPOINT_FORMAT}")
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
+    if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
+        raise InputError(f"{path}: not a training state of format {CHECKPOINT_FORMAT}, which this script reads")
     return state
 
 
-def find_checkpoint(log_dir: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that is whole, and its training state; None when there are none at all.
+def find_checkpoint(log_dir: Path) -> Path | None:
+    """The newest checkpoint that is whole; None when there are none at all.
 
     A damaged one is named and passed over. Raises InputError when all are damaged.
     """
     folders = checkpoints(log_dir)
     for folder in reversed(folders):
         try:
-            return folder, load_checkpoint(folder)
+            verify_checkpoint(folder)
+            read_training_state(folder)
+            return folder
         except InputError as error:
-            if is_rank_zero():
-                print(f"warning: {error}; trying the one before", file=sys.stderr, flush=True)
+            print(f"warning: {error}; trying the one before", file=sys.stderr, flush=True)
     if folders:
         raise InputError(f"{log_dir}: none of its {len(folders)} checkpoints is whole; start anew in another --log-dir")
     return None
@@ -613,6 +668,17 @@ class Distributed:
             torch.distributed.all_reduce(tensor)
         return tensor
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """An InputError of one rank in the block becomes all ranks'; also, they leave it together."""
+        problem = ""
+        try:
+            yield
+        except InputError as error:
+            problem = str(error)
+        if problem := next(filter(None, self.gather(problem)), ""):
+            raise InputError(problem)
+
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order."""
         if self.world_size == 1:
@@ -656,41 +722,36 @@ def micro_batch(config: TrainConfig, model: GPT, world: Distributed, autocast: A
     raise InputError("not one sequence fits into the GPU's memory: shorten --seq-len or train a smaller model")
 
 
-def why_not_compile(device: torch.device) -> str:
-    """Empty when torch.compile works here; otherwise what it lacks, a C++ compiler or Triton say."""
-    try:
-        torch.compile(lambda x: x.cos() + 1)(torch.ones(8, device=device))
-    except Exception as error:
-        return first_line(error)
-    return ""
-
-
 def load_hellaswag(config: TrainConfig, model: GPT, world: Distributed) -> Any:
     """The tokenized tasks; None, after a warning, when there is neither a local file nor a network."""
     import hellaswag
 
-    tasks, error = None, None
-    for turn in (world.local_rank == 0, world.local_rank != 0):  # one process of a machine downloads
-        if turn:
-            try:
-                examples = hellaswag.load_examples(Path(config.hellaswag_data) if config.hellaswag_data else None)
-                tasks = hellaswag.prepare(examples, model.config.block_size)
-            except InputError as caught:
-                error = caught
-        errors = [e for e in world.gather(str(error) if error else "") if e]
-    if errors and config.hellaswag_data:
-        raise InputError(errors[0])
-    if errors and is_rank_zero():
-        print(f"warning: training without HellaSwag: {errors[0]}", file=sys.stderr, flush=True)
-    return None if errors else tasks
+    try:
+        for turn in (world.local_rank == 0, world.local_rank != 0):  # one process of a machine downloads
+            with world.together():
+                if turn:
+                    examples = hellaswag.load_examples(Path(config.hellaswag_data) if config.hellaswag_data else None)
+                    tasks = hellaswag.prepare(examples, model.config.block_size)
+        return tasks
+    except InputError as error:
+        if config.hellaswag_data:
+            raise
+        if is_rank_zero():
+            print(f"warning: training without HellaSwag: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 class StopSignals:
-    """Notes SIGINT and SIGTERM, for the loop to stop between two steps. A second SIGINT stops at once."""
+    """Notes SIGINT, SIGTERM and SIGUSR1 (Slurm's, ahead of the time limit), for the loop to stop between two steps.
+
+    A second SIGINT stops at once: whatever is half written then, the next start clears away.
+    """
+
+    NUMBERS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
     def __enter__(self) -> "StopSignals":
         self.received = 0
-        self.former = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.former = {number: signal.signal(number, self._note) for number in self.NUMBERS}
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -699,7 +760,7 @@ class StopSignals:
 
     def _note(self, number: int, frame: Any) -> None:
         if self.received == number == signal.SIGINT:
-            raise KeyboardInterrupt
+            os._exit(130)
         self.received = self.received or number
 
 
@@ -714,7 +775,7 @@ def start_model(config: TrainConfig, checkpoint: Path | None) -> GPT:
 
 
 def train(config: TrainConfig, world: Distributed) -> int:
-    """Sets everything up, then runs the loop. Returns the exit status: 0, or 128 + the signal that stopped it."""
+    """Sets everything up, then runs the loop. Returns the exit status: 0, or 130 or 143 after a signal."""
     from tqdm import tqdm
 
     say = tqdm.write if world.rank == 0 else lambda *_: None
@@ -725,8 +786,14 @@ def train(config: TrainConfig, world: Distributed) -> int:
 
     # Model and data
     resuming = config.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    found = find_checkpoint(log_dir) if resuming else None
-    model = start_model(config, found[0] if found else None).to(world.device)
+    folder = None
+    with world.together():
+        if resuming and world.rank == 0:
+            folder = find_checkpoint(log_dir)
+    folder = world.gather(folder)[0]
+    with world.together():  # the other ranks, perhaps on other machines, must see that folder, too
+        state = read_training_state(folder) if folder else None
+        model = start_model(config, folder).to(world.device)
     T = config.seq_len
     if model.config.block_size < T or model.config.vocab_size != VOCAB_SIZE:
         raise InputError(f"--init {config.init}: context {model.config.block_size}, vocabulary "
@@ -750,18 +817,14 @@ def train(config: TrainConfig, world: Distributed) -> int:
     # Optimizer and state
     optimizer = configure_optimizer(model, config)
     scaler = torch.amp.GradScaler(world.device.type, enabled=world.dtype == torch.float16)
-    start, best_val, elapsed = 0, math.inf, 0.0
-    if found:
-        folder, state = found
-        before, now = state["config"], asdict(config)
-        changed = [key for key in now if key not in MAY_CHANGE and now[key] != before.get(key)]
-        if changed:
-            changes = ", ".join(f"{flag(key)} was {before.get(key)}, is {now[key]}" for key in changed)
-            raise InputError(f"--resume from {folder}: not the same run: {changes}")
+    start, best_val, elapsed, skipped = 0, math.inf, 0.0, 0
+    if state:
+        if changes := differences(state["config"], config):
+            raise InputError(f"--resume from {folder}: not the same run: {', '.join(changes)}")
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
         loader.load_state_dict(state["loader"])
-        start, best_val, elapsed = state["step"], state["best_val"], state["elapsed"]
+        start, best_val, elapsed, skipped = (state[key] for key in ("step", "best_val", "elapsed", "skipped"))
         if world.rank < len(state["random"]):
             set_random_state(state["random"][world.rank], world.device)
         if start >= config.max_steps:
@@ -769,9 +832,11 @@ def train(config: TrainConfig, world: Distributed) -> int:
             return 0
     world.gather(None)  # all ranks have read what they need before rank 0 touches the folder
     if world.rank == 0:
-        clear_log_dir(log_dir, resumed=bool(found))
+        # A run that was stopped before its first checkpoint starts again, and writes the same log again.
+        again = bool(folder) or (resuming and not differences(last_config(log_dir), config))
+        clear_log_dir(log_dir, resumed=bool(folder))
         add_run_entry(log_dir, asdict(config), step=start, device=world.description, world_size=world.world_size)
-    log = Log(log_dir if world.rank == 0 else None, start if found else None)
+    log = Log(log_dir if world.rank == 0 else None, start if world.rank == 0 and again else None)
 
     # `model` stays as it is for evaluation and checkpoints; `replica` is what training calls
     if config.compile and (reason := why_not_compile(world.device)):
@@ -796,11 +861,14 @@ def train(config: TrainConfig, world: Distributed) -> int:
         say(f"data: from step {loader.total_tokens // config.total_batch_size:,} on they repeat, in {order} order")
     say(f"batch: {config.total_batch_size:,} tokens = {B} sequences x {T} tokens x {world.world_size} ranks x "
         f"{accumulation} micro-steps")
-    say(f"log and checkpoints: {log_dir}/" + (f"; resumed from {folder}" if found else ""))
+    say(f"log and checkpoints: {log_dir}/" + (f"; resumed from {folder}" if folder else ""))
 
-    def save(step: int) -> None:
+    writer = CheckpointWriter(config)
+
+    def save(step: int, wait: bool = False) -> None:
         state = {
             "step": step,
+            "tokens": step * config.total_batch_size,
             "config": asdict(config),
             "optimizer": optimizer.state_dict(),
             "scaler": scaler.state_dict(),
@@ -808,11 +876,12 @@ def train(config: TrainConfig, world: Distributed) -> int:
             "random": world.gather(random_state(world.device)),
             "best_val": best_val,
             "elapsed": elapsed,
+            "skipped": skipped,
         }
-        if world.rank == 0:
-            save_checkpoint(log_dir / f"step_{step:06d}", model, state)
-            for old in checkpoints(log_dir)[: -config.keep_checkpoints or None] if config.keep_checkpoints else []:
-                shutil.rmtree(old)
+        log.sync()  # a checkpoint's log must not be shorter than the checkpoint
+        with world.together():
+            if world.rank == 0:
+                writer.save(model, state, wait)
 
     bar = tqdm(total=config.max_steps, initial=start, unit="step", disable=None if world.rank == 0 else True)
     with StopSignals() as signals, bar:
@@ -836,7 +905,7 @@ def train(config: TrainConfig, world: Distributed) -> int:
                 if due(config.sample_every) and step > 0:
                     print_samples(model, config.sample_prompt, world, autocast)
             if due(config.save_every) and (step > start or last):
-                save(step)
+                save(step, wait=last)
             if last:
                 break
 
@@ -845,7 +914,7 @@ def train(config: TrainConfig, world: Distributed) -> int:
             lr = get_lr(step, config)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            loss_sum = torch.zeros((), device=world.device)
+            position, loss_sum = loader.position, torch.zeros((), device=world.device)
             for micro_step in range(accumulation):
                 x, y = (t.to(world.device, non_blocking=True) for t in loader.next_batch())
                 # The gradients of all micro-steps add up; the ranks exchange them once, in the last.
@@ -857,19 +926,24 @@ def train(config: TrainConfig, world: Distributed) -> int:
                 loss_sum += loss.detach()
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
 
             # The one wait for the device in a step: all ranks learn the mean loss, and whether one was told to stop.
             told = torch.tensor(float(signals.received), device=world.device)
             loss_sum, told = world.sum(torch.stack([loss_sum, told])).tolist()
             loss, norm = loss_sum / (accumulation * world.world_size), norm.item()
+            if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
+                scaler.step(optimizer)
+            else:  # on all ranks alike, as both numbers are sums over them
+                skipped += 1
+                what = f"step {step}: loss {loss}, gradient norm {norm}; it began at {loader.where(position)}"
+                if skipped > config.skip_bad_steps:
+                    raise RunError(f"{what}. The weights are as before; checkpoints are in {log_dir}. A lower --max-lr "
+                                   f"may help; --resume --skip-bad-steps {skipped} leaves this update out")
+                say(f"warning: {what}: update left out, {skipped} of {config.skip_bad_steps}")
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
             seconds = time.perf_counter() - began
             elapsed += seconds
-            if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
-                raise RunError(f"step {step}: loss {loss}, gradient norm {norm}: the run has diverged. "
-                               f"Checkpoints before this step are in {log_dir}; a lower --max-lr may help")
             rate = config.total_batch_size / seconds
             mfu = flops * rate / (peak * world.world_size)
             say(f"step {step:5d} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} "
@@ -879,9 +953,9 @@ def train(config: TrainConfig, world: Distributed) -> int:
             bar.update()
             if told:
                 if config.save_every:
-                    save(step + 1)
+                    save(step + 1, wait=True)
                 say(f"stopped by a signal after step {step}; --resume goes on")
-                return 128 + (signals.received or int(signal.SIGTERM))
+                return 130 if signals.received == signal.SIGINT else 143
     if config.save_every:
         say(f"done: {log_dir}/step_{config.max_steps:06d}/ is a Hugging Face model; to talk to it: "
             f'python sample.py {log_dir} "{config.sample_prompt}"')

@@ -1,0 +1,277 @@
+"""A run that cannot be lost: killed, on other ranks, from damaged checkpoints, on full disks, after bad steps."""
+
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import train_gpt2
+from common import InputError, RunError, sha256
+from tests.conftest import ROOT, TINY, assert_one_error_line, losses, read_log, script
+from tests.torture import torture
+from train_gpt2 import find_checkpoint, read_training_state
+
+
+def train(*args: object) -> int:
+    return train_gpt2.main([*TINY, *map(str, args)])
+
+
+def test_a_run_killed_at_random_moments_equals_one_that_never_was(tmp_path):
+    """tests/torture.py does this at length."""
+    random.seed(1)
+    assert torture(tmp_path, kills=2, steps=40) >= 1
+
+
+def test_two_ranks_then_one_then_three(text, tmp_path):
+    """192 tokens a step as 12 sequences, dealt out to 2 ranks, from step 4 on to 1, from step 8 on to 3."""
+    args = ["--data", text, "--total-batch-size", 192, "--micro-batch-size", 2, "--save-every", 4, "--max-lr", 1e-2,
+            "--keep-checkpoints", 0, "--max-steps", 12]
+    train(*args, "--log-dir", tmp_path / "alone")
+    log_dir = tmp_path / "broken"
+    for processes, start in ((2, 0), (1, 4), (3, 8)):
+        for later in train_gpt2.checkpoints(log_dir)[start // 4 :]:
+            shutil.rmtree(later)
+        done = script("train_gpt2.py", *TINY, *args, "--log-dir", log_dir, "--resume", processes=processes)
+        assert done.returncode == 0, done.stderr
+        assert (f"resumed from {log_dir}/step_{start:06d}" in done.stdout) == (start > 0)
+    assert losses(log_dir) == pytest.approx(losses(tmp_path / "alone"), abs=1e-4) and len(losses(log_dir)) == 12
+    a, b = (read_training_state(folder / "step_000012") for folder in (log_dir, tmp_path / "alone"))
+    assert a["loader"] == b["loader"] and a["tokens"] == b["tokens"] == 12 * 192
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 4
+    path.write_bytes(content)
+
+
+def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_path, capsys):
+    train("--data", text, "--max-steps", 4, "--save-every", 2, "--log-dir", tmp_path)
+    older, newer = train_gpt2.checkpoints(tmp_path)
+    assert find_checkpoint(tmp_path) == newer
+    names = sorted(path.name for path in newer.iterdir())
+    assert {"SHA256SUMS", "config.json", "model.safetensors", "training_state.pt", "vocab.json"} <= set(names)
+    for name in names:
+        content = (newer / name).read_bytes()
+        for damage in (truncate, flip_a_bit, os.unlink):
+            damage(newer / name)
+            assert find_checkpoint(tmp_path) == older
+            warning = capsys.readouterr().err
+            assert str(newer) in warning and (name in warning or name == "SHA256SUMS"), (name, damage, warning)
+            (newer / name).write_bytes(content)
+    assert find_checkpoint(tmp_path) == newer
+    for folder in (older, newer):
+        truncate(folder / "model.safetensors")
+    everything = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="none of its 2 checkpoints is whole"):
+        train("--data", text, "--max-steps", 8, "--save-every", 2, "--log-dir", tmp_path, "--resume")
+    assert everything == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_what_is_kept(text, tmp_path):
+    """The newest two, multiples of 3, and never fewer whole ones because a damaged one has a higher number."""
+    args = ["--data", text, "--save-every", 1, "--keep-checkpoints", 2, "--keep-every", 3, "--log-dir", tmp_path]
+    steps = lambda: [train_gpt2.step_of(folder) for folder in train_gpt2.checkpoints(tmp_path)]  # noqa: E731
+    train(*args, "--max-steps", 8)
+    assert steps() == [3, 6, 7, 8]
+    truncate(tmp_path / "step_000007/config.json")
+    truncate(tmp_path / "step_000008/config.json")
+    (tmp_path / "step_000008").rename(tmp_path / "step_000009")
+    train(*args, "--max-steps", 8, "--keep-checkpoints", 1, "--resume")  # from step 6
+    assert steps() == [3, 6, 8, 9] and find_checkpoint(tmp_path) == tmp_path / "step_000008"
+
+
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_crafted_training_state_executes_nothing(text, tmp_path, capsys):
+    train("--data", text, "--max-steps", 4, "--save-every", 2, "--log-dir", tmp_path)
+    newest = tmp_path / "step_000004"
+    state, sums = newest / "training_state.pt", (newest / "SHA256SUMS").read_text()
+    original = sha256(state)
+    for write in (lambda trap: state.write_bytes(pickle.dumps(trap)), lambda trap: torch.save({"format": trap}, state),
+                  lambda trap: torch.save([1], state)):
+        write(Touch(tmp_path / "executed"))
+        (newest / "SHA256SUMS").write_text(sums.replace(original, sha256(state)))
+        assert find_checkpoint(tmp_path) == tmp_path / "step_000002"
+        assert "training_state.pt" in capsys.readouterr().err
+        assert not (tmp_path / "executed").exists()
+
+
+def test_stopped_before_its_first_checkpoint_a_run_writes_its_log_again(text, tmp_path):
+    args = ["--data", text, "--save-every", 4, "--resume", "--log-dir", tmp_path]
+    train(*args, "--max-steps", 4)
+    expected = read_log(tmp_path, "train", "norm", "lr")
+    shutil.rmtree(tmp_path / "step_000004")
+    train(*args, "--max-steps", 4)
+    assert read_log(tmp_path, "train", "norm", "lr") == expected
+    shutil.rmtree(tmp_path / "step_000004")
+    train(*args, "--max-steps", 4, "--seed", 5)  # not the same run: what it left stays
+    assert read_log(tmp_path, "train", "norm", "lr")[: len(expected)] == expected
+    assert len(losses(tmp_path)) == 8
+
+
+def poison(monkeypatch, *calls):
+    """Makes the loss of some forward passes in training undefined, the first pass being 0."""
+    original, count = train_gpt2.next_token_loss, iter(range(10**9))
+
+    def poisoned(*args):
+        logits, loss = original(*args)
+        return logits, loss * (torch.nan if next(count) in calls else 1)
+
+    monkeypatch.setattr(train_gpt2, "next_token_loss", poisoned)
+
+
+def test_a_bad_step_stops_the_run_with_the_weights_before_it(text, tmp_path, monkeypatch):
+    poison(monkeypatch, 3 * 4 + 2)  # in step 3, whose batch is four micro-batches
+    args = ["--data", text, "--max-steps", 6, "--save-every", 2, "--log-dir", tmp_path]
+    with pytest.raises(RunError, match=r"step 3: loss nan, .* token 384 of .*text\.txt in its shuffled order, epoch 0"):
+        train(*args)
+    assert find_checkpoint(tmp_path) == tmp_path / "step_000002" and len(losses(tmp_path)) == 3
+
+
+def test_bad_steps_are_left_out_when_allowed(text, tmp_path, monkeypatch, capsys):
+    poison(monkeypatch, 1 * 4, 3 * 4 + 2)
+    args = ["--data", text, "--max-steps", 5, "--save-every", 1, "--keep-checkpoints", 0, "--log-dir", tmp_path]
+    train(*args, "--skip-bad-steps", 2)
+    assert "update left out, 2 of 2" in capsys.readouterr().out
+    weights = [sha256(tmp_path / f"step_{step:06d}/model.safetensors") for step in range(1, 6)]
+    assert weights[0] == weights[1] != weights[2] == weights[3] != weights[4]
+    states = [read_training_state(tmp_path / f"step_{step:06d}") for step in (3, 4)]
+    moments = [state["optimizer"]["state"][0] for state in states]
+    assert all(torch.equal(moments[0][key], moments[1][key]) for key in moments[0])
+    assert [state["skipped"] for state in states] == [1, 2] and states[1]["loader"]["position"] == 4 * 128
+    poison(monkeypatch, 0)
+    with pytest.raises(RunError, match="step 5: loss nan"):  # the third: those before a resumption count
+        train(*args, "--skip-bad-steps", 2, "--max-steps", 7, "--resume")
+
+
+WRAPPER = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import train_gpt2
+from common import run
+
+rank, restarts, calls = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], iter(range(10**9))
+original = train_gpt2.next_token_loss
+
+def disturbed(*args):
+    logits, loss = original(*args)
+    call = next(calls)  # two a step
+    if rank == "1" and call == 2 and restarts == "0":  # step 1
+        loss = loss * float("nan")
+    if rank == "1" and call == 11 and restarts == "0":  # step 5
+        os.kill(os.getpid(), signal.SIGKILL)
+    return logits, loss
+
+train_gpt2.next_token_loss = disturbed
+if __name__ == "__main__":
+    run(train_gpt2.main)
+"""
+
+
+def test_ranks_agree_on_bad_steps_and_torchrun_resumes_after_a_lost_rank(text, tmp_path):
+    """Rank 1 alone sees an undefined loss in step 1, and is killed in step 5, after the checkpoint of step 4."""
+    (tmp_path / "disturbed.py").write_text(WRAPPER.format(root=str(ROOT)))
+    args = [*TINY, "--data", text, "--max-steps", 8, "--save-every", 4, "--skip-bad-steps", 1, "--keep-checkpoints", 0]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    command = [*torchrun, tmp_path / "disturbed.py", *args, "--log-dir", tmp_path / "log"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("update left out, 1 of 1") == 1
+    assert f"resumed from {tmp_path}/log/step_000004" in done.stdout
+    assert [line.split()[0] for line in read_log(tmp_path / "log", "train")] == list("01234567")
+    state = read_training_state(tmp_path / "log/step_000008")
+    assert state["skipped"] == 1 and len(state["random"]) == 2
+
+
+def in_small_filesystem(folder, options, *commands):
+    """Runs shell commands with a tmpfs on `folder`, in a mount namespace; skips where that is forbidden."""
+    unshare = ["unshare", "--map-root-user", "--mount", "bash", "-c"]
+    mount = f"mount -t tmpfs -o {options} tmpfs {folder}"
+    if not shutil.which("unshare") or subprocess.run([*unshare, mount], capture_output=True).returncode:
+        pytest.skip("no mount namespaces for this user")
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([*unshare, "; ".join([mount, *commands])], capture_output=True, text=True, env=env)
+
+
+def test_a_full_disk_costs_no_training_and_no_checkpoint(text, tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    args = [*TINY, "--data", text, "--max-steps", 6, "--save-every", 2, "--keep-checkpoints", 1, "--log-dir", folder]
+    command = " ".join(map(str, [sys.executable, ROOT / "train_gpt2.py", *args]))
+    done = in_small_filesystem(  # one checkpoint has 14 MB
+        folder, "size=20m", f"{command}; echo status $?", f"ls -A {folder}", f"grep -c train {folder}/log.txt",
+        f"mount -o remount,size=50m {folder}", f"{command} --resume; echo status $?", f"ls -A {folder}",
+    )
+    full, mended = done.stdout.split("status 2")
+    errors = [line for line in done.stderr.splitlines() if "error" in line]
+    assert len(errors) == 2 and "Traceback" not in done.stderr, done.stderr
+    assert re.match(r"error: .*step_000004: not written \(.*; training goes on", errors[0])
+    assert re.match(r"error: .*step_000006: not written \(.*make room", errors[1])
+    assert "step     5 loss" in full
+    assert mended.split("device")[0].split() == ["log.txt", "run.json", "step_000002", "6"]
+    assert "resumed from" in mended and mended.split("status 0")[1].split() == ["log.txt", "run.json", "step_000006"]
+
+
+def test_a_read_only_disk_is_named(text, tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    args = [*TINY, "--data", text, "--max-steps", 6, "--log-dir", folder / "log"]
+    command = " ".join(map(str, [sys.executable, ROOT / "train_gpt2.py", *args]))
+    done = in_small_filesystem(folder, "ro", f"{command}; exit $?")
+    assert_one_error_line(done, "small/log: Read-only file system")
+
+
+@pytest.mark.parametrize("name, status", [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143)])
+def test_a_signal_saves_and_stops(text, tmp_path, name, status):
+    command = [sys.executable, ROOT / "train_gpt2.py", *TINY, "--data", text, "--max-steps", "100000",
+               "--save-every", "90000", "--log-dir", tmp_path]
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while "step     3" not in process.stdout.readline():
+            pass
+        process.send_signal(getattr(signal, name))
+        process.communicate(timeout=60)
+    assert process.returncode == status
+    (folder,) = train_gpt2.checkpoints(tmp_path)
+    step = train_gpt2.step_of(folder)
+    assert read_training_state(folder)["step"] == step == len(losses(tmp_path))
+
+
+def test_a_second_interrupt_stops_at_once(text, tmp_path):
+    """While the first one's checkpoint is being written; only the half-written folder is left, and the next start."""
+    args = ["--data", text, "--save-every", 4, "--max-steps", 8, "--log-dir", tmp_path]
+    code = f"""if True:
+        import os, signal, sys, train_gpt2
+        from common import run
+        train_gpt2.write_pretrained = lambda *args: os.kill(os.getpid(), signal.SIGINT) or __import__("time").sleep(9)
+        original = train_gpt2.DataLoaderLite.next_batch
+        def next_batch(self):
+            if self.position == 4 * 128 + 32:
+                os.kill(os.getpid(), signal.SIGINT)
+            return original(self)
+        train_gpt2.DataLoaderLite.next_batch = next_batch
+        run(lambda: train_gpt2.main({[*TINY, *map(str, args)]!r}))
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
+    assert not train_gpt2.checkpoints(tmp_path)
+    train(*args, "--resume")
+    assert len(losses(tmp_path)) == 8 and not list(tmp_path.glob(".*partial"))

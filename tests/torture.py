@@ -1,0 +1,108 @@
+"""Kills a training run at random moments, again and again, and asks whether anyone could tell from what it leaves.
+
+    python tests/torture.py                    # 50 times kill -9, about ten minutes on two cores
+    python tests/torture.py --kills 3 --seed 7
+
+A small CPU run that saves every fourth step is started with --resume and killed (SIGKILL) until it has been killed as
+often as was asked for, in turn while it writes a checkpoint, trains and starts up; then it may finish. Its weights, its
+training state and its log (the timing streams aside) must be byte for byte those of a run that nobody disturbed.
+"""
+
+import argparse
+import itertools
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMINGS = ("ms", "tok_per_sec", "mfu")
+ARGS = ["--preset", "shakespeare", "--n-layer", "2", "--n-embd", "32", "--total-batch-size", "128", "--seq-len", "32",
+        "--eval-every", "5", "--eval-tokens", "1024", "--sample-every", "0", "--save-every", "4", "--keep-checkpoints",
+        "2", "--keep-every", "40", "--device", "cpu", "--resume"]
+
+
+def start(log_dir: Path, steps: int) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), *ARGS, "--max-steps", str(steps), "--log-dir", str(log_dir)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(log_dir: Path, steps: int) -> None:
+    output, _ = (process := start(log_dir, steps)).communicate()
+    assert process.returncode == 0, output
+
+
+def kill(log_dir: Path, steps: int, when: str) -> None:
+    """Starts or resumes the run, and kills it at a random moment while it is starting, training or saving."""
+    process = start(log_dir, steps)
+    if when == "starting":
+        time.sleep(random.uniform(0, 5))  # importing, reading checkpoints, trimming the log, the first steps
+    elif when == "training":
+        printed = filter(lambda line: line.startswith("step "), process.stdout)
+        list(itertools.islice(printed, random.randint(1, 15)))
+        time.sleep(random.uniform(0, 0.05))
+    else:
+        while process.poll() is None and not list(log_dir.glob(".step_*.partial")):
+            time.sleep(0.0002)
+        time.sleep(random.uniform(0, 0.03))
+    process.send_signal(signal.SIGKILL)
+    output, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, f"the run ended before it was killed: more --steps\n{output}"
+
+
+def contents(log_dir: Path) -> dict[str, bytes | list[str]]:
+    """All that a run leaves and another must equal: the log without timings, and the files of each checkpoint."""
+    lines = [line for line in (log_dir / "log.txt").read_text().splitlines() if line.split()[1] not in TIMINGS]
+    found: dict[str, bytes | list[str]] = {"log.txt": lines}
+    for path in sorted(log_dir.glob("step_*/*")):
+        if path.name not in ("training_state.pt", "SHA256SUMS"):  # it counts the seconds; the sums cover it
+            found[f"{path.parent.name}/{path.name}"] = path.read_bytes()
+    return found
+
+
+def same_state(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a if key not in ("elapsed", "config"))
+    return all(map(same_state, a, b)) if isinstance(a, list) else a == b
+
+
+def torture(folder: Path, kills: int, steps: int) -> int:
+    """Runs both and compares them. Returns how many kills left a checkpoint half written. AssertionError if unequal."""
+    finish(folder / "straight", steps)
+    half_written = 0
+    for i in range(kills):
+        kill(folder / "killed", steps, ("saving", "training", "starting")[i % 3])
+        half_written += bool(list((folder / "killed").glob(".step_*.partial")))
+    finish(folder / "killed", steps)
+    straight, killed = contents(folder / "straight"), contents(folder / "killed")
+    assert straight.keys() == killed.keys(), straight.keys() ^ killed.keys()
+    assert (different := [name for name in straight if straight[name] != killed[name]]) == [], different
+    for path in (folder / "straight").glob("step_*/training_state.pt"):
+        states = [torch.load(folder / run / path.parent.name / path.name) for run in ("straight", "killed")]
+        assert same_state(*states), path
+    return half_written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=1337)
+    args = parser.parse_args()
+    random.seed(args.seed)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        half_written = torture(Path(folder), args.kills, args.steps)
+    print(f"{args.kills} kills (seed {args.seed}), {half_written} of which left a checkpoint half written, "
+          f"{args.steps} steps, {time.perf_counter() - began:.0f} s: weights, state and log equal an undisturbed run's")
+
+
+if __name__ == "__main__":
+    main()
