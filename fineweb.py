@@ -41,6 +41,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # otherwise numpy starts a thread a core for matrix products, of which there are none here
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 from common import InputError, atomic_write, is_rank_zero, parse_args, run, sha256

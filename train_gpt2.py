@@ -514,13 +514,18 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
             if key not in MAY_CHANGE and now != before.get(key)]
 
 
-def on_host(value: Any) -> Any:
-    """A copy of nested containers whose tensors are in the host's memory, where no training step changes them."""
+def on_host(value: Any, before: Any = None) -> Any:
+    """A copy of nested containers whose tensors are in the host's memory, where no training step changes them.
+
+    before: an earlier copy, whose memory is used again: new pages cost more than the copying.
+    """
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True) if before is None else before.copy_(value)
     if isinstance(value, dict):
-        return {key: on_host(item) for key, item in value.items()}
-    return type(value)(map(on_host, value)) if isinstance(value, list | tuple) else value
+        return {key: on_host(item, before.get(key) if before else None) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [on_host(item, before[i] if before else None) for i, item in enumerate(value)]
+    return value
 
 
 class CheckpointWriter:
@@ -534,13 +539,15 @@ class CheckpointWriter:
         self.log_dir, self.keep, self.keep_every = Path(config.log_dir), config.keep_checkpoints, config.keep_every
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future | None = None
+        self._copy: Any = None
 
     def save(self, model: GPT, state: dict[str, Any], wait: bool) -> None:
         """Copies model and state, and has them written. With `wait` it returns when that is done; InputError if not."""
         if self._writing:
             self._writing.exception()  # one at a time; a failure has been reported
         folder = self.log_dir / f"step_{state['step']:06d}"
-        self._writing = self._thread.submit(self._write, folder, model.config, *on_host([model.state_dict(), state]))
+        self._copy = on_host([model.state_dict(), state], self._copy)
+        self._writing = self._thread.submit(self._write, folder, model.config, *self._copy)
         failed = lambda error: f"{folder}: not written ({first_line(error)})"  # noqa: E731
         if not wait:
             self._writing.add_done_callback(lambda done: done.exception() and print(
@@ -847,6 +854,12 @@ def train(config: TrainConfig, world: Distributed) -> int:
     if world.world_size > 1:
         device_ids = [world.device.index] if world.device.type == "cuda" else None
         replica = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        # DDP packs the gradients anew after its first backward pass, in their order of arrival, and with it the order
+        # of sums changes. Done before the first step, on no matter what tokens, a resumed run adds as it did before.
+        x = torch.zeros(B, T, dtype=torch.int64, device=world.device)
+        with autocast:
+            replica(x, x)[1].backward()
+        replica.zero_grad(set_to_none=True)
 
     peak, peak_source = peak_flops(world.device, world.dtype)
     flops = model.flops_per_token(T)
