@@ -2,13 +2,14 @@
 
     python hellaswag.py -m gpt2 -d cuda        # any Hugging Face causal language model: hub name or folder
     python hellaswag.py -m log                 # the newest checkpoint of a run
-    python hellaswag.py -m log/step_019073 --data my_tasks.jsonl --limit 100
+    python hellaswag.py -m log/step_019073 --data my_tasks.jsonl --limit 100 --harness
 
 HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?", github.com/rowanz/hellaswag)
 has 10,042 validation tasks. In the completion style used here, the model scores the tokens of each ending after the
 context: `acc` takes the ending with the smallest summed loss, `acc_norm` the one with the smallest loss a token. GPT-2
-(124M) gets 0.2859 and 0.2955. EleutherAI's lm-evaluation-harness prepares the texts differently and normalizes by
-characters: its 0.2892 and 0.3114 for the same model are other numbers, not better ones.
+(124M) gets 0.2859 and 0.2955. EleutherAI's lm-evaluation-harness puts the activity's label before the context, takes
+WikiHow's marks out of the texts, and divides by an ending's characters instead of its tokens: its 0.2892 and 0.3114 for
+the same model are other numbers, not better ones. `--harness` computes those, too.
 
 A task is one sequence: its context, then the four endings, each of which sees the context and itself alone and takes
 its positions as though it stood there alone. So the context is computed once, and the head only where an ending is
@@ -17,9 +18,9 @@ scored. Losses are float32 whatever the model computes in.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
+import re
 import time
 import urllib.request
 from collections.abc import Callable
@@ -91,16 +92,29 @@ def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
     return examples
 
 
-def encode(example: dict[str, Any]) -> tuple[list[int], list[list[int]]]:
-    """Tokens of the context and of the four endings; a space belongs to the word that it precedes."""
-    tokenizer = get_tokenizer()
-    return tokenizer.encode_ordinary(example["ctx"]), [tokenizer.encode_ordinary(" " + e) for e in example["endings"]]
+def preprocess(text: str) -> str:
+    """lm-evaluation-harness's cleaning of a text (lm_eval/tasks/hellaswag/utils.py): WikiHow's [marks] taken out."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def encode(example: dict[str, Any], harness: bool = False) -> tuple[list[int], list[list[int]], list[int]]:
+    """Tokens of the context, of the four endings, and what a summed loss is divided by for acc_norm: the tokens of each
+    ending, in the harness's style its characters. A space belongs to the word that it precedes."""
+    encode = get_tokenizer().encode_ordinary
+    if not harness:
+        endings = [encode(" " + ending) for ending in example["endings"]]
+        return encode(example["ctx"]), endings, [len(ending) for ending in endings]
+    # A file without ctx_a and ctx_b (the harness wants the second capitalized) has them joined in ctx.
+    ctx = f"{example['ctx_a']} {example['ctx_b'].capitalize()}" if "ctx_b" in example else example["ctx"]
+    query, choices = preprocess(f"{example['activity_label']}: {ctx}"), list(map(preprocess, example["endings"]))
+    context = encode(query.rstrip())  # what spaces it ends in belong to the ending
+    return context, [encode(f"{query} {c}")[len(context) :] for c in choices], list(map(len, choices))
 
 
 def render_example(example: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
     """A task as four padded rows, context and ending: tokens (4, N) int64, mask (4, N) int64, 1 where an ending is
     scored, and the label."""
-    context, endings = encode(example)
+    context, endings, _ = encode(example)
     rows = [torch.tensor(context + ending) for ending in endings]
     masks = [torch.tensor([0] * len(context) + [1] * len(ending)) for ending in endings]
     pad = torch.nn.utils.rnn.pad_sequence
@@ -113,42 +127,44 @@ def render_example(example: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor,
 
 @dataclass(frozen=True)
 class Task:
-    """A tokenized task: the context, then the endings, in one sequence of N tokens."""
+    """A tokenized task: N tokens that the model reads, and the M tokens of the endings that it is asked for."""
 
-    tokens: torch.Tensor  # (N,) int64
-    position: torch.Tensor  # (N,) place of each token in context + its ending
-    segment: torch.Tensor  # (N,) 0 for the context, 1 to 4 for the endings
-    source: torch.Tensor  # (M,) of each of the M ending tokens: the index of the token that predicts it
-    target: torch.Tensor  # (M,) and its own index
+    tokens: torch.Tensor  # (N,) int64: the context, then each ending without its last token
+    position: torch.Tensor  # (N,) the place of each in the context and its ending
+    segment: torch.Tensor  # (N,) 1 to 4 for an ending, 0 for what all four see
+    source: torch.Tensor  # (M,) which of the N tokens predicts this one
+    answer: torch.Tensor  # (M,) int64: the token
+    ending: torch.Tensor  # (M,) 0 to 3
+    lengths: torch.Tensor  # (4,) float64: what the endings' losses are divided by for acc_norm
     label: int
     cut: bool  # the context was too long for the model's window and lost its beginning
 
 
-def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
+def lay(tokens: list[int], start: int, segment: int) -> list[tuple[int, int, int]]:
+    return [(token, position, segment) for position, token in enumerate(tokens, start)]
+
+
+def prepare(examples: list[dict[str, Any]], block_size: int, harness: bool = False) -> list[Task]:
     """Tokenizes tasks for a model with a window of block_size tokens. A context that is too long is cut on the left,
     so that every ending stays whole. Raises InputError for an ending that alone fills the window."""
     tasks = []
     for number, example in enumerate(examples, start=1):
-        context, endings = encode(example)
-        room = block_size - max(map(len, endings))
-        if room < 1:
+        context, endings, lengths = encode(example, harness)
+        rooms = [block_size + 1 - len(ending) for ending in endings]  # its last token is not read
+        if min(rooms) < 1:
             raise InputError(f"HellaSwag task {number}: an ending does not fit into the model's {block_size} tokens")
-        cut, context = len(context) > room, context[-room:]
-        n, lengths = len(context), [len(ending) for ending in endings]
-        starts = [n + sum(lengths[:i]) for i in range(4)]
-        # An ending's first token is predicted by the context's last, any other by the one before it.
-        source = [n - 1 if j == 0 else s + j - 1 for s, m in zip(starts, lengths, strict=True) for j in range(m)]
-        tasks.append(
-            Task(
-                tokens=torch.tensor([*context, *itertools.chain(*endings)]),
-                position=torch.tensor([*range(n), *(n + j for m in lengths for j in range(m))]),
-                segment=torch.tensor([0] * n + [i + 1 for i, m in enumerate(lengths) for _ in range(m)]),
-                source=torch.tensor(source),
-                target=torch.arange(n, n + sum(lengths)),
-                label=example["label"],
-                cut=cut,
-            )
-        )
+        cut = len(context) > min(rooms)
+        read: list[tuple[int, int, int]] = [] if cut else lay(context, 0, 0)
+        asked: list[tuple[int, int, int]] = []
+        for i, ending in enumerate(endings):
+            own = context[-rooms[i] :]
+            if cut:  # then each ending has a context of its own
+                read += lay(own, 0, i + 1)
+            sources = [(len(read) if cut else len(context)) - 1, *range(len(read), len(read) + len(ending) - 1)]
+            read += lay(ending[:-1], len(own), i + 1)
+            asked += [(source, token, i) for source, token in zip(sources, ending, strict=True)]
+        columns = map(torch.tensor, (*zip(*read, strict=True), *zip(*asked, strict=True)))
+        tasks.append(Task(*columns, torch.tensor(lengths).double(), example["label"], cut))
     return tasks
 
 
@@ -158,7 +174,7 @@ class Score:
 
     index: list[int]
     losses: torch.Tensor  # (n, 4) float64: summed loss of each ending, in nats
-    lengths: torch.Tensor  # (n, 4): its tokens
+    lengths: torch.Tensor  # (n, 4) float64: what it is divided by for acc_norm
     labels: torch.Tensor  # (n,)
 
     @property
@@ -172,6 +188,10 @@ class Score:
     @property
     def num_correct_norm(self) -> int:
         return int(((self.losses / self.lengths).argmin(1) == self.labels).sum())
+
+    def accuracies(self) -> tuple[int, float, float]:
+        """(tasks, acc, acc_norm)"""
+        return self.num_total, self.num_correct / self.num_total, self.num_correct_norm / self.num_total
 
 
 @torch.no_grad()
@@ -194,32 +214,28 @@ def score(
     order = sorted(range(len(tasks)), key=lambda i: len(tasks[i].tokens))  # alike in length: little padding
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)][rank::world_size]
     index = [i for batch in batches for i in batch]
-    losses, lengths = (torch.zeros(len(index), 4, dtype=torch.float64) for _ in range(2))
+    losses = torch.zeros(len(index), 4, dtype=torch.float64)
     done = 0
     for batch in tqdm(batches, unit_scale=batch_size, unit="task", disable=None if progress else True):
         B, T = len(batch), len(tasks[batch[-1]].tokens)
         tokens, position, segment = torch.zeros(B, T).long(), torch.zeros(B, T).long(), torch.full((B, T), 5)
-        rows, sources, targets = [], [], []
         for b, i in enumerate(batch):
             n = len(tasks[i].tokens)
             tokens[b, :n], position[b, :n], segment[b, :n] = tasks[i].tokens, tasks[i].position, tasks[i].segment
-            rows.append(torch.full_like(tasks[i].source, b))
-            sources.append(tasks[i].source)
-            targets.append(tasks[i].target)
-        row, source, target = torch.cat(rows), torch.cat(sources), torch.cat(targets)  # (M,) each
+        row = torch.cat([torch.full_like(tasks[i].source, b) for b, i in enumerate(batch)])  # (M,) each, of all tasks
+        source, answer, ending = (torch.cat([getattr(tasks[i], name) for i in batch])
+                                  for name in ("source", "answer", "ending"))
         # A token sees what stands before it in the context and in its own ending (padding, segment 5, sees padding).
         same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
         mask = (same & torch.ones(T, T).tril().bool())[:, None]  # (B, 1, T, T)
         x = hidden(tokens.to(device), position.to(device), mask.to(device))[row.to(device), source.to(device)]  # (M, C)
-        answers = tokens[row, target].to(device)
         loss = torch.cat([
-            F.cross_entropy(F.linear(part, head.to(part.dtype)).float(), answer, reduction="none")
-            for part, answer in zip(x.split(1024), answers.split(1024), strict=True)
+            F.cross_entropy(F.linear(part, head.to(part.dtype)).float(), target, reduction="none")
+            for part, target in zip(x.split(1024), answer.to(device).split(1024), strict=True)
         ]).double().cpu()  # (M,)
-        ending = (done + row) * 4 + segment[row, target] - 1
-        losses.view(-1).index_add_(0, ending, loss)
-        lengths.view(-1).index_add_(0, ending, torch.ones_like(loss))
+        losses.view(-1).index_add_(0, (done + row) * 4 + ending, loss)
         done += B
+    lengths = torch.stack([tasks[i].lengths for i in index]) if index else losses
     return Score(index, losses, lengths, torch.tensor([tasks[i].label for i in index]))
 
 
@@ -243,6 +259,8 @@ class HellaSwagConfig:
     """Tasks a forward pass."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the matrix products; losses are float32 in any case."""
+    harness: bool = False
+    """Score in lm-evaluation-harness's style as well; the last line stays the completion style's."""
     json: str = ""
     """File for the predictions and losses of every task."""
 
@@ -270,31 +288,41 @@ def main(args: list[str] | None = None) -> None:
     def hidden(tokens: torch.Tensor, position: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return model.base_model(tokens, position_ids=position, attention_mask=mask, use_cache=False)[0]
 
-    tasks = prepare(examples, model.config.max_position_embeddings)
+    window = model.config.max_position_embeddings
     autocast = torch.autocast(device.type, dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
-    with autocast:
-        result = score(hidden, model.get_output_embeddings().weight, tasks, device, config.batch_size, progress=True)
-
+    results = {}
+    for style in ("harness", "completion") if config.harness else ("completion",):
+        tasks = prepare(examples, window, harness=style == "harness")
+        with autocast:
+            results[style] = score(hidden, model.get_output_embeddings().weight, tasks, device, config.batch_size,
+                                   progress=True)
+        n, acc, acc_norm = results[style].accuracies()
+        error, error_norm = (math.sqrt(p * (1 - p) / n) for p in (acc, acc_norm))
+        name = "lm-evaluation-harness" if style == "harness" else style
+        print(f"{name} style: acc {acc:.4f} (standard error {error:.4f}), acc_norm {acc_norm:.4f} ({error_norm:.4f}); "
+              f"{sum(task.cut for task in tasks)} contexts cut to fit the model's window of {window}")
     if config.json:
-        write_json(Path(config.json), result)
-    n, cut = result.num_total, sum(task.cut for task in tasks)
-    acc, acc_norm = result.num_correct / n, result.num_correct_norm / n
-    print(f"completion style; {cut} contexts cut to fit the model's window of {model.config.max_position_embeddings}")
-    error, error_norm = (math.sqrt(p * (1 - p) / n) for p in (acc, acc_norm))
-    print(f"standard errors: acc {error:.4f} acc_norm {error_norm:.4f}")
+        write_json(Path(config.json), **results)
     print(f"{n} acc: {acc:.4f} acc_norm: {acc_norm:.4f}")
 
 
-def write_json(path: Path, result: Score) -> None:
-    """One object a task, in the file's order: its label, both predictions, and the summed loss of each ending."""
-    rows = [
-        {"task": i, "label": int(label), "prediction": int(loss.argmin()), "prediction_norm": int((loss / n).argmin()),
-         "losses": loss.tolist(), "lengths": n.long().tolist()}
-        for i, label, loss, n in sorted(
-            zip(result.index, result.labels, result.losses, result.lengths, strict=True), key=lambda row: row[0])
-    ]
+def write_json(path: Path, completion: Score, harness: Score | None = None) -> None:
+    """One object a task, in the file's order: label, both predictions, the summed loss of each ending and what it is
+    divided by; under "harness" the same in the harness's style, if that was asked for."""
+
+    def rows(result: Score) -> list[dict[str, Any]]:
+        columns = zip(result.index, result.labels, result.losses, result.lengths, strict=True)
+        return [
+            {"task": i, "label": int(label), "prediction": int(loss.argmin()),
+             "prediction_norm": int((loss / n).argmin()), "losses": loss.tolist(), "lengths": n.long().tolist()}
+            for i, label, loss, n in sorted(columns, key=lambda row: row[0])
+        ]
+
+    objects = rows(completion)
+    for row, other in zip(objects, rows(harness) if harness else [], strict=bool(harness)):
+        row["harness"] = {key: value for key, value in other.items() if key not in ("task", "label")}
     with atomic_write(path, "w") as file:
-        json.dump(rows, file)
+        json.dump(objects, file)
 
 
 if __name__ == "__main__":

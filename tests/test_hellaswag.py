@@ -96,11 +96,11 @@ def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
     tasks = hellaswag.prepare([long, short], 160)
     assert [t.cut for t in tasks] == [True, False]
     score = hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"))
-    context, endings = hellaswag.encode(long)
-    longest = max(map(len, endings))
+    context, endings, _ = hellaswag.encode(long)
     for i, ending in enumerate(endings):
-        row = torch.tensor([context[-(160 - longest) :] + ending])
-        logits = ours(row)[0][0, -len(ending) - 1 : -1]
+        row = torch.tensor([context[-(161 - len(ending)) :] + ending[:-1]])
+        assert row.size(1) == 160
+        logits = ours(row)[0][0, -len(ending) :]
         expected = F.cross_entropy(logits, torch.tensor(ending), reduction="sum").item()
         assert score.losses[score.index.index(0), i].item() == pytest.approx(expected, rel=1e-4)
     with pytest.raises(InputError, match="task 1: an ending does not fit"):
@@ -119,7 +119,7 @@ def test_losses_are_float32_under_bfloat16(model):
 
 def test_render_example():
     tokens, mask, label = hellaswag.render_example(task())
-    context, endings = hellaswag.encode(task())
+    context, endings, _ = hellaswag.encode(task())
     assert tokens.shape == mask.shape == (4, len(context) + max(map(len, endings))) and label == 1
     for row, marks, ending in zip(tokens, mask, endings, strict=True):
         assert row[marks == 1].tolist() == ending and row[: len(context)].tolist() == context
