@@ -13,6 +13,7 @@ from pickle import UnpicklingError
 import torch
 
 from common import InputError, atomic_path, atomic_write, first_line
+from runlog import checkpoints
 from tokenizer import EOT, VOCAB_SIZE, save_tokenizer
 
 # GPT-2 in Hugging Face's terms; a model that differs in one of these computes something else.
@@ -45,16 +46,6 @@ def model_folder(name: str | Path) -> Path:
         return folder
     except Exception as error:  # the Hub's, its HTTP library's, the socket's: they share no base
         raise InputError(f"{name}: no such folder, nor does the Hub give it ({first_line(error)})") from None
-
-
-def checkpoints(log_dir: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first."""
-    folders = [path for path in log_dir.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
-    return sorted(folders, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
 
 
 def find_model(name: str) -> Path:

@@ -18,7 +18,6 @@ have made, so the loss of step 0 is that of the untrained model.
 import contextlib
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -37,10 +36,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, remove_folder, run, sha256
+import runlog
+from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, remove_folder, run
 from devices import choose_device, keep_freed_memory, peak_flops, why_not_compile
-from pretrained import checkpoints, model_folder, read_pretrained, step_of, write_pretrained
-from runlog import Log, add_run_entry, last_config
+from pretrained import model_folder, read_pretrained, write_pretrained
 from shards import TokenStream
 from tokenizer import VOCAB_SIZE, get_tokenizer
 
@@ -131,6 +130,8 @@ class TrainConfig:
     """Checkpoints of every so many steps are kept for ever; 0: none."""
     skip_bad_steps: int = 0
     """Updates with an infinite or undefined loss or gradient to leave out; one more stops the run."""
+    check_against: str = ""
+    """Folder of a reference (reference/shakespeare, …): say at the end whether this run's losses match its."""
     plan: bool = False
     """Print the arithmetic of the run and exit."""
 
@@ -504,7 +505,7 @@ CHECKPOINT_FORMAT = 1
 MAY_CHANGE = {
     "preset", "data", "log_dir", "init", "resume", "max_steps", "micro_batch_size", "compile", "device", "plan",
     "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data", "sample_every", "sample_prompt", "save_every",
-    "keep_checkpoints", "keep_every", "skip_bad_steps",
+    "keep_checkpoints", "keep_every", "skip_bad_steps", "check_against",
 }
 
 
@@ -560,24 +561,13 @@ class CheckpointWriter:
         with atomic_path(folder) as partial:
             write_pretrained(partial, asdict(config), weights)
             torch.save({"format": CHECKPOINT_FORMAT, **state}, partial / "training_state.pt")
-            sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(partial.iterdir())]
-            (partial / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")  # `sha256sum -c` reads it, too
+            (partial / "README.md").write_text(runlog.model_card(self.log_dir, state["step"]), encoding="utf-8")
+            runlog.write_checksums(partial)
         # Later ones, if any, are damaged: this run was resumed from before them.
-        steps = [step for step in map(step_of, checkpoints(self.log_dir)) if step <= state["step"]]
+        steps = [step for step in map(runlog.step_of, runlog.checkpoints(self.log_dir)) if step <= state["step"]]
         for step in steps[: -self.keep] if self.keep else []:
             if not (self.keep_every and step % self.keep_every == 0):
                 remove_folder(self.log_dir / f"step_{step:06d}")
-
-
-def verify_checkpoint(folder: Path) -> None:
-    """Raises InputError unless all files of a checkpoint are as they were written."""
-    try:
-        sums = [line.split("  ") for line in (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()]
-        damaged = [name for digest, name in sums if sha256(folder / name) != digest]
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder}: not a whole checkpoint ({first_line(error)})") from None
-    if damaged or not {"training_state.pt", "model.safetensors", "config.json"} <= {name for _, name in sums}:
-        raise InputError(f"{folder}: damaged checkpoint ({', '.join(damaged) or 'files are missing'})")
 
 
 def read_training_state(folder: Path) -> dict[str, Any]:
@@ -597,10 +587,10 @@ def find_checkpoint(log_dir: Path) -> Path | None:
 
     A damaged one is named and passed over. Raises InputError when all are damaged.
     """
-    folders = checkpoints(log_dir)
+    folders = runlog.checkpoints(log_dir)
     for folder in reversed(folders):
         try:
-            verify_checkpoint(folder)
+            runlog.verify_checksums(folder, {"training_state.pt", "model.safetensors", "config.json"})
             read_training_state(folder)
             return folder
         except InputError as error:
@@ -619,19 +609,6 @@ def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> No
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def clear_log_dir(log_dir: Path, resumed: bool) -> None:
-    """Makes the folder; removes what a killed process left half written; sets an earlier run's checkpoints aside."""
-    log_dir.mkdir(parents=True, exist_ok=True)
-    for left_over in log_dir.glob(".*.partial"):
-        shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
-    if not resumed and (old := checkpoints(log_dir)):
-        aside = next(path for i in range(1, 10**6) if not (path := log_dir / f"earlier_{i}").exists())
-        aside.mkdir()
-        for folder in old:
-            folder.rename(aside / folder.name)
-        print(f"{log_dir}/ holds an earlier run (--resume goes on with one): its checkpoints are now in {aside}/")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -820,6 +797,7 @@ def train(config: TrainConfig, world: Distributed) -> int:
         raise InputError(f"{config.data}: {val_loader.total_tokens} validation tokens, too few for one sequence of "
                          f"--seq-len {T}: give more text, shorten it, or --eval-every 0")
     tasks = load_hellaswag(config, model, world) if config.hellaswag_every else None
+    milestones = runlog.read_milestones(Path(config.check_against)) if config.check_against else []
 
     # Optimizer and state
     optimizer = configure_optimizer(model, config)
@@ -840,10 +818,10 @@ def train(config: TrainConfig, world: Distributed) -> int:
     world.gather(None)  # all ranks have read what they need before rank 0 touches the folder
     if world.rank == 0:
         # A run that was stopped before its first checkpoint starts again, and writes the same log again.
-        again = bool(folder) or (resuming and not differences(last_config(log_dir), config))
-        clear_log_dir(log_dir, resumed=bool(folder))
-        add_run_entry(log_dir, asdict(config), step=start, device=world.description, world_size=world.world_size)
-    log = Log(log_dir if world.rank == 0 else None, start if world.rank == 0 and again else None)
+        again = bool(folder) or (resuming and not differences(runlog.last_config(log_dir), config))
+        runlog.clear_log_dir(log_dir, resumed=bool(folder))
+        runlog.add_run_entry(log_dir, asdict(config), step=start, device=world.description, world_size=world.world_size)
+    log = runlog.Log(log_dir if world.rank == 0 else None, start if world.rank == 0 and again else None)
 
     # `model` stays as it is for evaluation and checkpoints; `replica` is what training calls
     if config.compile and (reason := why_not_compile(world.device)):
@@ -972,6 +950,10 @@ def train(config: TrainConfig, world: Distributed) -> int:
     if config.save_every:
         say(f"done: {log_dir}/step_{config.max_steps:06d}/ is a Hugging Face model; to talk to it: "
             f'python sample.py {log_dir} "{config.sample_prompt}"')
+    if milestones and world.rank == 0:
+        matches, verdict = runlog.compare(log_dir, milestones, config.total_batch_size)
+        say(f"{verdict} {config.check_against}")
+        return 0 if matches else 1
     return 0
 
 

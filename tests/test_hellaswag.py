@@ -107,6 +107,73 @@ def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
         hellaswag.prepare([short], 4)
 
 
+HARNESS_EXAMPLE = {
+    "activity_label": "Roof shingle removal",
+    "ctx_a": "[header] How to [title] a  roof [substeps] Look up.",
+    "ctx_b": "he",
+    "ctx": "unused",
+    "endings": [" is ripping tiles [step] off. ", "jumps [title] down", "sleeps all  day", "holds a café's cube."],
+    "label": 2,
+}
+
+
+def plain_harness_scores(folder, example, window):
+    """lm-evaluation-harness's rule, written out: a row an ending, log-likelihoods from transformers' full logits."""
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), GPT2LMHeadModel.from_pretrained(folder)
+
+    def clean(text):
+        text = text.strip().replace(" [title]", ". ")
+        while "[" in text:
+            text = text[: text.index("[")] + text[text.index("]") + 1 :]
+        return text.replace("  ", " ")
+
+    query = clean(example["activity_label"] + ": " + example["ctx_a"] + " " + example["ctx_b"].capitalize())
+    scores, choices = [], [clean(ending) for ending in example["endings"]]
+    for choice in choices:
+        whole, n = tokenizer.encode(query + " " + choice), len(tokenizer.encode(query.rstrip()))
+        row, ending = whole[-(window + 1) :], whole[n:]
+        with torch.no_grad():
+            logits = model(torch.tensor([row[:-1]])).logits[0, -len(ending) :]
+        scores.append(-F.cross_entropy(logits, torch.tensor(ending), reduction="sum").item())
+    return scores, [len(choice) for choice in choices]
+
+
+def test_harness_style(model):
+    """Cleaned texts, the label before the context, division by characters; with and without room for the context."""
+    ours, folder = model
+    long = HARNESS_EXAMPLE | {"ctx_a": "far away " * 200 + "A man sits.", "endings": ["a b", "c", "d e f", "g"]}
+    for example, cut in ((HARNESS_EXAMPLE, False), (long, True)):
+        tasks = hellaswag.prepare([example], 160, harness=True)
+        assert tasks[0].cut == cut
+        score = hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"))
+        scores, lengths = plain_harness_scores(folder, example, 160)
+        assert score.losses[0].tolist() == pytest.approx([-s for s in scores], rel=1e-4)
+        assert score.lengths[0].tolist() == lengths
+    context, endings, _ = hellaswag.encode(HARNESS_EXAMPLE, harness=True)
+    decode = hellaswag.get_tokenizer().decode
+    assert decode(context) == "Roof shingle removal: How to. a roof Look up. He"
+    cleaned = [" is ripping tiles off.", " jumps. down", " sleeps all day", " holds a café's cube."]
+    assert list(map(decode, endings)) == cleaned
+
+
+@needs_tasks
+def test_command_prints_both_styles(model, tmp_path):
+    _, folder = model
+    args = ["-m", folder, "-d", "cpu", "--data", TASKS, "--limit", 20, "--harness", "--json", tmp_path / "out.json"]
+    done = script("hellaswag.py", *args)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())
+    for name, part in (("lm-evaluation-harness", [row["harness"] for row in rows]), ("completion", rows)):
+        acc, acc_norm = (sum(p[key] == row["label"] for p, row in zip(part, rows, strict=True)) / 20
+                         for key in ("prediction", "prediction_norm"))
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{name} style: ")]
+        assert f"acc {acc:.4f} (standard error" in line and f"acc_norm {acc_norm:.4f} (" in line
+    assert done.stdout.splitlines()[-1] == f"20 acc: {acc:.4f} acc_norm: {acc_norm:.4f}"
+    assert [row["lengths"] for row in rows] != [row["harness"]["lengths"] for row in rows]
+
+
 def test_losses_are_float32_under_bfloat16(model):
     ours, _ = model
     tasks = hellaswag.prepare([task()], 160)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import train_gpt2
 from common import InputError
 from pretrained import CONV1D, read_pretrained
+from tokenizer import get_tokenizer
 from train_gpt2 import GPT, GPTConfig
 
 SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
@@ -65,6 +66,18 @@ def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.decode(tokenizer.encode("Hello, naïve 世界 🙂\r\n")) == "Hello, naïve 世界 🙂\r\n"
     assert tokenizer.eos_token_id == 50256
+
+
+def test_export_works_in_a_pipeline(tmp_path):
+    from transformers import pipeline
+
+    model = GPT(SMALL)
+    torch.nn.init.normal_(model.wte.weight, std=0.3)  # so that the likeliest token stands out
+    model.save_pretrained(tmp_path)
+    generator = pipeline("text-generation", model=str(tmp_path))
+    (out,) = generator("To be, or", max_new_tokens=8, do_sample=False)
+    idx = torch.tensor([get_tokenizer().encode_ordinary("To be, or")])
+    assert out["generated_text"] == get_tokenizer().decode(model.generate(idx, 8, top_k=1)[0].tolist())
 
 
 def test_older_and_sharded_files_load_too(reference, tmp_path):

@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 
+import runlog
 import train_gpt2
 from common import InputError, RunError, sha256
 from tests.conftest import ROOT, TINY, assert_one_error_line, losses, read_log, script
@@ -36,7 +37,7 @@ def test_two_ranks_then_one_then_three(text, tmp_path):
     train(*args, "--log-dir", tmp_path / "alone")
     log_dir = tmp_path / "broken"
     for processes, start in ((2, 0), (1, 4), (3, 8)):
-        for later in train_gpt2.checkpoints(log_dir)[start // 4 :]:
+        for later in runlog.checkpoints(log_dir)[start // 4 :]:
             shutil.rmtree(later)
         done = script("train_gpt2.py", *TINY, *args, "--log-dir", log_dir, "--resume", processes=processes)
         assert done.returncode == 0, done.stderr
@@ -71,7 +72,7 @@ def flip_a_bit(path):
 
 def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_path, capsys):
     train("--data", text, "--max-steps", 4, "--save-every", 2, "--log-dir", tmp_path)
-    older, newer = train_gpt2.checkpoints(tmp_path)
+    older, newer = runlog.checkpoints(tmp_path)
     assert find_checkpoint(tmp_path) == newer
     names = sorted(path.name for path in newer.iterdir())
     assert {"SHA256SUMS", "config.json", "model.safetensors", "training_state.pt", "vocab.json"} <= set(names)
@@ -95,7 +96,7 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
 def test_what_is_kept(text, tmp_path):
     """The newest two, multiples of 3, and never fewer whole ones because a damaged one has a higher number."""
     args = ["--data", text, "--save-every", 1, "--keep-checkpoints", 2, "--keep-every", 3, "--log-dir", tmp_path]
-    steps = lambda: [train_gpt2.step_of(folder) for folder in train_gpt2.checkpoints(tmp_path)]  # noqa: E731
+    steps = lambda: [runlog.step_of(folder) for folder in runlog.checkpoints(tmp_path)]  # noqa: E731
     train(*args, "--max-steps", 8)
     assert steps() == [3, 6, 7, 8]
     truncate(tmp_path / "step_000007/config.json")
@@ -263,8 +264,8 @@ def test_a_signal_saves_and_stops(text, tmp_path, name, status):
         process.send_signal(getattr(signal, name))
         process.communicate(timeout=60)
     assert process.returncode == status
-    (folder,) = train_gpt2.checkpoints(tmp_path)
-    step = train_gpt2.step_of(folder)
+    (folder,) = runlog.checkpoints(tmp_path)
+    step = runlog.step_of(folder)
     assert read_training_state(folder)["step"] == step == len(losses(tmp_path))
 
 
@@ -285,6 +286,6 @@ def test_a_second_interrupt_stops_at_once(text, tmp_path):
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
-    assert not train_gpt2.checkpoints(tmp_path)
+    assert not runlog.checkpoints(tmp_path)
     train(*args, "--resume")
     assert len(losses(tmp_path)) == 8 and not list(tmp_path.glob(".*partial"))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+import runlog
 import sample
-import train_gpt2
 from tests.conftest import script
 from tokenizer import get_tokenizer
 from train_gpt2 import GPT, GPTConfig
@@ -28,7 +28,7 @@ def test_greedy_output_of_the_newest_checkpoint_is_the_argmax(log_dir, capsys):
     idx = torch.tensor([get_tokenizer().encode_ordinary("ROMEO:")])
     expected = get_tokenizer().decode(model.generate(idx, 9, top_k=1)[0].tolist())
     assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
-    assert train_gpt2.checkpoints(log_dir)[-1].name == "step_000100"
+    assert runlog.checkpoints(log_dir)[-1].name == "step_000100"
 
 
 def test_seed_decides_and_samples_differ(log_dir, capsys):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -55,3 +56,20 @@ def test_foreign_files_are_refused(monkeypatch):
     with pytest.raises(InputError, match=r"vocab\.bpe is not GPT-2's: pip install"):
         bpe_files()
     bpe_files.cache_clear()
+
+
+def test_ten_thousand_random_strings(saved):
+    """All planes of Unicode, runs of spaces and digits, words; encoded and decoded as tiktoken does."""
+    random_ = random.Random(0)
+    pieces = ["  ", "\n\n", "\t", " the", " 1234567", "don't", "été", "日本", "🙂", " ", "'ll", "=" * 9, "\u200b"]
+
+    def piece() -> str:
+        if random_.random() < 0.5:
+            return random_.choice(pieces)
+        code = random_.randrange(0x110000 if random_.random() < 0.3 else 0x250)
+        return chr(code) if not 0xD800 <= code < 0xE000 else "x"  # no halves of surrogate pairs
+
+    strings = ["".join(piece() for _ in range(random_.randrange(1, 16))) for _ in range(10_000)]
+    ids = get_tokenizer().encode_ordinary_batch(strings)
+    assert saved(strings).input_ids == ids
+    assert saved.batch_decode(ids) == strings == get_tokenizer().decode_batch(ids)

@@ -3,13 +3,16 @@
 import itertools
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
+import runlog
 import train_gpt2
 from common import InputError
-from tests.conftest import SHARED, TINY, losses, read_log, script
+from tests.conftest import ROOT, SHARED, TINY, losses, read_log, script
 from train_gpt2 import GPT, TrainConfig, get_lr
 
 
@@ -174,3 +177,40 @@ def test_plan_prints_and_does_not_train(tmp_path, capsys, monkeypatch):
     for part in ("124,439,808", "855,166,464", "9,999,745,024 in 19,073 steps", "8.551e+18", "1.99 GB", "no edu_"):
         assert part in text, part
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_checked_against_a_reference(text, tmp_path, capsys):
+    args = ["--data", text, "--max-steps", 8, "--eval-every", 4]
+    for seed in (1, 2, 3):
+        train(*args, "--seed", seed, "--log-dir", tmp_path / str(seed))
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    make_check = [sys.executable, ROOT / "reference/make_check.py", reference, *(tmp_path / str(s) for s in (1, 2, 3))]
+    subprocess.run(list(map(str, make_check)), check=True)
+    lines = (reference / "check.txt").read_text().splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["0", "val"], ["512", "val"], ["1024", "val"]]
+    for line in lines[1:]:
+        low, high = map(float, line.split()[2:])
+        values = [losses(tmp_path / str(s), "val")[int(line.split()[0]) // 512] for s in (1, 2, 3)]
+        assert low < min(values) and max(values) < high
+    capsys.readouterr()
+    assert train(*args, "--seed", 4, "--log-dir", tmp_path / "4", "--check-against", reference) == 0
+    assert f"3 of 3 values compared: matches {reference}" in capsys.readouterr().out
+    with open(reference / "check.txt", "a") as file:
+        file.write("\n512 train 1.0 2.0\n")
+    assert train(*args, "--seed", 5, "--log-dir", tmp_path / "5", "--check-against", reference) == 1
+    mean = sum(losses(tmp_path / "5")[:4]) / 4
+    assert f"step 4: train {mean:.4f} is outside 1.0 to 2.0: does not match" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"nowhere/check.txt: no such reference"):
+        train(*args, "--log-dir", tmp_path / "6", "--check-against", tmp_path / "nowhere")
+    assert not (tmp_path / "6").exists()
+
+
+def test_shipped_references_can_be_read():
+    for name, tokens in (("shakespeare", 600 * 512), ("gpt2", 19_073 * 524_288)):
+        milestones = runlog.read_milestones(ROOT / "reference" / name)
+        assert milestones[0][:2] == (0, "val") and max(milestone[0] for milestone in milestones) == tokens
+        assert all(low < high for _, _, low, high in milestones)
+    reference = ROOT / "reference/shakespeare"
+    matches, verdict = runlog.compare(reference, runlog.read_milestones(reference), 512)
+    assert matches, verdict

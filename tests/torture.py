@@ -60,7 +60,7 @@ def contents(log_dir: Path) -> dict[str, bytes | list[str]]:
     lines = [line for line in (log_dir / "log.txt").read_text().splitlines() if line.split()[1] not in TIMINGS]
     found: dict[str, bytes | list[str]] = {"log.txt": lines}
     for path in sorted(log_dir.glob("step_*/*")):
-        if path.name not in ("training_state.pt", "SHA256SUMS"):  # it counts the seconds; the sums cover it
+        if path.name not in ("training_state.pt", "README.md", "SHA256SUMS"):  # seconds, the command, their sums
             found[f"{path.parent.name}/{path.name}"] = path.read_bytes()
     return found
 
