@@ -1,14 +1,563 @@
-"""The arithmetic of a run, printed by `python train_gpt2.py --plan` without training."""
+"""What this machine makes of GPT-2: its ceilings, the speed and memory of a training step, and where the time goes.
 
+    python bench.py                                        # gpt2 on a GPU, the shakespeare preset elsewhere
+    python bench.py --preset gpt2 --micro-batch-size 1 --seq-len 256 --json bench.json
+    python bench.py --ladder                               # from plain float32 up to train_gpt2.py, one rung at a time
+    torchrun --standalone --nproc_per_node=8 bench.py --ladder      # and how the speed grows with the ranks
+    python bench.py --rung tf32 bf16 compile               # one rung, measured in this process
+
+A step is train_gpt2.py's, with a single micro-batch of B x T tokens a rank: autocast, backward, clipping, AdamW. Every
+measurement runs in a fresh process, so that memory, compiled code and settings of one don't reach the next.
+`print_plan` is what `train_gpt2.py --plan` prints.
+"""
+
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
+import torch.distributed
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile, record_function
 
-from devices import choose_device, peak_flops
+from common import InputError, RunError, atomic_path, atomic_write, parse_args, run
+from devices import PEAK_TFLOPS, choose_device, copy_bytes, cpu_has_bfloat16, data_sheet_flops, matmul_flops, peak_flops
 from shards import find_shards, open_shard, tokenize_text
-from train_gpt2 import GPT, GPTConfig, TrainConfig
+from train_gpt2 import (
+    GPT,
+    PRESETS,
+    SHAKESPEARE,
+    VOCAB_SIZE,
+    CausalSelfAttention,
+    DataLoaderLite,
+    Distributed,
+    GPTConfig,
+    TrainConfig,
+    check,
+    configure_optimizer,
+    flag,
+    get_lr,
+    why_not_compile,
+)
+
+# The ladder. Each rung keeps what those before it have changed. Published: ms a step on one A100, B = 16, T = 1024
+# (Karpathy 2024, "Let's reproduce GPT-2 (124M)", video); "ours" has no published counterpart.
+RUNGS: dict[str, tuple[str, int | None]] = {
+    "float32": ("every product in float32", 1000),
+    "tf32": ("float32 products rounded to TF32", 333),
+    "bf16": ("autocast to bfloat16", 300),
+    "compile": ("torch.compile of the whole model", 130),
+    "flash": ("flash instead of explicit attention", 96),
+    "padded": ("vocabulary 50,257 -> 50,304", 93),
+    "fused": ("fused AdamW", 90),
+    "ours": ("train_gpt2.py as it is", None),
+}
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Measures this machine: its ceilings, and a training step of GPT-2 from the first one on."""
+
+    preset: Literal["auto", "gpt2", "gpt3", "shakespeare"] = "auto"
+    """Model and lengths, as in train_gpt2.py; auto: gpt2 on a CUDA GPU, shakespeare elsewhere."""
+    micro_batch_size: int = 0
+    """Sequences a step on one device (B); 0: the preset's, else 16 on a CUDA GPU and 1 elsewhere."""
+    seq_len: int = 0
+    """Tokens a sequence (T); 0: the preset's."""
+    n_layer: int = 0
+    """Number of blocks; 0: the preset's."""
+    n_head: int = 0
+    """Number of attention heads; 0: the preset's."""
+    n_embd: int = 0
+    """Number of channels (C); 0: the preset's."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the matrix products; the lower rungs of the ladder bring their own."""
+    compile: bool = True
+    """Use torch.compile (which the shakespeare preset trains without); --no-compile skips the ladder's rung, too."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps."""
+    steps: int = 20
+    """Steps to measure, after three that are not."""
+    ladder: bool = False
+    """Climb the ladder; under torchrun also measure how the speed grows with the ranks."""
+    picture: str = "bench_ladder.png"
+    """Picture of the ladder, .png, .svg or .pdf; empty: none."""
+    json: str = ""
+    """File for the results; empty: none."""
+    rung: tuple[Literal["float32", "tf32", "bf16", "compile", "flash", "padded", "fused", "ours"], ...] = ()
+    """Measure one step in this process with these changes to the plain one, or ours."""
+
+
+def train_config(config: BenchConfig) -> TrainConfig:
+    """The training run whose step is measured. Raises InputError."""
+    gpu = torch.cuda.is_available() and config.device in ("auto", "cuda")
+    preset = ("gpt2" if gpu else "shakespeare") if config.preset == "auto" else config.preset
+    dtype = config.dtype
+    if config.rung and "ours" not in config.rung:
+        dtype = "bfloat16" if "bf16" in config.rung else "float32"
+    names = ("micro_batch_size", "seq_len", "n_layer", "n_head", "n_embd")
+    chosen = {name: getattr(config, name) for name in names if getattr(config, name)}
+    values = PRESETS[preset] | chosen | dict(preset=preset, device=config.device, dtype=dtype, compile=config.compile)
+    train = replace(TrainConfig(), **values)
+    train = replace(train, micro_batch_size=train.micro_batch_size or (16 if gpu else 1))
+    data = train.data if Path(train.data).is_dir() else SHAKESPEARE["data"]
+    check(train)
+    return replace(train, data=data, total_batch_size=train.micro_batch_size * train.seq_len)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plain model of the lower rungs
+
+
+class ExplicitAttention(CausalSelfAttention):
+    """The same with the T x T matrix of weights made in full. (B, T, C) -> (B, T, C)"""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs)
+        visible = torch.ones(T, T, dtype=torch.bool, device=x.device).tril() if mask is None else mask
+        weights = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, T)
+        y = weights.masked_fill(~visible, -math.inf).softmax(-1) @ v  # (B, nh, T, hs)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+
+
+def plain_loss(x: torch.Tensor, wte: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """next_token_loss without a padded product; rows of a padded wte are cut off, so the loss is that without them."""
+    logits = F.linear(x, wte)[..., :VOCAB_SIZE]
+    return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def build(shape: GPTConfig, rung: Collection[str]) -> GPT:
+    """The model of a rung, not yet compiled."""
+    if "ours" in rung:
+        return GPT(shape)
+    model = GPT(replace(shape, vocab_size=50_304) if "padded" in rung else shape)
+    model.next_token_loss = plain_loss
+    if "flash" not in rung:
+        for block in model.h:
+            block.attn.__class__ = ExplicitAttention  # the same parameters
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A measurement, in a process of its own
+
+
+def measure(config: BenchConfig, world: Distributed) -> dict[str, Any]:
+    """Measures the step of `config.rung`, after three that don't count.
+
+    In the result ms is the median, ms_quartiles the quartiles beside it; tok_per_s that of all ranks at the median;
+    peak_memory in bytes (see there); first_step_at the time of day, in seconds, at which the first step was done;
+    parts_ms what `split` makes of two more steps under the profiler, for "ours" alone.
+    """
+    rung, train, device = config.rung, train_config(config), world.device
+    B, T, ours = train.micro_batch_size, train.seq_len, "ours" in rung
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if ours or "tf32" in rung else "highest")
+    elif device.type == "cpu":
+        import torch._inductor.config as inductor
+
+        inductor.cpp.enable_kernel_profile = True  # or the profiler would not see compiled kernels
+    torch.manual_seed(train.seed)
+    model = build(GPTConfig(T, VOCAB_SIZE, train.n_layer, train.n_head, train.n_embd), rung).to(device)
+    autocast = torch.autocast(device.type, dtype=world.dtype, enabled=world.dtype != torch.float32)
+    loader = DataLoaderLite(train.data, "train", B, T, world.rank, world.world_size, train.seed)
+    optimizer = configure_optimizer(model, train)
+    if not (ours or "fused" in rung):
+        for group in optimizer.param_groups:
+            group["fused"] = None  # torch's own choice: one tensor after another on a CPU, _foreach_ on a GPU
+    scaler = torch.amp.GradScaler(device.type, enabled=world.dtype == torch.float16)
+    eager = "" if "compile" in rung else "not compiled"  # or why
+    if ours and not (eager := why_not_compile(device) if config.compile else "--no-compile"):
+        model.compile()
+    replica = torch.compile(model) if "compile" in rung else model
+    if world.world_size > 1:
+        device_ids = [device.index] if device.type == "cuda" else None
+        replica = DistributedDataParallel(replica, device_ids=device_ids, gradient_as_bucket_view=True)
+
+    def step(number: int) -> float:
+        """One update, as in train_gpt2.train. Returns its seconds."""
+        began = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = get_lr(number, train)
+        with record_function("data"):
+            x, y = (t.to(device, non_blocking=True) for t in loader.next_batch())
+        with autocast:
+            _, loss = replica(x, y)
+        scaler.scale(loss).backward()
+        with record_function("optimizer"):
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip or math.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+        world.sum(loss.detach()).item()
+        return time.perf_counter() - began
+
+    try:
+        step(0)
+        first_step_at = time.time()
+        for number in (1, 2):
+            step(number)
+        seconds = [step(number) for number in range(3, 3 + config.steps)]
+    except torch.OutOfMemoryError:
+        raise RunError(f"out of memory at --micro-batch-size {B}, --seq-len {T}: lower one") from None
+    low, median, high = np.percentile(seconds, [25, 50, 75]).tolist()
+    result = {
+        "rung": list(rung), "device": world.description, "eager": eager, "torch": torch.__version__,
+        "preset": train.preset, "B": B, "T": T, "world_size": world.world_size,
+        "parameters": model.num_parameters(), "flops_per_token": model.flops_per_token(T),
+        "first_step_at": first_step_at, "steps": config.steps,
+        "ms": 1e3 * median, "ms_quartiles": [1e3 * low, 1e3 * high],
+        "tok_per_s": B * T * world.world_size / median, "peak_memory": peak_memory(device),
+    }
+    if ours:
+        with profile():
+            step(0)  # the first is slower
+        with profile(record_shapes=True) as profiler:
+            began = time.perf_counter()
+            step(1)
+            step(2)
+            result["profiled_ms"] = 1e3 * (time.perf_counter() - began) / 2
+        with tempfile.TemporaryDirectory() as folder:
+            profiler.export_chrome_trace(f"{folder}/trace.json")
+            events = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+        result["parts_ms"] = split(events, 2, result["profiled_ms"])
+    return result
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes: the peak of a CUDA device's tensors, otherwise of the whole process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":  # getrusage would count what the parent held when it started this process
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
+COMMUNICATION, ATTENTION, MATMULS, HEAD, OTHERS, OPTIMIZER, DATA, GAPS = PARTS = (
+    "communication", "attention", "matmuls of the blocks", "head and loss", "norms, GELU, residual", "optimizer",
+    "data", "gaps",
+)
+
+
+def part_of(name: str, sizes: str, parent: str) -> str:
+    """The part that an operator or a kernel belongs to: by its name and its inputs' sizes, or else its parent's."""
+    if OPTIMIZER in (name, parent) or DATA in (name, parent):
+        return OPTIMIZER if OPTIMIZER in (name, parent) else DATA
+    if re.search("nccl|gloo|c10d|all_?reduce", name, re.IGNORECASE):
+        return COMMUNICATION
+    if re.search(rf"\b({VOCAB_SIZE}|50304)\b", sizes) or re.search("log_softmax|nll_loss|cross_entropy", name):
+        return HEAD
+    if re.search("cpp_fused|triton_", name):  # compiled: these bear the names of all operators that went in
+        return OTHERS
+    if re.search("attention|flash|fmha|sdp|bmm", name, re.IGNORECASE):
+        return ATTENTION
+    if re.search("(mm|linear)(Backward|$)", name, re.IGNORECASE):
+        return MATMULS
+    return OTHERS if parent == GAPS and name.startswith("aten::") else parent
+
+
+def split(events: list[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
+    """Milliseconds a step by part, from the profiler's trace of `steps` steps of `step_ms` each. They sum to step_ms.
+
+    On a CPU an operator counts with its own time, without that of the operators it calls; on a GPU every kernel counts
+    for the operator that launched it. Head and loss: whatever has the vocabulary among its inputs' sizes (the token
+    embedding is the same matrix) or a loss's name. Attention: the products of queries, keys and values. Matmuls: the
+    other products. What compilation has fused is the loss, or else norms, GELU, residual (with casts and copies).
+    Optimizer: from clipping to zero_grad. Communication: only while nothing else runs. Gaps: the rest of the step,
+    in which Python, autograd or the launch of kernels is waited for.
+    """
+    events = [e for e in events if e.get("ph") == "X"]
+    spans = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
+    work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    open_spans: list[dict[str, Any]] = []
+    for e in sorted(spans, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
+        while open_spans and (open_spans[-1]["tid"] != e["tid"] or e["ts"] >= open_spans[-1]["end"]):
+            open_spans.pop()
+        parent = open_spans[-1] if open_spans else {"part": GAPS, "own": 0.0}
+        name = "" if e["name"].startswith("##") else e["name"]  # a compiled graph's, with letters at random
+        e["part"] = part_of(name, str(e.get("args", {}).get("Input Dims", "")), parent["part"])
+        e["own"], e["end"] = e["dur"], e["ts"] + e["dur"]
+        parent["own"] -= e["dur"]
+        open_spans.append(e)
+    launched = {e["args"]["External id"]: e["part"] for e in spans if "External id" in e.get("args", {})}
+    for e in work:
+        part = launched.get(e["args"].get("External id"), OTHERS)
+        e["part"] = part if part not in (GAPS, OTHERS) else part_of(e["name"], "", OTHERS)
+        e["own"] = e["dur"]
+    if not work:
+        main = next(e["tid"] for e in spans if e["name"] == OPTIMIZER)
+        work = [e for e in spans if e["tid"] == main or e["part"] == COMMUNICATION]
+    parts = {part: sum(e["own"] for e in work if e["part"] == part) / 1e3 / steps for part in PARTS}
+    alone = covered(work) - covered([e for e in work if e["part"] != COMMUNICATION])
+    parts |= {COMMUNICATION: alone / 1e3 / steps, GAPS: 0.0}
+    return parts | {GAPS: step_ms - sum(parts.values())}
+
+
+def covered(events: list[dict[str, Any]]) -> float:
+    """Microseconds in which at least one of the events ran."""
+    total, reached = 0.0, -math.inf
+    for e in sorted(events, key=lambda e: e["ts"]):
+        total += max(e["ts"] + e["dur"] - max(e["ts"], reached), 0.0)
+        reached = max(reached, e["ts"] + e["dur"])
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside the measured processes
+
+
+def coordinate(config: BenchConfig) -> Distributed:
+    """This process's place among torchrun's. They only wait for one another: what they measure runs in their children.
+    Raises InputError for a device that isn't there."""
+    rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in
+                                    (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    place = choose_device(config.device, config.dtype, local_rank)
+    if world_size > 1:
+        torch.distributed.init_process_group("gloo", timeout=timedelta(hours=2))
+    if rank == 0 and hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5 * os.cpu_count():
+        print(f"warning: load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: is other work going on?",
+              file=sys.stderr, flush=True)
+    return Distributed(rank, local_rank, world_size, *place)
+
+
+def apart(config: BenchConfig, rung: Collection[str], world: Distributed | None = None, **env: str) -> dict[str, Any]:
+    """`measure` in a fresh process, alone or (with `world`) together with those of the other ranks.
+
+    Adds time_to_first_step, seconds from the command on. Raises RunError with the message of a process that failed.
+    """
+    environment = os.environ | env
+    if world and world.world_size > 1:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = world.gather(free.getsockname()[1])[0]  # a port of rank 0's machine
+        environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    else:
+        environment = {k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE")}
+    with tempfile.TemporaryDirectory() as folder:
+        config = replace(config, rung=tuple(rung), json=f"{folder}/result.json", ladder=False, picture="")
+        command = [sys.executable, str(Path(__file__).resolve())]
+        for name in (field.name for field in fields(config)):
+            value = getattr(config, name)
+            if isinstance(value, bool):
+                command.append(flag(name) if value else flag(f"no_{name}"))
+            else:
+                command += [flag(name), *(value if isinstance(value, tuple) else [str(value)])]
+        began = time.time()
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+            raise RunError(f"{'+'.join(rung)}: {last.removeprefix('error: ')}")
+        result = json.loads(Path(config.json).read_text(encoding="utf-8"))
+    return result | {"time_to_first_step": result["first_step_at"] - began}
+
+
+def aligned(rows: list[tuple[str, ...]], left: int) -> str:
+    """Rows as a table: the first `left` columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def gigabytes(size: int | None) -> str:
+    return f"{size / 1e9:.2f} GB" if size else "n/a"
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """FLOP/s of a product of large random matrices, by precision."""
+    if device.type != "cuda":
+        n = 256 if device.type == "cpu" and not cpu_has_bfloat16() else 1024  # emulated, a hundred times slower
+        sizes = {"float32": 1024, "bfloat16": n}
+        return {name: matmul_flops(device, getattr(torch, name), n) for name, n in sizes.items()}
+    ampere = torch.cuda.get_device_capability(device) >= (8, 0)
+    names = ("float32", "float16", *["bfloat16"] * ampere)
+    found = {name: matmul_flops(device, getattr(torch, name), 8192) for name in names}
+    if ampere:
+        torch.set_float32_matmul_precision("high")
+        found["tf32"] = matmul_flops(device, torch.float32, 8192)
+    torch.cuda.empty_cache()
+    return found
+
+
+def report(config: BenchConfig, world: Distributed) -> dict[str, Any]:
+    """Ceilings, then the step of train_gpt2.py: with an empty compile cache, and again with the one that left."""
+    peaks, copy = ceilings(world.device), copy_bytes(world.device, 2**30 if world.device.type == "cuda" else 2**28)
+    with tempfile.TemporaryDirectory() as cache:
+        env = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=f"{cache}/triton")
+        cold = apart(replace(config, steps=1), ["ours"], world, **env) if config.compile else None
+        result = apart(config, ["ours"], world, **env)
+    precision = str(world.dtype).removeprefix("torch.")
+    ceiling = max(peaks.get(name, 0.0) for name in (precision, "float32", *["tf32"] * (precision == "float32")))
+    sheet = data_sheet_flops(world.device, world.dtype)
+    per_device = result["flops_per_token"] * result["tok_per_s"] / world.world_size
+    result |= {
+        "ceilings_flops": peaks, "copy_bytes_per_s": copy, "ceiling_flops": ceiling, "data_sheet_flops": sheet,
+        "cold_first_step_s": cold and cold["time_to_first_step"], "warm_first_step_s": result["time_to_first_step"],
+        "mfu_ceiling": per_device / ceiling, "mfu_data_sheet": sheet and per_device / sheet,
+    }
+    if world.rank:
+        return result
+    B, T, eager, (low, high) = (result[key] for key in ("B", "T", "eager", "ms_quartiles"))
+    resident = "" if world.device.type == "cuda" else ", all of the process"
+    rows = [
+        *((f"{name} product", f"{rate / 1e12:,.3f} TFLOP/s") for name, rate in peaks.items()),
+        ("copy", f"{copy / 1e9:,.1f} GB/s, read and written"),
+        ("model", f"{result['parameters']:,} parameters, {result['flops_per_token'] / 1e6:,.0f} MFLOP a token "
+                  "(6 N + 12 L C T: PaLM, appendix B)"),
+        ("step", f"B {B}, T {T}, ranks {world.world_size}, " + (f"eager: {eager}" if eager else "compiled")),
+        ("first step done", f"{result['warm_first_step_s']:.1f} s after the command" + (
+            f", {cold['time_to_first_step']:.1f} s with an empty compile cache" if cold else "")),
+        ("a step", f"{result['ms']:,.1f} ms (quartiles {low:,.1f} to {high:,.1f}, {config.steps} steps)"),
+        ("speed", f"{result['tok_per_s']:,.0f} tok/s"),
+        ("MFU", f"{result['mfu_ceiling']:.1%} of the measured {ceiling / 1e12:,.3g} TFLOP/s"),
+        ("", f"{result['mfu_data_sheet']:.1%} of the data sheet's {sheet / 1e12:,.3g}" if sheet else
+         "of the data sheet: n/a"),
+        ("peak memory", gigabytes(result["peak_memory"]) + resident),
+    ]
+    total = result["profiled_ms"]
+    parts = [(name, f"{ms:,.1f} ms", f"{ms / total:.1%}") for name, ms in result["parts_ms"].items()]
+    print(f"device: {world.description}\n{aligned(rows, 2)}\n")
+    print(aligned([("where it goes", "", ""), *parts, ("a step with the profiler on", f"{total:,.1f} ms", "")], 1))
+    return result
+
+
+def missing(config: BenchConfig, device: torch.device) -> dict[str, str]:
+    """Rungs that this machine hasn't got -> why."""
+    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    found = {} if ampere else {"tf32": "no NVIDIA GPU of the Ampere generation or later"}
+    if not (ampere or (device.type == "cpu" and cpu_has_bfloat16())):
+        found["bf16"] = "the chip does not compute in bfloat16"
+    if why := why_not_compile(device) if config.compile else "--no-compile":
+        found["compile"] = why
+    return found
+
+
+def climb(config: BenchConfig, world: Distributed) -> dict[str, Any]:
+    """The ladder, on rank 0's device: {"rungs": {name: measurement or {"skipped": reason}}}. Prints and draws it."""
+    skipped, rung, rungs = missing(config, world.device), [], {}
+    for name in RUNGS:
+        if name in skipped:
+            rungs[name] = {"skipped": skipped[name]}
+            continue
+        rung = ["ours"] if name == "ours" else [*rung, name]
+        try:
+            rungs[name] = apart(config, rung)
+            print(f"{name}: {rungs[name]['ms']:,.1f} ms a step", file=sys.stderr, flush=True)
+        except RunError as error:
+            rungs[name] = {"skipped": str(error)}
+    measured = {name: result for name, result in rungs.items() if "ms" in result}
+    if not measured:
+        raise RunError(next(iter(rungs.values()))["skipped"])
+    first = next(iter(measured.values()))
+    rows = [("rung", "what it changes", "ms a step", "tok/s", "memory", "speed-up", "A100 ms")]
+    for name, (change, published) in RUNGS.items():
+        cells = ["skipped", "", "", ""]
+        if result := measured.get(name):
+            cells = [f"{result['ms']:,.1f}", f"{result['tok_per_s']:,.0f}", gigabytes(result["peak_memory"]),
+                     f"{first['ms'] / result['ms']:.2f} x"]
+        rows.append((name, change, *cells, f"{published:,}" if published else ""))
+    print(f"device: {world.description}\n{first['preset']}, B {first['B']}, T {first['T']}, median of {config.steps} "
+          f"steps; A100: published, B 16, T 1024\n\n{aligned(rows, 2)}")
+    for name, result in rungs.items():
+        if name not in measured:
+            print(f"{name} skipped: {result['skipped']}")
+    if config.picture:
+        draw(measured, Path(config.picture))
+    return {"rungs": rungs}
+
+
+def draw(rungs: dict[str, dict[str, Any]], path: Path) -> None:
+    """Two panels of bars, ms a step: this machine's, and the published A100's."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return print("no picture: `pip install matplotlib`")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    here, there = figure.subplots(1, 2)
+    published = {name: ms for name, (_, ms) in RUNGS.items() if ms}
+    measured, one = {name: result["ms"] for name, result in rungs.items()}, next(iter(rungs.values()))
+    for axes, times, title in [(here, measured, f"this machine: B {one['B']}, T {one['T']}"),
+                               (there, published, "one A100, published: B 16, T 1024")]:
+        bars = axes.barh(list(times), list(times.values()))
+        axes.bar_label(bars, [f"{ms:,.0f}" for ms in times.values()], padding=3)
+        axes.set(title=title, xlabel="ms a step", xlim=(0, 1.15 * max(times.values())))
+        axes.invert_yaxis()
+    with atomic_path(path) as partial:
+        figure.savefig(partial, format=path.suffix[1:])
+    print(f"picture: {path}")
+
+
+def scaling(config: BenchConfig, world: Distributed) -> dict[str, Any]:
+    """tok/s of each rank alone while the others wait, of all together, and the ratio. Prints it."""
+    rates = []
+    for rank in range(world.world_size):  # gather makes the others wait
+        rates.append(world.gather(apart(config, ["ours"])["tok_per_s"] if rank == world.rank else None)[rank])
+    together = apart(config, ["ours"], world)["tok_per_s"]
+    ratio = together / np.mean(rates)
+    if world.rank == 0:
+        print(f"\nranks: {world.world_size}, each alone {', '.join(f'{rate:,.0f}' for rate in rates)} tok/s; together "
+              f"{together:,.0f} tok/s, {ratio:.2f} times one ({ratio / world.world_size:.0%} of ideal)")
+    return {"alone_tok_per_s": rates, "together_tok_per_s": together, "scaling": ratio}
+
+
+def main(args: list[str] | None = None) -> None:
+    config = parse_args(BenchConfig, args=args)
+    if config.steps < 1:
+        raise InputError(f"--steps {config.steps}: at least 1")
+    if config.picture and Path(config.picture).suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"--picture {config.picture}: a name that ends in .png, .svg or .pdf")
+    for path in filter(None, (config.json, config.ladder and config.picture)):
+        if not Path(path).absolute().parent.is_dir():
+            raise InputError(f"{path}: there is no folder {Path(path).parent}")
+    train = train_config(config)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the process that measures, too
+    world = Distributed.start(train) if config.rung else coordinate(config)
+    try:
+        if config.rung:
+            result = measure(config, world)
+        elif config.ladder:
+            result = climb(config, world) if world.rank == 0 else {}
+            world.gather(None)
+            result |= scaling(config, world) if world.world_size > 1 else {}
+        else:
+            result = report(config, world)
+    finally:
+        world.stop()
+    if config.json and (config.rung or world.rank == 0):
+        with atomic_write(config.json, "w") as file:
+            json.dump(result, file, indent=1)
+    elif config.rung:
+        print(json.dumps(result, indent=1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The arithmetic of a run
 
 ASSUMED_MFU = 0.4
+DOLLARS_PER_GPU_HOUR = {"A100": 2.0, "H100": 3.0}  # round figures, assumed: clouds differ, and prices change
 
 
 def count_tokens(data: Path) -> int | None:
@@ -23,12 +572,12 @@ def duration(seconds: float) -> str:
 
 
 def print_plan(config: TrainConfig) -> None:
-    """Parameters, FLOPs, tokens, epochs, memory and time of the run that `config` describes.
+    """Parameters, FLOPs, tokens, epochs, memory, time and cost of the run that `config` describes.
 
-    Memory is float32 for weights, gradients and Adam's two moments (16 bytes a parameter). What a micro-batch adds is
-    estimated as 34 T B C bytes a layer for activations in 16 bits with an attention that keeps no T x T matrix
+    Memory is float32 for weights, gradients and Adam's two moments (16 bytes a parameter). What a sequence adds is
+    estimated as 34 T C bytes a layer for activations in 16 bits with an attention that keeps no T x T matrix
     (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 2), double in
-    float32, and three copies of the (B, T, V) logits in float32.
+    float32, and three copies of its (T, V) logits in float32.
     """
     device, dtype, description = choose_device(config.device, config.dtype)
     if config.init == "scratch":
@@ -41,21 +590,34 @@ def print_plan(config: TrainConfig) -> None:
     tokens = config.max_steps * config.total_batch_size
     available = count_tokens(Path(config.data))
     peak, source = peak_flops(device, dtype)
-    seconds = flops * tokens / (peak * ASSUMED_MFU)
-    width = 2 if dtype.itemsize == 4 else 1
-    sequence = config.seq_len * (34 * width * model.config.n_embd * model.config.n_layer + 12 * model.config.vocab_size)
-    rows = {
-        "device": description,
-        "parameters": f"{N:,} ({model.num_parameters(False) - model.wte.weight.numel():,} without embeddings)",
-        "FLOPs a token": f"{flops:,} (6 N + 12 L C T, N without position embeddings)",
-        "tokens": f"{tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
-        "epochs": f"{tokens / available:.3f} of {available:,} training tokens" if available else
-        f"unknown: no {config.data} yet",
-        "FLOPs": f"{flops * tokens:.3e}",
-        "memory": f"{16e-9 * N:.2f} GB: weights {4e-9 * N:.2f}, gradients {4e-9 * N:.2f}, Adam {8e-9 * N:.2f}",
-        "and a sequence": f"{sequence / 1e9:.2f} GB, times the micro-batch (estimate)",
-        "time": f"{duration(seconds)} on one such device, {duration(seconds / 8)} on eight: a projection at "
-        f"{ASSUMED_MFU:.0%} of {peak / 1e12:,.3g} TFLOP/s ({source})",
-    }
-    for name, value in rows.items():
-        print(f"{name:>15}: {value}")
+    rate = peak * ASSUMED_MFU / flops
+    B, T, width = config.micro_batch_size or 1, config.seq_len, 2 if dtype.itemsize == 4 else 1
+    activations = B * T * 34 * width * model.config.n_embd * model.config.n_layer
+    logits = B * T * 12 * model.config.vocab_size
+    rows = [
+        ("device", description),
+        ("parameters", f"{N:,} ({model.num_parameters(False) - model.wte.weight.numel():,} without embeddings)"),
+        ("FLOPs a token", f"{flops:,} (6 N + 12 L C T, N without position embeddings)"),
+        ("tokens", f"{tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}"),
+        ("epochs", f"{tokens / available:.3f} of {available:,} training tokens" if available else
+         f"unknown: no {config.data} yet"),
+        ("FLOPs", f"{flops * tokens:.3e} (napkin, 6 x parameters x tokens: {6 * N * tokens:.3e})"),
+        ("memory", f"{16e-9 * N:.2f} GB, 16 bytes a parameter"),
+        ("", f"weights {4e-9 * N:.2f}, gradients {4e-9 * N:.2f}, Adam's moments {8e-9 * N:.2f}"),
+        (f"and B = {B}", f"{(activations + logits) / 1e9:.2f} GB, an estimate: activations {activations / 1e9:.2f}, "
+                         f"logits {logits / 1e9:.2f}" + " a sequence" * (B == 1)),
+        ("time", f"{duration(tokens / rate)} on this device at {rate:,.0f} tok/s: a projection,"),
+        ("", f"{ASSUMED_MFU:.0%} of its {peak / 1e12:,.3g} TFLOP/s ({source})"),
+    ]
+    for name, price in DOLLARS_PER_GPU_HOUR.items():
+        speed = 8 * PEAK_TFLOPS[name] * 1e12 * ASSUMED_MFU
+        hours = flops * tokens / speed / 3600
+        rows.append((f"on 8 x {name}", f"{duration(3600 * hours)}, ${8 * hours * price:,.2f}; napkin "
+                                       f"{duration(6 * N * tokens / speed)} (assumed: MFU {ASSUMED_MFU:.0%} of "
+                                       f"{PEAK_TFLOPS[name]}, ${price:.2f} a GPU hour)"))
+    for name, value in rows:
+        print(f"{name:>15}{':' if name else ' '} {value}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -57,22 +58,51 @@ PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 
                "T4": 65, "RTX 4090": 165, "RTX 3090": 71}
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(FLOP/s that count as an MFU of 100 %, where the figure is from) for this device and precision."""
+def data_sheet_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a GPU's 16-bit tensor cores, None where PEAK_TFLOPS doesn't say."""
     if device.type == "cuda" and dtype != torch.float32:
         for name, tflops in PEAK_TFLOPS.items():
             if re.search(rf"\b{name}\b", torch.cuda.get_device_name(device)):
-                return tflops * 1e12, "data sheet"
+                return tflops * 1e12
+    return None
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """(FLOP/s that count as an MFU of 100 %, where the figure is from) for this device and precision."""
+    if peak := data_sheet_flops(device, dtype):
+        return peak, "data sheet"
     if device.type == "cpu" and not cpu_has_bfloat16():
         dtype = torch.float32  # 16 bits are emulated there, and a plain product of them is no measure
     n = 4096 if device.type == "cuda" else 1024
-    a = torch.ones(n, n, device=device, dtype=dtype)  # not random: training's generator is left alone
-    rates = []
-    for _ in range(20):
+    return matmul_flops(device, dtype, n), f"measured, {n} x {n} product"
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
+    """The best FLOP/s of 20 products of random n x n matrices.
+
+    Random, because zeros and ones take a GPU less power and run at a higher clock. Training's generator is left alone.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    a = torch.randn(n, n, device=device, generator=generator).to(dtype)
+    return 2 * n**3 / fastest(lambda: a @ a, device, 20)
+
+
+def copy_bytes(device: torch.device, size: int) -> float:
+    """The best bytes/s, read plus written, of 20 copies of `size` bytes."""
+    a, b = torch.zeros(2, size // 4, device=device)
+    return 2 * size / fastest(lambda: b.copy_(a), device, 20)
+
+
+def fastest(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest of `repeats` calls, each waited for, after one that is not counted."""
+    wait = getattr(torch, device.type).synchronize  # of torch.cpu, too: there is nothing to wait for
+    seconds = []
+    for _ in range(repeats + 1):
         began = time.perf_counter()
-        (a @ a).sum().item()
-        rates.append(2 * n**3 / (time.perf_counter() - began))
-    return max(rates), f"measured, {n} x {n} product"
+        call()
+        wait()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
 
 
 def why_not_compile(device: torch.device) -> str:
