@@ -96,8 +96,14 @@ def read_pretrained(folder: Path) -> tuple[dict[str, int], dict[str, torch.Tenso
     return config, {name: t.t().contiguous() if CONV1D.search(name) else t for name, t in state.items()}
 
 
-def write_pretrained(folder: Path, config: dict[str, int], state: dict[str, torch.Tensor]) -> None:
-    """The reverse: config.json, model.safetensors and, for GPT-2's vocabulary, the tokenizer's files."""
+def to_hub(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters under Hugging Face's names and in its layout, as views of ours."""
+    return {f"transformer.{name}": t.t() if CONV1D.search(name) else t for name, t in state.items()}
+
+
+def write_pretrained(folder: Path, config: dict[str, int], tensors: dict[str, torch.Tensor]) -> None:
+    """The reverse, with `tensors` from to_hub: config.json, model.safetensors and, for GPT-2's vocabulary, the
+    tokenizer's files."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,10 +121,7 @@ def write_pretrained(folder: Path, config: dict[str, int], state: dict[str, torc
     }
     with atomic_write(folder / "config.json", "w") as file:
         file.write(json.dumps(raw, indent=2) + "\n")
-    tensors = {
-        f"transformer.{name}": (tensor.t() if CONV1D.search(name) else tensor).cpu().float().contiguous()
-        for name, tensor in state.items()
-    }
+    tensors = {name: tensor.cpu().float().contiguous() for name, tensor in tensors.items()}
     with atomic_path(folder / "model.safetensors") as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", partial)  # safetensors lets nobody else read its files

@@ -38,8 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import runlog
 from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, remove_folder, run
-from devices import choose_device, keep_freed_memory, peak_flops, why_not_compile
-from pretrained import model_folder, read_pretrained, write_pretrained
+from devices import choose_device, keep_freed_memory, peak_flops, why_not_compile, yield_to_others
+from pretrained import model_folder, read_pretrained, to_hub, write_pretrained
 from shards import TokenStream
 from tokenizer import VOCAB_SIZE, get_tokenizer
 
@@ -363,7 +363,7 @@ class GPT(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face GPT-2: config.json, model.safetensors and, for GPT-2's vocabulary, its tokenizer."""
-        write_pretrained(Path(folder), asdict(self.config), self.state_dict())
+        write_pretrained(Path(folder), asdict(self.config), to_hub(self.state_dict()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -521,7 +521,7 @@ def on_host(value: Any, before: Any = None) -> Any:
     before: an earlier copy, whose memory is used again: new pages cost more than the copying.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True) if before is None else before.copy_(value)
+        return (torch.empty(value.shape, dtype=value.dtype) if before is None else before).copy_(value)
     if isinstance(value, dict):
         return {key: on_host(item, before.get(key) if before else None) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -538,7 +538,7 @@ class CheckpointWriter:
 
     def __init__(self, config: TrainConfig):
         self.log_dir, self.keep, self.keep_every = Path(config.log_dir), config.keep_checkpoints, config.keep_every
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=yield_to_others)
         self._writing: Future | None = None
         self._copy: Any = None
 
@@ -547,7 +547,7 @@ class CheckpointWriter:
         if self._writing:
             self._writing.exception()  # one at a time; a failure has been reported
         folder = self.log_dir / f"step_{state['step']:06d}"
-        self._copy = on_host([model.state_dict(), state], self._copy)
+        self._copy = on_host([to_hub(model.state_dict()), state], self._copy)
         self._writing = self._thread.submit(self._write, folder, model.config, *self._copy)
         failed = lambda error: f"{folder}: not written ({first_line(error)})"  # noqa: E731
         if not wait:
