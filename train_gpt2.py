@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 import runlog
 from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, remove_folder, run
 from devices import choose_device, keep_freed_memory, peak_flops, why_not_compile, yield_to_others
+from loss import fused_next_token_loss, lm_head, next_token_loss
 from pretrained import model_folder, read_pretrained, to_hub, write_pretrained
 from shards import TokenStream
 from tokenizer import VOCAB_SIZE, get_tokenizer
@@ -106,6 +107,8 @@ class TrainConfig:
     """Permute shards, and documents (of a .txt file: passages) within each, anew every epoch; otherwise file order."""
     compile: bool = True
     """Compile the blocks and the loss with torch.compile."""
+    low_memory: bool = False
+    """Make the logits of 1,024 tokens at a time: slower on a GPU, for a larger model or batch where memory is short."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -239,24 +242,6 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = x + self.attn(self.ln_1(x), mask)
         return x + self.mlp(self.ln_2(x))
-
-
-def lm_head(x: torch.Tensor, wte: torch.Tensor) -> torch.Tensor:
-    """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
-
-    On a GPU the product is made with V rounded up to a multiple of 64 (50,257 -> 50,304), which suits its tensor
-    cores; the rows added are zeros made on the spot, neither parameters nor seen by the softmax.
-    """
-    V = wte.size(0)
-    if x.is_cuda:
-        wte = F.pad(wte, (0, 0, 0, -V % 64))
-    return F.linear(x, wte)[..., :V]
-
-
-def next_token_loss(x: torch.Tensor, wte: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (B, T, V) and their mean cross-entropy in nats, a float32 scalar. x (B, T, C), targets (B, T)"""
-    logits = lm_head(x, wte)
-    return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 class GPT(nn.Module):
@@ -469,7 +454,8 @@ def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, world: "Dis
         n = min(B, sequences - first)
         buffer = torch.from_numpy(loader.read(first * T, n * T + 1).astype(np.int64)).to(world.device)
         with autocast:
-            _, loss = model(buffer[:-1].view(n, T), buffer[1:].view(n, T))
+            x = model.hidden(buffer[:-1].view(n, T))
+            _, loss = fused_next_token_loss(x, model.wte.weight, buffer[1:])
         total += loss.double().cpu() * n
     return world.sum(total).item() / sequences
 
@@ -505,7 +491,7 @@ CHECKPOINT_FORMAT = 1
 MAY_CHANGE = {
     "preset", "data", "log_dir", "init", "resume", "max_steps", "micro_batch_size", "compile", "device", "plan",
     "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data", "sample_every", "sample_prompt", "save_every",
-    "keep_checkpoints", "keep_every", "skip_bad_steps", "check_against",
+    "keep_checkpoints", "keep_every", "skip_bad_steps", "check_against", "low_memory",
 }
 
 
@@ -828,6 +814,8 @@ def train(config: TrainConfig, world: Distributed) -> int:
         say(f"no torch.compile on this machine ({reason}): going on without it")
     elif config.compile:
         model.compile()
+    if config.low_memory or model.next_token_loss is next_token_loss:  # eager: faster, too
+        model.next_token_loss = fused_next_token_loss
     replica = model
     if world.world_size > 1:
         device_ids = [world.device.index] if world.device.type == "cuda" else None

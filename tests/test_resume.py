@@ -143,13 +143,13 @@ def test_stopped_before_its_first_checkpoint_a_run_writes_its_log_again(text, tm
 
 def poison(monkeypatch, *calls):
     """Makes the loss of some forward passes in training undefined, the first pass being 0."""
-    original, count = train_gpt2.next_token_loss, iter(range(10**9))
+    original, count = train_gpt2.fused_next_token_loss, iter(range(10**9))
 
     def poisoned(*args):
         logits, loss = original(*args)
         return logits, loss * (torch.nan if next(count) in calls else 1)
 
-    monkeypatch.setattr(train_gpt2, "next_token_loss", poisoned)
+    monkeypatch.setattr(train_gpt2, "fused_next_token_loss", poisoned)
 
 
 def test_a_bad_step_stops_the_run_with_the_weights_before_it(text, tmp_path, monkeypatch):
@@ -183,7 +183,7 @@ import train_gpt2
 from common import run
 
 rank, restarts, calls = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], iter(range(10**9))
-original = train_gpt2.next_token_loss
+original = train_gpt2.fused_next_token_loss
 
 def disturbed(*args):
     logits, loss = original(*args)
@@ -194,7 +194,7 @@ def disturbed(*args):
         os.kill(os.getpid(), signal.SIGKILL)
     return logits, loss
 
-train_gpt2.next_token_loss = disturbed
+train_gpt2.fused_next_token_loss = disturbed
 if __name__ == "__main__":
     run(train_gpt2.main)
 """
