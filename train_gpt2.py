@@ -528,6 +528,12 @@ class CheckpointWriter:
         self._writing: Future | None = None
         self._copy: Any = None
 
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._thread.shutdown()  # however training ends, what is being written is finished
+
     def save(self, model: GPT, state: dict[str, Any], wait: bool) -> None:
         """Copies model and state, and has them written. With `wait` it returns when that is done; InputError if not."""
         if self._writing:
@@ -621,10 +627,14 @@ class Distributed:
         if device.type == "cpu":
             keep_freed_memory()
         if "RANK" in os.environ:
-            if device.type == "cuda":
-                torch.distributed.init_process_group("nccl", device_id=device)
-            else:
-                torch.distributed.init_process_group("gloo")
+            store, _, _ = next(torch.distributed.rendezvous("env://"))
+            if os.environ.get("GROUP_WORLD_SIZE") == "1":
+                # torchrun (2.13) keeps one store over its restarts, with the addresses of lost ranks in it.
+                store = torch.distributed.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            torch.distributed.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world_size,
+                device_id=device if device.type == "cuda" else None,
+            )
         return cls(rank, local_rank, world_size, device, dtype, description)
 
     def stop(self) -> None:
@@ -863,7 +873,7 @@ def train(config: TrainConfig, world: Distributed) -> int:
                 writer.save(model, state, wait)
 
     bar = tqdm(total=config.max_steps, initial=start, unit="step", disable=None if world.rank == 0 else True)
-    with StopSignals() as signals, bar:
+    with StopSignals() as signals, bar, writer:
         for step in range(start, config.max_steps + 1):
             last = step == config.max_steps
 

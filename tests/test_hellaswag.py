@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import re
 import threading
 
 import pytest
@@ -70,19 +71,26 @@ def test_losses_and_predictions_equal_the_plain_scorers(model):
 def test_command_on_a_folder(model, tmp_path):
     """The command, whose model is transformers', says what the plain scorer says; --json holds every task."""
     _, folder = model
-    args = ["-m", folder, "-d", "cpu", "--data", TASKS, "--limit", 30, "--json", tmp_path / "out.json"]
+    args = ["-m", folder, "-d", "cpu", "--data", TASKS, "--limit", 30, "--harness", "--json", tmp_path / "out.json"]
     done = script("hellaswag.py", *args)
     assert done.returncode == 0, done.stderr
-    examples = hellaswag.load_examples(TASKS)[:30]
-    losses, lengths = plain_losses(folder, examples)
-    labels = torch.tensor([example["label"] for example in examples])
-    acc = (losses.argmin(1) == labels).double().mean().item()
-    acc_norm = ((losses / lengths).argmin(1) == labels).double().mean().item()
-    assert done.stdout.splitlines()[-1] == f"30 acc: {acc:.4f} acc_norm: {acc_norm:.4f}"
+    losses, _ = plain_losses(folder, examples := hellaswag.load_examples(TASKS)[:30])
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [row["task"] for row in rows] == list(range(30))
+    assert [row["label"] for row in rows] == [example["label"] for example in examples]
     assert [row["prediction"] for row in rows] == losses.argmin(1).tolist()
-    assert [row["prediction_norm"] for row in rows] == (losses / lengths).argmin(1).tolist()
+    assert [row["losses"] for row in rows] == [pytest.approx(row, rel=1e-4) for row in losses.tolist()]
+    for name, part in (("lm-evaluation-harness", [row["harness"] for row in rows]), ("completion", rows)):
+        accuracies = [sum(p[key] == row["label"] for p, row in zip(part, rows, strict=True)) / 30
+                      for key in ("prediction", "prediction_norm")]
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{name} style: ")]
+        assert re.findall(r"acc(?:_norm)? (\S+)", line) == [f"{a:.4f}" for a in accuracies]
+        for row, p in zip(rows, part, strict=True):
+            means = [loss / n for loss, n in zip(p["losses"], p["lengths"], strict=True)]
+            assert means.index(min(means)) == p["prediction_norm"], row
+    acc, acc_norm = accuracies
+    assert done.stdout.splitlines()[-1] == f"30 acc: {acc:.4f} acc_norm: {acc_norm:.4f}"
+    assert [row["lengths"] for row in rows] != [row["harness"]["lengths"] for row in rows]
 
 
 def task(context="A man sits on a roof. He", label=1, **changes):
@@ -156,22 +164,6 @@ def test_harness_style(model):
     assert decode(context) == "Roof shingle removal: How to. a roof Look up. He"
     cleaned = [" is ripping tiles off.", " jumps. down", " sleeps all day", " holds a café's cube."]
     assert list(map(decode, endings)) == cleaned
-
-
-@needs_tasks
-def test_command_prints_both_styles(model, tmp_path):
-    _, folder = model
-    args = ["-m", folder, "-d", "cpu", "--data", TASKS, "--limit", 20, "--harness", "--json", tmp_path / "out.json"]
-    done = script("hellaswag.py", *args)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "out.json").read_text())
-    for name, part in (("lm-evaluation-harness", [row["harness"] for row in rows]), ("completion", rows)):
-        acc, acc_norm = (sum(p[key] == row["label"] for p, row in zip(part, rows, strict=True)) / 20
-                         for key in ("prediction", "prediction_norm"))
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{name} style: ")]
-        assert f"acc {acc:.4f} (standard error" in line and f"acc_norm {acc_norm:.4f} (" in line
-    assert done.stdout.splitlines()[-1] == f"20 acc: {acc:.4f} acc_norm: {acc_norm:.4f}"
-    assert [row["lengths"] for row in rows] != [row["harness"]["lengths"] for row in rows]
 
 
 def test_losses_are_float32_under_bfloat16(model):

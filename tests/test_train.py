@@ -25,13 +25,12 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     common = ["--data", text, "--max-steps", 20, "--eval-every", 10, "--max-lr", 1e-2]
     for B in (1, 2, 4, 8):
         train(*common, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
-    for B in (2, 4):  # with and without accumulation
-        done = script("train_gpt2.py", *TINY, *common, "--micro-batch-size", B, "--log-dir", tmp_path / f"two_{B}",
-                      processes=2)
-        assert done.returncode == 0, done.stderr
+    args = ["--micro-batch-size", 2, "--log-dir", tmp_path / "two_2"]
+    done = script("train_gpt2.py", *TINY, *common, *args, processes=2)
+    assert done.returncode == 0, done.stderr
     expected = losses(tmp_path / "alone_8")
     assert len(expected) == 20 and expected[-1] < expected[0] - 1
-    for name in ("alone_1", "alone_2", "alone_4", "two_2", "two_4"):
+    for name in ("alone_1", "alone_2", "alone_4", "two_2"):
         assert losses(tmp_path / name) == pytest.approx(expected, abs=1e-4), name
         assert losses(tmp_path / name, "val") == pytest.approx(losses(tmp_path / "alone_8", "val"), abs=1e-4), name
         norms = losses(tmp_path / name, "norm")
