@@ -37,6 +37,7 @@ from torch.profiler import profile, record_function
 
 from common import InputError, RunError, atomic_path, atomic_write, parse_args, run
 from devices import PEAK_TFLOPS, choose_device, copy_bytes, cpu_has_bfloat16, data_sheet_flops, matmul_flops, peak_flops
+from loss import fused_next_token_loss
 from shards import find_shards, open_shard, tokenize_text
 from train_gpt2 import (
     GPT,
@@ -185,6 +186,8 @@ def measure(config: BenchConfig, world: Distributed) -> dict[str, Any]:
     eager = "" if "compile" in rung else "not compiled"  # or why
     if ours and not (eager := why_not_compile(device) if config.compile else "--no-compile"):
         model.compile()
+    elif ours:
+        model.next_token_loss = fused_next_token_loss
     replica = torch.compile(model) if "compile" in rung else model
     if world.world_size > 1:
         device_ids = [device.index] if device.type == "cuda" else None

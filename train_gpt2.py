@@ -784,16 +784,17 @@ def train(config: TrainConfig, world: Distributed) -> int:
     B = micro_batch(config, model, world, autocast)
     accumulation = config.total_batch_size // (B * T * world.world_size)
     place = dict(B=B, T=T, rank=world.rank, world_size=world.world_size)
-    loader = DataLoaderLite(config.data, "train", **place, seed=config.seed, shuffle=config.shuffle)
-    if loader.total_tokens <= config.total_batch_size:
-        raise InputError(f"{config.data}: {loader.total_tokens} training tokens, too few for one batch of "
-                         f"--total-batch-size {config.total_batch_size}: give more text or lower it")
-    val_loader = DataLoaderLite(config.data, "val", **place, shuffle=False) if config.eval_every else None
-    if val_loader and val_loader.total_tokens <= T:
-        raise InputError(f"{config.data}: {val_loader.total_tokens} validation tokens, too few for one sequence of "
-                         f"--seq-len {T}: give more text, shorten it, or --eval-every 0")
+    with world.together():  # on several machines the data may be missing on one
+        milestones = runlog.read_milestones(Path(config.check_against)) if config.check_against else []
+        loader = DataLoaderLite(config.data, "train", **place, seed=config.seed, shuffle=config.shuffle)
+        if loader.total_tokens <= config.total_batch_size:
+            raise InputError(f"{config.data}: {loader.total_tokens} training tokens, too few for one batch of "
+                             f"--total-batch-size {config.total_batch_size}: give more text or lower it")
+        val_loader = DataLoaderLite(config.data, "val", **place, shuffle=False) if config.eval_every else None
+        if val_loader and val_loader.total_tokens <= T:
+            raise InputError(f"{config.data}: {val_loader.total_tokens} validation tokens, too few for one sequence of "
+                             f"--seq-len {T}: give more text, shorten it, or --eval-every 0")
     tasks = load_hellaswag(config, model, world) if config.hellaswag_every else None
-    milestones = runlog.read_milestones(Path(config.check_against)) if config.check_against else []
 
     # Optimizer and state
     optimizer = configure_optimizer(model, config)

@@ -17,10 +17,12 @@ def train(*args):
 
 
 def test_compiled_equals_eager(tmp_path):
-    for name in ("compile", "no-compile"):
+    for name in ("compile", "no-compile", "low-memory"):
         train("--max-steps", 50, "--eval-every", 25, f"--{name}", "--log-dir", tmp_path / name)
     for stream in ("train", "val"):
-        assert losses(tmp_path / "compile", stream) == pytest.approx(losses(tmp_path / "no-compile", stream), abs=0.02)
+        for name in ("compile", "low-memory"):
+            expected = pytest.approx(losses(tmp_path / "no-compile", stream), abs=0.02)
+            assert losses(tmp_path / name, stream) == expected, name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
