@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
@@ -135,13 +136,9 @@ class Task:
     source: torch.Tensor  # (M,) which of the N tokens predicts this one
     answer: torch.Tensor  # (M,) int64: the token
     ending: torch.Tensor  # (M,) 0 to 3
-    lengths: torch.Tensor  # (4,) float64: what the endings' losses are divided by for acc_norm
+    lengths: torch.Tensor  # (4,) int64: what the endings' losses are divided by for acc_norm
     label: int
     cut: bool  # the context was too long for the model's window and lost its beginning
-
-
-def lay(tokens: list[int], start: int, segment: int) -> list[tuple[int, int, int]]:
-    return [(token, position, segment) for position, token in enumerate(tokens, start)]
 
 
 def prepare(examples: list[dict[str, Any]], block_size: int, harness: bool = False) -> list[Task]:
@@ -154,17 +151,28 @@ def prepare(examples: list[dict[str, Any]], block_size: int, harness: bool = Fal
         if min(rooms) < 1:
             raise InputError(f"HellaSwag task {number}: an ending does not fit into the model's {block_size} tokens")
         cut = len(context) > min(rooms)
-        read: list[tuple[int, int, int]] = [] if cut else lay(context, 0, 0)
-        asked: list[tuple[int, int, int]] = []
+        pieces = [] if cut else [(context, 0, 0)]  # tokens, the position of the first, segment
+        n, sources = 0 if cut else len(context), []
         for i, ending in enumerate(endings):
             own = context[-rooms[i] :]
             if cut:  # then each ending has a context of its own
-                read += lay(own, 0, i + 1)
-            sources = [(len(read) if cut else len(context)) - 1, *range(len(read), len(read) + len(ending) - 1)]
-            read += lay(ending[:-1], len(own), i + 1)
-            asked += [(source, token, i) for source, token in zip(sources, ending, strict=True)]
-        columns = map(torch.tensor, (*zip(*read, strict=True), *zip(*asked, strict=True)))
-        tasks.append(Task(*columns, torch.tensor(lengths).double(), example["label"], cut))
+                pieces.append((own, 0, i + 1))
+                n += len(own)
+            sources += [(n if cut else len(context)) - 1, *range(n, n + len(ending) - 1)]
+            pieces.append((ending[:-1], len(own), i + 1))
+            n += len(ending) - 1
+        columns = (
+            [token for piece, _, _ in pieces for token in piece],
+            [position for piece, start, _ in pieces for position in range(start, start + len(piece))],
+            [segment for piece, _, segment in pieces for _ in piece],
+            sources,
+            [token for ending in endings for token in ending],
+            [i for i, ending in enumerate(endings) for _ in ending],
+            lengths,
+        )
+        # Through NumPy, which reads lists five times as fast as torch.
+        tensors = [torch.from_numpy(np.array(column, np.int64)) for column in columns]
+        tasks.append(Task(*tensors, example["label"], cut))
     return tasks
 
 
@@ -174,7 +182,7 @@ class Score:
 
     index: list[int]
     losses: torch.Tensor  # (n, 4) float64: summed loss of each ending, in nats
-    lengths: torch.Tensor  # (n, 4) float64: what it is divided by for acc_norm
+    lengths: torch.Tensor  # (n, 4) int64: what it is divided by for acc_norm
     labels: torch.Tensor  # (n,)
 
     @property
@@ -314,7 +322,7 @@ def write_json(path: Path, completion: Score, harness: Score | None = None) -> N
         columns = zip(result.index, result.labels, result.losses, result.lengths, strict=True)
         return [
             {"task": i, "label": int(label), "prediction": int(loss.argmin()),
-             "prediction_norm": int((loss / n).argmin()), "losses": loss.tolist(), "lengths": n.long().tolist()}
+             "prediction_norm": int((loss / n).argmin()), "losses": loss.tolist(), "lengths": n.tolist()}
             for i, label, loss, n in sorted(columns, key=lambda row: row[0])
         ]
 

@@ -60,7 +60,7 @@ def test_losses_and_predictions_equal_the_plain_scorers(model):
         assert sorted(i for share in shares for i in share.index) == list(range(60))
         for share in shares:
             torch.testing.assert_close(share.losses, expected[share.index], atol=1e-3, rtol=1e-5)
-            assert torch.equal(share.lengths, lengths[share.index])
+            assert torch.equal(share.lengths, lengths[share.index].long())
             assert torch.equal(share.losses.argmin(1), expected[share.index].argmin(1))
         labels = torch.tensor([example["label"] for example in examples])
         assert sum(s.num_correct for s in shares) == int((expected.argmin(1) == labels).sum())
