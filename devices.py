@@ -49,6 +49,13 @@ def choose_device(device: str, dtype: str, local_rank: int = 0) -> tuple[torch.d
     return place, getattr(torch, best), f"{place} ({name}), {best}: {reason}"
 
 
+def computes_in_bfloat16(device: torch.device) -> bool:
+    """Whether the chip does, instead of emulating it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and cpu_has_bfloat16()
+
+
 def cpu_has_bfloat16() -> bool:
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -38,8 +38,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import runlog
 from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, remove_folder, run
-from devices import choose_device, keep_freed_memory, peak_flops, why_not_compile, yield_to_others
+from devices import choose_device, computes_in_bfloat16, keep_freed_memory, peak_flops, why_not_compile, yield_to_others
 from loss import fused_next_token_loss, lm_head, next_token_loss
+from muon import Muon, Optimizers
 from pretrained import model_folder, read_pretrained, to_hub, write_pretrained
 from shards import TokenStream
 from tokenizer import VOCAB_SIZE, get_tokenizer
@@ -87,10 +88,12 @@ class TrainConfig:
     """Number of attention heads."""
     n_embd: int = 768
     """Number of channels (C)."""
-    optimizer: Literal["adamw"] = "adamw"
-    """Update rule; AdamW with betas 0.9 and 0.95."""
-    schedule: Literal["cosine"] = "cosine"
-    """Learning rate after the warm-up: half a cosine from max_lr down to min_lr."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW with betas 0.9 and 0.95 for all parameters, or Muon for the matrices inside the blocks (muon.py)."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """Learning rate after the warm-up: half a cosine from max_lr to min_lr; or max_lr, then a linear warm-down."""
+    warmdown_steps: int = 5000
+    """Steps of the warm-down to min_lr at the end of a wsd schedule."""
     max_lr: float = 6e-4
     """Learning rate at the end of the warm-up."""
     min_lr: float = 6e-5
@@ -152,6 +155,7 @@ SHAKESPEARE = dict(
     max_lr=5e-3,
     min_lr=5e-4,
     warmup_steps=20,
+    warmdown_steps=200,
     compile=False,
     eval_every=150,
     eval_tokens=32_768,
@@ -355,27 +359,40 @@ class GPT(nn.Module):
 # Optimizer
 
 
-def configure_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with GPT-3's betas (Brown et al. 2020, appendix B) that decays matrices and embeddings, nothing else."""
+def configure_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW | Optimizers:
+    """AdamW with GPT-3's betas (Brown et al. 2020, appendix B), which decays matrices and embeddings, nothing else; with
+    --optimizer muon the matrices inside the blocks are Muon's."""
+    hidden = [p for p in model.h.parameters() if p.dim() == 2] if config.optimizer == "muon" else []
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
     # fused: one kernel over all parameters, on the CPU too, where it is several times the loop's speed.
-    return torch.optim.AdamW(groups, lr=config.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    adamw = torch.optim.AdamW(groups, lr=config.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    if not hidden:
+        return adamw
+    dtype = torch.bfloat16 if computes_in_bfloat16(hidden[0].device) else torch.float32
+    return Optimizers(Muon(hidden, config.max_lr, config.weight_decay, dtype=dtype), adamw)
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
-    """Learning rate of update `step` (from 0): linear warm-up to max_lr, then half a cosine down to min_lr.
+    """Learning rate of update `step` (from 0): linear warm-up to max_lr, then the schedule down to min_lr.
 
-    GPT-3's schedule (Brown et al. 2020, appendix B).
+    cosine is GPT-3's (Brown et al. 2020, appendix B). wsd stays at max_lr and ends in a linear warm-down, so that until
+    then nothing depends on max_steps: a run can be extended (Hägele et al. 2024, "Scaling Laws and Compute-Optimal
+    Training Beyond Fixed Training Durations").
     """
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
     if step >= config.max_steps:
         return config.min_lr
-    progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
-    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
+    if config.schedule == "wsd":
+        share = min((config.max_steps - step) / max(config.warmdown_steps, 1), 1.0)
+    else:
+        progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+        share = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr + share * (config.max_lr - config.min_lr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -489,9 +506,9 @@ def print_samples(model: GPT, prompt: str, world: "Distributed", autocast: Any) 
 CHECKPOINT_FORMAT = 1
 # What may differ between a run and its resumption; a change of anything else would be another run's mathematics.
 MAY_CHANGE = {
-    "preset", "data", "log_dir", "init", "resume", "max_steps", "micro_batch_size", "compile", "device", "plan",
-    "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data", "sample_every", "sample_prompt", "save_every",
-    "keep_checkpoints", "keep_every", "skip_bad_steps", "check_against", "low_memory",
+    "preset", "data", "log_dir", "init", "resume", "max_steps", "warmdown_steps", "micro_batch_size", "compile",
+    "low_memory", "device", "plan", "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data", "sample_every",
+    "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "skip_bad_steps", "check_against",
 }
 
 

@@ -80,6 +80,11 @@ def test_resumed_run_equals_one_that_never_stopped(text, tmp_path, capsys):
     for name in ("model.safetensors", "config.json"):
         files = [(tmp_path / run / "step_000009" / name).read_bytes() for run in ("straight", "broken")]
         assert files[0] == files[1]
+    card = (tmp_path / "broken/step_000009/README.md").read_text()  # of all that the log says up to there
+    for row in ("| training data | `text.txt`, 1,152 tokens |", "| steps | 9 of 9, 128 tokens each |",
+                f"| training loss | {losses(tmp_path / 'straight')[8]:.4f} (step 8) |",
+                f"| validation loss | {losses(tmp_path / 'straight', 'val')[-1]:.4f} (step 9) |", "| not measured |"):
+        assert row in card, card
     entries = json.loads((tmp_path / "broken/run.json").read_text())
     assert [entry["step"] for entry in entries] == [0, 3]
     assert entries[0]["versions"]["torch"] == torch.__version__ and entries[0]["config"]["seed"] == 1337

@@ -1,0 +1,77 @@
+"""Muon: AdamW's place for the matrices inside the blocks (`train_gpt2.py --optimizer muon`).
+
+The momentum of a matrix's gradient is made nearly orthogonal, so that an update moves all directions alike (Jordan et
+al. 2024, kellerjordan.github.io/posts/muon). Its size is matched to that of AdamW's updates (Liu et al. 2025, "Muon is
+Scalable for LLM Training", section 2.2), so that one learning rate and one weight decay serve both. The mathematics is
+torch.optim.Muon's with adjust_lr_fn="match_rms_adamw"; the difference is that the layers' matrices of one shape go
+through the products together, and in float32 where the chip has no bfloat16.
+"""
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a x + b x^3 + c x^5 moves all singular values towards 1 within five steps
+
+
+def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """Each matrix of x (L, A, B) with its singular values brought near 1 (0.7 to 1.2)."""
+    a, b, c = NEWTON_SCHULZ
+    tall = x.size(1) > x.size(2)
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with Nesterov's momentum and decoupled weight decay, for 2-D parameters. dtype: of the products."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float = 0.95, *, dtype: torch.dtype):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            lr, momentum, shapes = group["lr"], group["momentum"], defaultdict(list)
+            for p in group["params"]:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                buffer = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+                shapes[p.shape].append((p, p.grad.lerp(buffer, momentum)))
+            for shape, pairs in shapes.items():
+                updates = orthogonalize(torch.stack([update for _, update in pairs]).to(self.dtype))
+                for (p, _), update in zip(pairs, updates, strict=True):
+                    p.mul_(1 - lr * group["weight_decay"])
+                    p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(shape)))
+
+
+class Optimizers:
+    """Several optimizers of different parameters, used as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(i): optimizer.state_dict() for i, optimizer in enumerate(self.optimizers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for i, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(state[str(i)])

@@ -1,0 +1,88 @@
+"""Muon against torch.optim.Muon, and in training; the schedules."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import runlog
+import train_gpt2
+from muon import Muon, orthogonalize
+from tests.conftest import TINY, losses, read_log
+from train_gpt2 import GPT, GPTConfig, TrainConfig, configure_optimizer, get_lr
+
+SHAPES = [(32, 32), (96, 32), (32, 128), (96, 32), (128, 32)]
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_equals_torchs(monkeypatch):
+    """Ten steps: in bfloat16 as it is, and in float32 against torch's with its cast to bfloat16 undone."""
+    for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float32, 1e-5)):
+        if dtype == torch.float32:
+            monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
+        torch.manual_seed(0)
+        ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+        theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+        start = [p.detach().clone() for p in ours]
+        a = Muon(ours, lr=0.02, weight_decay=0.1, dtype=dtype)
+        b = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+        for _ in range(10):
+            for p, q in zip(ours, theirs, strict=True):
+                p.grad = torch.randn(p.shape)
+                q.grad = p.grad.clone()
+            a.step()
+            b.step()
+        for p, q, s in zip(ours, theirs, start, strict=True):
+            assert (p - q).norm() < tolerance * (q - s).norm()
+
+
+def test_orthogonalized_singular_values_are_near_one():
+    torch.manual_seed(0)
+    for shape in ((3, 64, 64), (2, 48, 192), (2, 192, 48)):
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
+        assert values.max() < 1.25 and values.median() > 0.6, values
+
+
+def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
+    model = GPT(GPTConfig(16, 50257, 2, 2, 16))
+    optimizer = configure_optimizer(model, replace(TrainConfig(), optimizer="muon"))
+    muon, adamw = optimizer.optimizers
+    names = {id(p): name for name, p in model.named_parameters()}
+    has = lambda o: {names[id(p)] for group in o.param_groups for p in group["params"]}  # noqa: E731
+    assert has(muon) == {n for n in names.values() if n.startswith("h.") and n.endswith("c_attn.weight")} | {
+        n for n in names.values() if n.startswith("h.") and ("c_proj.weight" in n or "c_fc.weight" in n)}
+    assert has(muon) | has(adamw) == set(names.values()) and not has(muon) & has(adamw)
+    decay = {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert all(value == (0.1 if n.endswith("weight") and "ln_" not in n else 0.0) for n, value in decay.items())
+
+
+def test_muon_trains_and_resumes_bit_for_bit(text, tmp_path):
+    args = ["--data", text, "--optimizer", "muon", "--max-lr", 1e-2, "--save-every", 4, "--keep-checkpoints", 0]
+    train = lambda *more: train_gpt2.main([*TINY, *map(str, args), *map(str, more)])  # noqa: E731
+    train("--max-steps", 8, "--log-dir", tmp_path / "a")
+    train("--max-steps", 8, "--log-dir", tmp_path / "b")
+    (tmp_path / "b/step_000008").rename(tmp_path / "gone")
+    train("--max-steps", 8, "--log-dir", tmp_path / "b", "--resume")
+    assert read_log(tmp_path / "a", "train", "norm") == read_log(tmp_path / "b", "train", "norm")
+    assert losses(tmp_path / "a")[-1] < losses(tmp_path / "a")[0] - 0.5
+
+
+def test_warm_up_stable_warm_down():
+    config = replace(TrainConfig(), schedule="wsd", max_steps=100, warmup_steps=10, warmdown_steps=40, min_lr=0.0)
+    lrs = [get_lr(step, config) for step in range(101)]
+    assert lrs[9:61] == [config.max_lr] * 52 and lrs[100] == 0 and lrs[80] == pytest.approx(config.max_lr / 2)
+    assert all(a < b for a, b in itertools.pairwise(lrs[:10])) and all(a > b for a, b in itertools.pairwise(lrs[60:]))
+
+
+def test_a_stable_run_can_be_extended(text, tmp_path):
+    """From a checkpoint before the warm-down, with more steps: what a run of that length from the start would do."""
+    args = ["--data", text, "--schedule", "wsd", "--warmdown-steps", 4, "--max-lr", 1e-2, "--save-every", 4]
+    train = lambda *more: train_gpt2.main([*TINY, *map(str, args), *map(str, more)])  # noqa: E731
+    train("--max-steps", 8, "--log-dir", tmp_path / "short")
+    train("--max-steps", 12, "--log-dir", tmp_path / "long")
+    (tmp_path / "short/step_000008").rename(tmp_path / "gone")
+    assert [folder.name for folder in runlog.checkpoints(tmp_path / "short")] == ["step_000004"]
+    train("--max-steps", 12, "--log-dir", tmp_path / "short", "--resume")
+    assert read_log(tmp_path / "short", "train", "lr") == read_log(tmp_path / "long", "train", "lr")
+    assert len(losses(tmp_path / "long")) == 12
