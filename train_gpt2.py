@@ -360,8 +360,8 @@ class GPT(nn.Module):
 
 
 def configure_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW | Optimizers:
-    """AdamW with GPT-3's betas (Brown et al. 2020, appendix B), which decays matrices and embeddings, nothing else; with
-    --optimizer muon the matrices inside the blocks are Muon's."""
+    """AdamW with GPT-3's betas (Brown et al. 2020, appendix B), which decays matrices and embeddings, nothing else.
+    With --optimizer muon the matrices inside the blocks are Muon's."""
     hidden = [p for p in model.h.parameters() if p.dim() == 2] if config.optimizer == "muon" else []
     others = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
     groups = [
