@@ -13,6 +13,7 @@ TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", 
         "--micro-batch-size", "2", "--warmup-steps", "2", "--eval-tokens", "512", "--device", "cpu", "--no-compile",
         "--preset", "shakespeare", "--save-every", "0", "--sample-every", "0", "--eval-every", "0"]
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side by side
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach the hub; those of hub code bring a server of their own
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
@@ -29,7 +30,7 @@ def script(name: str, *args: str, processes: int = 1, **options) -> subprocess.C
     """Runs a script as a user would; under torchrun when there is more than one process."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [sys.executable, *(torchrun if processes > 1 else []), str(ROOT / name), *map(str, args)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | options.pop("env", {})
+    env = os.environ | options.pop("env", {})
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, **options)
 
 
