@@ -34,7 +34,7 @@ import torch.nn.functional as F
 import tyro
 
 from common import InputError, atomic_write, first_line, parse_args, run
-from devices import choose_device
+from devices import choose_device, keep_freed_memory
 from pretrained import find_model
 from tokenizer import get_tokenizer
 
@@ -278,6 +278,8 @@ def main(args: list[str] | None = None) -> None:
     if config.batch_size < 1 or config.limit < 0:
         raise InputError(f"--batch-size {config.batch_size}, --limit {config.limit}: at least 1 and 0")
     device, dtype, description = choose_device(config.device, config.dtype)
+    if device.type == "cpu":
+        keep_freed_memory()
     folder = find_model(config.model)
     examples = load_examples(Path(config.data) if config.data else None)[: config.limit or None]
     print(f"model: {folder}; device: {description}")
