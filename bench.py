@@ -37,7 +37,6 @@ from torch.profiler import profile, record_function
 
 from common import InputError, RunError, atomic_path, atomic_write, parse_args, run
 from devices import PEAK_TFLOPS, choose_device, copy_bytes, cpu_has_bfloat16, data_sheet_flops, matmul_flops, peak_flops
-from loss import fused_next_token_loss
 from shards import find_shards, open_shard, tokenize_text
 from train_gpt2 import (
     GPT,
@@ -50,6 +49,7 @@ from train_gpt2 import (
     GPTConfig,
     TrainConfig,
     check,
+    choose_kernels,
     configure_optimizer,
     flag,
     get_lr,
@@ -89,7 +89,7 @@ class BenchConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the matrix products; the lower rungs of the ladder bring their own."""
     compile: bool = True
-    """Use torch.compile (which the shakespeare preset trains without); --no-compile skips the ladder's rung, too."""
+    """Use torch.compile where train_gpt2.py does, on a GPU, and for the ladder's rung; --no-compile: nowhere."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     steps: int = 20
@@ -113,7 +113,8 @@ def train_config(config: BenchConfig) -> TrainConfig:
         dtype = "bfloat16" if "bf16" in config.rung else "float32"
     names = ("micro_batch_size", "seq_len", "n_layer", "n_head", "n_embd")
     chosen = {name: getattr(config, name) for name in names if getattr(config, name)}
-    values = PRESETS[preset] | chosen | dict(preset=preset, device=config.device, dtype=dtype, compile=config.compile)
+    values = PRESETS[preset] | chosen | dict(preset=preset, device=config.device, dtype=dtype)
+    values |= dict(compile=config.compile and gpu)
     train = replace(TrainConfig(), **values)
     train = replace(train, micro_batch_size=train.micro_batch_size or (16 if gpu else 1))
     data = train.data if Path(train.data).is_dir() else SHAKESPEARE["data"]
@@ -183,11 +184,9 @@ def measure(config: BenchConfig, world: Distributed) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["fused"] = None  # torch's own choice: one tensor after another on a CPU, _foreach_ on a GPU
     scaler = torch.amp.GradScaler(device.type, enabled=world.dtype == torch.float16)
-    eager = "" if "compile" in rung else "not compiled"  # or why
-    if ours and not (eager := why_not_compile(device) if config.compile else "--no-compile"):
-        model.compile()
-    elif ours:
-        model.next_token_loss = fused_next_token_loss
+    eager = "" if "compile" in rung or train.compile else "not compiled"  # or why
+    if ours:
+        eager = choose_kernels(model, train, device) or eager
     replica = torch.compile(model) if "compile" in rung else model
     if world.world_size > 1:
         device_ids = [device.index] if device.type == "cuda" else None
@@ -410,7 +409,7 @@ def report(config: BenchConfig, world: Distributed) -> dict[str, Any]:
     peaks, copy = ceilings(world.device), copy_bytes(world.device, 2**30 if world.device.type == "cuda" else 2**28)
     with tempfile.TemporaryDirectory() as cache:
         env = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=f"{cache}/triton")
-        cold = apart(replace(config, steps=1), ["ours"], world, **env) if config.compile else None
+        cold = apart(replace(config, steps=1), ["ours"], world, **env) if train_config(config).compile else None
         result = apart(config, ["ours"], world, **env)
     precision = str(world.dtype).removeprefix("torch.")
     ceiling = max(peaks.get(name, 0.0) for name in (precision, "float32", *["tf32"] * (precision == "float32")))

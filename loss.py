@@ -30,11 +30,11 @@ def next_token_loss(x: torch.Tensor, wte: torch.Tensor, targets: torch.Tensor) -
     return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-HEAD_ROWS = 1024  # of the logits that FusedLoss makes at a time: 200 MB of float32
+HEAD_TOKENS = 1024  # whose logits FusedLoss makes at a time: 200 MB of float32
 
 
 class FusedLoss(torch.autograd.Function):
-    """next_token_loss and its gradient in one go, in place, HEAD_ROWS rows of logits at a time: all are never there.
+    """next_token_loss and its gradient in one go, in place, the logits of HEAD_TOKENS tokens at a time.
 
     x (N, C), wte (V, C), targets (N,), gradient: whether one is wanted -> float32 scalar
     """
@@ -49,20 +49,20 @@ class FusedLoss(torch.autograd.Function):
         w = F.pad(w, (0, 0, 0, -V % 64)) if x.is_cuda else w  # as in lm_head
         loss = torch.zeros((), device=x.device)
         dx, dw = (torch.empty_like(x), torch.zeros_like(w, dtype=wte.dtype)) if gradient else (x, None)
-        for i in range(0, len(x), HEAD_ROWS):
-            rows = slice(i, i + HEAD_ROWS)
-            x_rows, target = x[rows].to(dtype), targets[rows, None]
-            logits = (x_rows @ w.t()).float()  # (n, V)
-            logits[:, V:] = -math.inf
-            own = logits.gather(1, target)
-            largest, where = logits.max(1, keepdim=True)
-            p = torch.softmax(logits, 1, out=logits)
-            loss += (largest - p.gather(1, where).log() - own).sum()  # log-sum-exp of the logits less the target's
+        # A token is a column, not a row: w @ x.T runs at twice the speed of x @ w.T on a CPU, where V is so large.
+        for i in range(0, len(x), HEAD_TOKENS):
+            part = slice(i, i + HEAD_TOKENS)
+            x_part, target = x[part].to(dtype), targets[None, part]
+            logits = (w @ x_part.t()).float()  # (V, n)
+            logits[V:] = -math.inf
+            own, largest = logits.gather(0, target), logits.amax(0)
+            p = logits.sub_(largest).exp_()
+            total = p.sum(0)
+            loss += (largest + total.log() - own).sum()
             if gradient:
-                p.scatter_add_(1, target, torch.full_like(own, -1.0))  # the gradient of the sum by the logits
-                p = p.to(dtype)
-                dx[rows] = p @ w
-                dw += p.t() @ x_rows
+                p = p.div_(total).scatter_add_(0, target, torch.full_like(own, -1.0)).to(dtype)  # of the sum by logits
+                dx[part] = p.t() @ w
+                dw += p @ x_part
         if gradient:
             ctx.save_for_backward(dx.div_(len(x)), dw[:V].div_(len(x)))
         return loss / len(x)

@@ -16,6 +16,7 @@ have made, so the loss of step 0 is that of the untrained model.
 """
 
 import contextlib
+import gc
 import math
 import os
 import signal
@@ -24,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -108,8 +109,8 @@ class TrainConfig:
     """Seed of the initial weights and of the data order."""
     shuffle: bool = True
     """Permute shards, and documents (of a .txt file: passages) within each, anew every epoch; otherwise file order."""
-    compile: bool = True
-    """Compile the blocks and the loss with torch.compile."""
+    compile: bool = field(default_factory=torch.cuda.is_available)
+    """Compile the blocks and the loss with torch.compile: wanted on a GPU; on a CPU it costs more than it gains."""
     low_memory: bool = False
     """Make the logits of 1,024 tokens at a time: slower on a GPU, for a larger model or batch where memory is short."""
     device: str = "auto"
@@ -185,10 +186,9 @@ def check(config: TrainConfig) -> None:
     for name in ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens"):
         if getattr(config, name) < 1:
             problems.append(f"{flag(name)} {getattr(config, name)}: at least 1")
-    for field in fields(config):
-        value = getattr(config, field.name)
+    for name, value in asdict(config).items():
         if isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
-            problems.append(f"{flag(field.name)} {value}: not below 0")
+            problems.append(f"{flag(name)} {value}: not below 0")
     if config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.min_lr > config.max_lr:
@@ -771,6 +771,16 @@ def start_model(config: TrainConfig, checkpoint: Path | None) -> GPT:
     return GPT(GPTConfig(config.seq_len, VOCAB_SIZE, config.n_layer, config.n_head, config.n_embd))
 
 
+def choose_kernels(model: GPT, config: TrainConfig, device: torch.device) -> str:
+    """Compiles the model, and takes the loss that goes with it. Returns why --compile was not possible, or nothing."""
+    reason = why_not_compile(device) if config.compile else ""
+    if config.compile and not reason:
+        model.compile()
+    if config.low_memory or device.type == "cpu" or model.next_token_loss is next_token_loss:  # there it is faster
+        model.next_token_loss = fused_next_token_loss
+    return reason
+
+
 def train(config: TrainConfig, world: Distributed) -> int:
     """Sets everything up, then runs the loop. Returns the exit status: 0, or 130 or 143 after a signal."""
     from tqdm import tqdm
@@ -838,12 +848,8 @@ def train(config: TrainConfig, world: Distributed) -> int:
     log = runlog.Log(log_dir if world.rank == 0 else None, start if world.rank == 0 and again else None)
 
     # `model` stays as it is for evaluation and checkpoints; `replica` is what training calls
-    if config.compile and (reason := why_not_compile(world.device)):
+    if reason := choose_kernels(model, config, world.device):
         say(f"no torch.compile on this machine ({reason}): going on without it")
-    elif config.compile:
-        model.compile()
-    if config.low_memory or model.next_token_loss is next_token_loss:  # eager: faster, too
-        model.next_token_loss = fused_next_token_loss
     replica = model
     if world.world_size > 1:
         device_ids = [world.device.index] if world.device.type == "cuda" else None
@@ -890,6 +896,8 @@ def train(config: TrainConfig, world: Distributed) -> int:
             if world.rank == 0:
                 writer.save(model, state, wait)
 
+    gc.collect()
+    gc.freeze()  # Python's collector, which may run in any step, need not look at what was made so far
     bar = tqdm(total=config.max_steps, initial=start, unit="step", disable=None if world.rank == 0 else True)
     with StopSignals() as signals, bar, writer:
         for step in range(start, config.max_steps + 1):

@@ -144,7 +144,7 @@ def test_loss_is_float32_under_bfloat16_autocast():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_loss_equals_float32_cross_entropy(dtype, monkeypatch):
     """And its gradients, made in pieces, those of autograd: to 1e-5 in float32, in direction (0.999) in bfloat16."""
-    monkeypatch.setattr(loss, "HEAD_ROWS", 24)  # 128 rows: the last piece is smaller
+    monkeypatch.setattr(loss, "HEAD_TOKENS", 24)  # 128 tokens: the last piece is smaller
     results = []
     for function in (loss.next_token_loss, loss.fused_next_token_loss):
         torch.manual_seed(0)
