@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile, record_function
 
-from common import InputError, RunError, atomic_path, atomic_write, parse_args, run
+from common import InputError, RunError, atomic_path, atomic_write, flag, parse_args, run
 from devices import PEAK_TFLOPS, choose_device, copy_bytes, cpu_has_bfloat16, data_sheet_flops, matmul_flops, peak_flops
 from shards import find_shards, open_shard, tokenize_text
 from train_gpt2 import (
@@ -51,7 +51,6 @@ from train_gpt2 import (
     check,
     choose_kernels,
     configure_optimizer,
-    flag,
     get_lr,
     why_not_compile,
 )

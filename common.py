@@ -32,6 +32,11 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def flag(field_name: str) -> str:
+    """The command line's name of a setting: --max-steps for max_steps."""
+    return "--" + field_name.replace("_", "-")
+
+
 def parse_args(config_class: type[Config], default: Config | None = None, args: Sequence[str] | None = None) -> Config:
     """Reads the command line into `config_class` with tyro. A mistake raises InputError; --help prints and exits.
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -120,6 +121,20 @@ def why_not_compile(device: torch.device) -> str:
     except Exception as error:
         return first_line(error)
     return ""
+
+
+def on_host(value: Any, before: Any = None) -> Any:
+    """A copy of nested containers whose tensors are in the host's memory, where no training step changes them.
+
+    before: an earlier copy, whose memory is used again: new pages cost more than the copying.
+    """
+    if isinstance(value, torch.Tensor):
+        return (torch.empty(value.shape, dtype=value.dtype) if before is None else before).copy_(value)
+    if isinstance(value, dict):
+        return {key: on_host(item, before.get(key) if before else None) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [on_host(item, before[i] if before else None) for i, item in enumerate(value)]
+    return value
 
 
 def yield_to_others() -> None:

@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,9 @@ class Log:
     """
 
     def __init__(self, log_dir: Path | None, resumed_step: int | None = None):
-        self.file = None
+        self.file, self.log_dir, self.first_step = None, log_dir, resumed_step or 0
+        self._artist = ThreadPoolExecutor(1, thread_name_prefix="curves")
+        self._mirrors: list[Callable[[int, dict[str, float]], object]] = []
         if log_dir is None:
             return
         path = log_dir / "log.txt"
@@ -107,6 +111,40 @@ class Log:
     def write(self, step: int, **values: str) -> None:
         if self.file:
             self.file.write("".join(f"{step} {stream} {value}\n" for stream, value in values.items()))
+        for mirror in self._mirrors:
+            mirror(step, {stream: float(value) for stream, value in values.items()})
+
+    def mirror(self, tensorboard: bool, wandb: bool) -> None:
+        """From now on writes every stream to TensorBoard or Weights & Biases, too. Raises InputError without them."""
+        if self.file and tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise InputError("--tensorboard: not installed; `pip install tensorboard`") from None
+            # purge_step: what an interrupted run had written from here on is written again
+            writer = SummaryWriter(self.log_dir / "tensorboard", purge_step=self.first_step)
+            self._mirrors.append(lambda step, values: [writer.add_scalar(k, v, step) for k, v in values.items()])
+        if self.file and wandb:
+            try:
+                import wandb as weights_and_biases
+            except ImportError:
+                raise InputError("--wandb: not installed; `pip install wandb`") from None
+            entries = _run_entries(self.log_dir)
+            began = next(entry["started"] for entry in reversed(entries) if not (self.first_step and entry["step"]))
+            name = f"{self.log_dir.resolve().name}-{re.sub(r'[^0-9]', '', began)}"  # a resumed run goes on as the same
+            try:
+                run = weights_and_biases.init(project="gpt2-repro", id=name, name=name, resume="allow",
+                                              dir=self.log_dir, config=entries[-1]["config"])
+            except Exception as error:  # no account, no network
+                raise InputError(f"--wandb: {first_line(error)}; WANDB_MODE=offline goes without") from None
+            self._mirrors.append(lambda step, values: run.log(values, step=step))
+
+    def draw(self) -> None:
+        """Has log_dir/curves.png drawn anew, in a thread; a picture that fails does no harm."""
+        if self.file:
+            from plots import save_curves
+
+            self._artist.submit(save_curves, self.log_dir)
 
     def sync(self) -> None:
         """Puts what was written on the disk."""

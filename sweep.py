@@ -32,9 +32,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from common import InputError, atomic_path, parse_args, run
+from common import InputError, atomic_path, flag, parse_args, run
 from runlog import read_log
-from train_gpt2 import TrainConfig, flag, read_config
+from train_gpt2 import TrainConfig, read_config
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ def run_one(folder: Path, flags: list[str]) -> None:
     script = Path(__file__).with_name("train_gpt2.py")
     with open(folder / "console.txt", "a", encoding="utf-8") as console:
         done = subprocess.run([sys.executable, script, *flags], stdout=console, stderr=subprocess.STDOUT)
-    lines = (folder / "console.txt").read_text(encoding="utf-8", errors="replace").splitlines()
     if done.returncode:
-        raise InputError(f"{folder}: stopped with status {done.returncode} ({lines[-1] if lines else 'no output'})")
-    print(f"{folder}: {lines[-1]}", flush=True)
+        said = (folder / "console.txt").read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
+        raise InputError(f"{folder}: stopped with status {done.returncode} ({said[-1]})")
+    print(f"{folder}: done", flush=True)
 
 
 def tokens_to_reach(curve: list[tuple[int, float]], target: float) -> float | None:
@@ -157,7 +157,7 @@ def main(args: list[str] | None = None) -> None:
             raise
     curves: dict[str, list[list[tuple[int, float]]]] = {name: [] for name in recipes}
     for (name, seed), run_config in configs.items():
-        validation = read_log(folder / name / str(seed) / "log.txt").get("val")
+        validation = read_log(folder / name / str(seed)).get("val")
         if not validation:
             raise InputError(f"{folder / name / str(seed)}: no validation loss to compare: set eval_every")
         batch = run_config.total_batch_size

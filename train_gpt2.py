@@ -38,8 +38,16 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import runlog
-from common import InputError, RunError, atomic_path, first_line, is_rank_zero, parse_args, remove_folder, run
-from devices import choose_device, computes_in_bfloat16, keep_freed_memory, peak_flops, why_not_compile, yield_to_others
+from common import InputError, RunError, atomic_path, first_line, flag, is_rank_zero, parse_args, remove_folder, run
+from devices import (
+    choose_device,
+    computes_in_bfloat16,
+    keep_freed_memory,
+    on_host,
+    peak_flops,
+    why_not_compile,
+    yield_to_others,
+)
 from loss import fused_next_token_loss, lm_head, next_token_loss
 from muon import Muon, Optimizers
 from pretrained import model_folder, read_pretrained, to_hub, write_pretrained
@@ -137,6 +145,10 @@ class TrainConfig:
     """Checkpoints of every so many steps are kept for ever; 0: none."""
     skip_bad_steps: int = 0
     """Updates with an infinite or undefined loss or gradient to leave out; one more stops the run."""
+    tensorboard: bool = False
+    """Write the log's streams for TensorBoard, too, into log_dir/tensorboard/ (pip install tensorboard)."""
+    wandb: bool = False
+    """Send the log's streams to Weights & Biases, too (pip install wandb)."""
     check_against: str = ""
     """Folder of a reference (reference/shakespeare, …): say at the end whether this run's losses match its."""
     plan: bool = False
@@ -195,10 +207,6 @@ def check(config: TrainConfig) -> None:
         problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
     if problems:
         raise InputError("; ".join(dict.fromkeys(problems)))
-
-
-def flag(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -508,7 +516,8 @@ CHECKPOINT_FORMAT = 1
 MAY_CHANGE = {
     "preset", "data", "log_dir", "init", "resume", "max_steps", "warmdown_steps", "micro_batch_size", "compile",
     "low_memory", "device", "plan", "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data", "sample_every",
-    "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "skip_bad_steps", "check_against",
+    "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "skip_bad_steps", "tensorboard",
+    "wandb", "check_against",
 }
 
 
@@ -516,20 +525,6 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     """What makes `config` another run than the one whose configuration was `before`."""
     return [f"{flag(key)} was {before.get(key)}, is {now}" for key, now in asdict(config).items()
             if key not in MAY_CHANGE and now != before.get(key)]
-
-
-def on_host(value: Any, before: Any = None) -> Any:
-    """A copy of nested containers whose tensors are in the host's memory, where no training step changes them.
-
-    before: an earlier copy, whose memory is used again: new pages cost more than the copying.
-    """
-    if isinstance(value, torch.Tensor):
-        return (torch.empty(value.shape, dtype=value.dtype) if before is None else before).copy_(value)
-    if isinstance(value, dict):
-        return {key: on_host(item, before.get(key) if before else None) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [on_host(item, before[i] if before else None) for i, item in enumerate(value)]
-    return value
 
 
 class CheckpointWriter:
@@ -845,7 +840,9 @@ def train(config: TrainConfig, world: Distributed) -> int:
         again = bool(folder) or (resuming and not differences(runlog.last_config(log_dir), config))
         runlog.clear_log_dir(log_dir, resumed=bool(folder))
         runlog.add_run_entry(log_dir, asdict(config), step=start, device=world.description, world_size=world.world_size)
-    log = runlog.Log(log_dir if world.rank == 0 else None, start if world.rank == 0 and again else None)
+    with world.together():
+        log = runlog.Log(log_dir if world.rank == 0 else None, start if world.rank == 0 and again else None)
+        log.mirror(config.tensorboard, config.wandb)
 
     # `model` stays as it is for evaluation and checkpoints; `replica` is what training calls
     if reason := choose_kernels(model, config, world.device):
@@ -917,6 +914,8 @@ def train(config: TrainConfig, world: Distributed) -> int:
                     accuracy = evaluate_hellaswag(model, tasks, world, autocast)
                     say(f"step {step:5d} HellaSwag {accuracy:.4f}")
                     log.write(step, hella=f"{accuracy:.4f}")
+                if due(config.eval_every):
+                    log.draw()
                 if due(config.sample_every) and step > 0:
                     print_samples(model, config.sample_prompt, world, autocast)
             if due(config.save_every) and (step > start or last):

@@ -10,8 +10,8 @@ from tests.conftest import ROOT
 
 
 def run_notebook(folder):
-    for name in ("runlog.py", "common.py"):
-        shutil.copy(ROOT / name, folder)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
     notebook = nbformat.read(ROOT / "play.ipynb", as_version=4)
     place = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=120, kernel_name="python3", resources=place).execute()
@@ -38,3 +38,13 @@ def test_runs_on_a_log(tmp_path):
     text, pictures = run_notebook(tmp_path)
     assert "log: 50 train, 50 lr, 50 norm, 50 tok_per_sec, 1 val, 1 hella" in text, text
     assert "lowest validation loss 3.5000" in text and pictures == 3
+
+
+def test_runs_on_the_shipped_reference_and_on_a_model(tmp_path):
+    from train_gpt2 import GPT, GPTConfig
+
+    shutil.copytree(ROOT / "reference" / "shakespeare", tmp_path / "reference" / "shakespeare")
+    GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(tmp_path / "reference" / "shakespeare" / "step_000600")
+    text, pictures = run_notebook(tmp_path)
+    assert "reference/shakespeare: 5 val, 600 train" in text and "no HellaSwag in these logs" in text
+    assert text.count("ROMEO:") == 2 and pictures == 3

@@ -1,0 +1,111 @@
+"""Pictures of what runs logged: for `log/curves.png`, which a run keeps up to date, and for play.ipynb."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common import atomic_path
+from runlog import read_log
+
+# Published results on the same scales. The validation loss is comparable on FineWeb-Edu alone.
+VAL_BASELINES = {"GPT-2 124M (OpenAI), on FineWeb-Edu": 3.2924}
+HELLASWAG_BASELINES = {"GPT-2 124M (OpenAI)": 0.2955, "GPT-3 Small 124M (OpenAI)": 0.337}
+AXES = {"tokens": "tokens", "hours": "hours of training"}
+PANELS = {"lr": "learning rate", "norm": "gradient norm before clipping", "tok_per_sec": "tokens a second"}
+
+Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # stream -> (tokens or hours, values)
+
+
+def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
+    """The streams of a log folder against `x`: the tokens seen until then, or the hours that its steps had taken."""
+    folder = Path(folder)
+    streams = read_log(folder)
+    batch = json.loads((folder / "run.json").read_text(encoding="utf-8"))[-1]["config"]["total_batch_size"]
+    if x == "hours":
+        taken = np.concatenate([[0.0], np.cumsum(streams.get("ms", ([], []))[1]) / 3.6e6])
+        return {name: (taken[np.minimum(steps, len(taken) - 1)], np.array(v)) for name, (steps, v) in streams.items()}
+    return {name: (np.array(steps) * batch, np.array(values)) for name, (steps, values) in streams.items()}
+
+
+def on_fineweb(folder: str | Path) -> bool:
+    """Whether a run's data are shards, for which VAL_BASELINES may mean something."""
+    data = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))[-1]["config"]["data"]
+    return not data.endswith(".txt")
+
+
+def smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """Mean of the last `width` values, of fewer at the start."""
+    sums = np.cumsum(np.insert(values, 0, 0.0))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - width, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def finish(axes: Any, x: str, title: str, ylabel: str = "") -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axes.set(xlabel=AXES[x], title=title, ylabel=ylabel)
+    if x == "tokens":
+        axes.xaxis.set_major_formatter(EngFormatter())
+    axes.grid(alpha=0.3)
+
+
+def draw_baselines(axes: Any, baselines: dict[str, float]) -> None:
+    for (name, value), style in zip(baselines.items(), (":", "-."), strict=False):
+        axes.axhline(value, color="gray", linestyle=style, label=f"{name}: {value}")
+
+
+def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
+    """Training loss, raw (faint) and smoothed, and validation loss."""
+    for i, (name, run) in enumerate(runs.items()):
+        if "train" in run:
+            where, values = run["train"]
+            axes.plot(where, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
+            axes.plot(where, smooth(values, max(len(values) // 40, 1)), color=f"C{i}", label=f"{name}, train")
+        if "val" in run:
+            axes.plot(*run["val"], "o--", color=f"C{i}", markersize=4, label=f"{name}, validation")
+    draw_baselines(axes, baselines)
+    finish(axes, x, "Loss", "nats a token")
+    axes.legend()
+
+
+def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
+    """HellaSwag accuracy by mean loss a token, beside GPT-2's and GPT-3's."""
+    for i, (name, run) in enumerate(runs.items()):
+        if "hella" in run:
+            axes.plot(*run["hella"], "o-", color=f"C{i}", markersize=3, label=name)
+    draw_baselines(axes, HELLASWAG_BASELINES)
+    axes.axhline(0.25, color="lightgray", label="guessing: 0.25")
+    finish(axes, x, "HellaSwag, acc_norm", "accuracy")
+    axes.legend()
+
+
+def draw_panel(axes: Any, runs: dict[str, Curves], stream: str, x: str) -> None:
+    for i, (name, run) in enumerate(runs.items()):
+        if stream in run:
+            axes.plot(*run[stream], color=f"C{i}", linewidth=1, label=name)
+    finish(axes, x, PANELS[stream])
+
+
+def save_curves(log_dir: Path) -> None:
+    """Draws log_dir/curves.png from the log as it stands; does nothing where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    run = {log_dir.name: read_curves(log_dir)}
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    above, below = figure.add_gridspec(2, 1, height_ratios=(3, 2))
+    if "hella" in run[log_dir.name]:
+        loss, hella = figure.add_subplot(above.subgridspec(1, 2)[0]), figure.add_subplot(above.subgridspec(1, 2)[1])
+        draw_hellaswag(hella, run, "tokens")
+    else:
+        loss = figure.add_subplot(above)
+    draw_loss(loss, run, "tokens", VAL_BASELINES if on_fineweb(log_dir) else {})
+    grid = below.subgridspec(1, len(PANELS))
+    for i, stream in enumerate(PANELS):
+        draw_panel(figure.add_subplot(grid[i]), run, stream, "tokens")
+    with atomic_path(log_dir / "curves.png") as partial:
+        figure.savefig(partial, format="png", dpi=100)
