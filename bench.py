@@ -73,7 +73,7 @@ RUNGS: dict[str, tuple[str, int | None]] = {
 class BenchConfig:
     """Measures this machine: its ceilings, and a training step of GPT-2 from the first one on."""
 
-    preset: Literal["auto", "gpt2", "gpt3", "shakespeare"] = "auto"
+    preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "shakespeare"] = "auto"
     """Model and lengths, as in train_gpt2.py; auto: gpt2 on a CUDA GPU, shakespeare elsewhere."""
     micro_batch_size: int = 0
     """Sequences a step on one device (B); 0: the preset's, else 16 on a CUDA GPU and 1 elsewhere."""
