@@ -74,8 +74,7 @@ class TrainConfig:
     """Trains a GPT-2 from scratch, or goes on from a model. A preset sets all values; flags override it."""
 
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "shakespeare"] = "auto"
-    """Set of defaults; gpt2-fast: another recipe for gpt2's model; auto: gpt2 if edu_fineweb10B/ holds shards, or else
-    shakespeare."""
+    """Set of defaults; auto: gpt2 when edu_fineweb10B/ holds shards, else shakespeare; gpt2-fast: a newer recipe."""
     data: str = "edu_fineweb10B"
     """Folder of token shards (python fineweb.py makes them), or a .txt file."""
     log_dir: str = "log"
