@@ -96,16 +96,15 @@ def save_curves(log_dir: Path) -> None:
     except ImportError:
         return
     run = {log_dir.name: read_curves(log_dir)}
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    above, below = figure.add_gridspec(2, 1, height_ratios=(3, 2))
-    if "hella" in run[log_dir.name]:
-        loss, hella = figure.add_subplot(above.subgridspec(1, 2)[0]), figure.add_subplot(above.subgridspec(1, 2)[1])
-        draw_hellaswag(hella, run, "tokens")
-    else:
-        loss = figure.add_subplot(above)
-    draw_loss(loss, run, "tokens", VAL_BASELINES if on_fineweb(log_dir) else {})
-    grid = below.subgridspec(1, len(PANELS))
-    for i, stream in enumerate(PANELS):
-        draw_panel(figure.add_subplot(grid[i]), run, stream, "tokens")
+    figure = Figure(figsize=(12, 7))
+    above, below = figure.add_gridspec(2, 1, height_ratios=(3, 2), left=0.06, right=0.98, top=0.95, bottom=0.08,
+                                       hspace=0.3)
+    hella = "hella" in run[log_dir.name]
+    loss, *others = above.subgridspec(1, 1 + hella)
+    draw_loss(figure.add_subplot(loss), run, "tokens", VAL_BASELINES if on_fineweb(log_dir) else {})
+    if hella:
+        draw_hellaswag(figure.add_subplot(others[0]), run, "tokens")
+    for place, stream in zip(below.subgridspec(1, len(PANELS)), PANELS, strict=True):
+        draw_panel(figure.add_subplot(place), run, stream, "tokens")
     with atomic_path(log_dir / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=100)

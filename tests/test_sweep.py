@@ -11,7 +11,7 @@ from tests.conftest import TINY
 from train_gpt2 import main
 
 COMMON = """
-seeds = [1, 2]
+seeds = [1]
 [common]
 preset = "shakespeare"
 data = "{text}"
@@ -35,17 +35,14 @@ shuffle = false
 """
 
 
-def test_a_sweep_makes_a_table_and_a_picture_and_is_not_run_twice(text, tmp_path):
+def test_a_sweep_makes_a_table_and_a_picture(text, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(COMMON.format(text=text))
     sweep.main([str(path), "--out", str(tmp_path / "out"), "--jobs", "2"])
     table = (tmp_path / "out" / "small" / "table.md").read_text().splitlines()
-    assert [row.split(" | ")[:3] for row in table[2:]] == [["| default", "2", "128"], ["| muon", "2", "64"]]
+    assert [row.split(" | ")[:3] for row in table[2:]] == [["| default", "1", "128"], ["| muon", "1", "64"]]
     assert (tmp_path / "out" / "small" / "curves.png").stat().st_size > 10_000
-    log = tmp_path / "out" / "small" / "default" / "1" / "log.txt"
-    before = log.stat().st_mtime_ns
-    sweep.main([str(path), "--out", str(tmp_path / "out")])
-    assert log.stat().st_mtime_ns == before
+    assert (tmp_path / "out" / "small" / "default" / "1" / "step_000004").is_dir()
 
 
 @pytest.mark.parametrize("content, message", [
