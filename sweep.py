@@ -113,7 +113,7 @@ def table(curves: dict[str, list[list[tuple[int, float]]]]) -> str:
             "|---|---|---|---|---|---|"]
     for name, runs in curves.items():
         final = [curve[-1][1] for curve in runs]
-        reached = [tokens_to_reach(curve, target) for curve in runs]
+        reached = [budget if runs is first else tokens_to_reach(curve, target) for curve in runs]
         needed, share = "not reached by all", ""
         if None not in reached:
             needed = ", ".join(f"{tokens:,.0f}" for tokens in reached)
