@@ -1,6 +1,7 @@
 """What the machine has: the device and precision to compute in, how fast they could be, and memory kept at hand."""
 
 import ctypes
+import functools
 import os
 import re
 import sys
@@ -76,6 +77,7 @@ def data_sheet_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return None
 
 
+@functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(FLOP/s that count as an MFU of 100 %, where the figure is from) for this device and precision."""
     if peak := data_sheet_flops(device, dtype):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ class Log:
     def __init__(self, log_dir: Path | None, resumed_step: int | None = None):
         self.file, self.log_dir, self.first_step = None, log_dir, resumed_step or 0
         self._artist = ThreadPoolExecutor(1, thread_name_prefix="curves")
+        self._drawing: Future | None = None
         self._mirrors: list[Callable[[int, dict[str, float]], object]] = []
         if log_dir is None:
             return
@@ -144,7 +145,9 @@ class Log:
         if self.file:
             from plots import save_curves
 
-            self._artist.submit(save_curves, self.log_dir)
+            if self._drawing:
+                self._drawing.cancel()  # if it waits still, it is overtaken
+            self._drawing = self._artist.submit(save_curves, self.log_dir)
 
     def sync(self) -> None:
         """Puts what was written on the disk."""
