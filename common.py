@@ -5,9 +5,10 @@ import errno
 import hashlib
 import io
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -37,21 +38,29 @@ def flag(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def parse_args(config_class: type[Config], default: Config | None = None, args: Sequence[str] | None = None) -> Config:
+def parse_args(
+    config_class: type[Config], default: Config | None = None, args: Sequence[str] | None = None,
+    groups: Mapping[str, str] | None = None,
+) -> Config:
     """Reads the command line into `config_class` with tyro. A mistake raises InputError; --help prints and exits.
 
-    `default` replaces the class's own defaults; `args` replaces sys.argv[1:].
+    `default` replaces the class's own defaults; `args` replaces sys.argv[1:]. `groups` are headings for --help: the
+    first setting of a group -> its title.
     """
     import tyro
 
-    stderr = io.StringIO()
+    stdout, stderr = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(stderr):
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             if default is None:
                 return tyro.cli(config_class, args=args)
             return tyro.cli(config_class, args=args, default=default)
     except SystemExit as stop:
         if stop.code in (0, None):  # --help
+            text = stdout.getvalue()  # without a frame, as tyro sees no terminal
+            for name, title in (groups or {}).items():
+                text = re.sub(rf"^  {flag(name)}\b", f"\n {title}:\n\\g<0>", text, count=1, flags=re.MULTILINE)
+            print("\n".join(line.rstrip() for line in text.splitlines()))
             raise
         raise InputError(_one_line(stderr.getvalue())) from None
 
@@ -89,6 +98,9 @@ def run(main: Callable[[], int | None]) -> None:
         sys.exit(main() or 0)
     except (InputError, RunError) as error:
         message, status = str(error), 2 if isinstance(error, InputError) else 1
+    except BrokenPipeError:  # what we printed to, `head` say, has closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at the end fails, too
+        sys.exit(1)
     except OSError as error:
         if error.errno not in _USER_ERRNOS:
             raise

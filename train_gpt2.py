@@ -155,6 +155,11 @@ class TrainConfig:
     """Print the arithmetic of the run and exit."""
 
 
+HELP_GROUPS = {  # the first setting of each group
+    "preset": "the run", "max_steps": "batch", "n_layer": "model", "optimizer": "optimizer", "seed": "chance",
+    "compile": "machine", "eval_every": "evaluation and samples", "save_every": "checkpoints and accidents",
+    "tensorboard": "reports",
+}
 SHARDS_FOLDER = "edu_fineweb10B"
 SHAKESPEARE = dict(
     data=str(Path(__file__).with_name("input.txt")),
@@ -193,7 +198,7 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     preset = parse_args(TrainConfig, args=[arg for arg in args if arg not in ("-h", "--help")]).preset
     if preset == "auto":
         preset = "gpt2" if any(Path(SHARDS_FOLDER).glob("*_train_*")) else "shakespeare"
-    config = parse_args(TrainConfig, replace(TrainConfig(), **PRESETS[preset]), args)
+    config = parse_args(TrainConfig, replace(TrainConfig(), **PRESETS[preset]), args, HELP_GROUPS)
     check(config)
     return config
 

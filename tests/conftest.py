@@ -1,6 +1,8 @@
 """Small runs that finish in a second or two, and readers of what they leave."""
 
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +34,41 @@ def script(name: str, *args: str, processes: int = 1, **options) -> subprocess.C
     command = [sys.executable, *(torchrun if processes > 1 else []), str(ROOT / name), *map(str, args)]
     env = os.environ | options.pop("env", {})
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, **options)
+
+
+FORKS = multiprocessing.get_context("forkserver")  # a process that has imported torch, once, and forks the ranks off
+FORKS.set_forkserver_preload(["train_gpt2", "torch._dynamo"])
+
+
+def be_a_rank(env: dict[str, str], output: Path, args: list[str]) -> None:
+    import train_gpt2
+    from common import run
+
+    os.environ.update(env)
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    run(lambda: train_gpt2.main(args))
+
+
+def train_on_ranks(world_size: int, folder: Path, *args: object) -> list[str]:
+    """train_gpt2.py on several ranks, without torchrun. Returns what each printed; AssertionError if one failed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    outputs = [folder / f"rank_{rank}.txt" for rank in range(world_size)]
+    ranks = []
+    for rank, output in enumerate(outputs):
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost",
+               "MASTER_PORT": port}
+        env = {key: str(value) for key, value in env.items()}
+        ranks.append(FORKS.Process(target=be_a_rank, args=(env, output, [*TINY, *map(str, args)])))
+        ranks[-1].start()
+    for rank in ranks:
+        rank.join(100)
+    texts = [output.read_text() for output in outputs]
+    assert all(rank.exitcode == 0 for rank in ranks), texts
+    return texts
 
 
 def read_log(log_dir: Path, *streams: str) -> list[str]:

@@ -123,6 +123,20 @@ def test_help_shows_a_presets_defaults(capsys):
     assert stop.value.code == 0 and "--seq-len INT" in text and "2048" in text
 
 
+def test_help_has_a_heading_for_each_group():
+    done = script("train_gpt2.py", "--help", env={"COLUMNS": "80"})
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and max(map(len, lines[4:])) <= 80 and not done.stderr
+    for first, title in train_gpt2.HELP_GROUPS.items():
+        assert lines[lines.index(f" {title}:") + 1].startswith(f"  --{first.replace('_', '-')}")
+
+
+def test_a_reader_that_leaves_gets_no_traceback():
+    command = f"{sys.executable} -u {ROOT}/train_gpt2.py --help | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: ") and not done.stderr, done.stderr
+
+
 def test_presets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train_gpt2.read_config([]).data.endswith("input.txt")

@@ -174,9 +174,9 @@ def test_fused_loss_of_large_logits_is_finite():
 
 def test_one_batch_can_be_learned_by_heart():
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=32, n_layer=2, n_head=4, n_embd=64))
+    model = GPT(GPTConfig(block_size=32, vocab_size=1000, n_layer=2, n_head=4, n_embd=64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    batch = tokens(4, 33)
+    batch = tokens(4, 33, vocab_size=1000)
     for _ in range(100):
         loss = model(batch[:, :-1], batch[:, 1:])[1]
         loss.backward()

@@ -16,7 +16,7 @@ import torch
 import runlog
 import train_gpt2
 from common import InputError, RunError, sha256
-from tests.conftest import ROOT, TINY, assert_one_error_line, losses, read_log, script
+from tests.conftest import ROOT, TINY, assert_one_error_line, losses, read_log, train_on_ranks
 from tests.torture import torture
 from train_gpt2 import find_checkpoint, read_training_state
 
@@ -28,7 +28,7 @@ def train(*args: object) -> int:
 def test_a_run_killed_while_it_saves_equals_one_that_never_was(tmp_path):
     """tests/torture.py does this at length, and at other moments, too."""
     random.seed(1)
-    assert torture(tmp_path, kills=1, steps=24) == 1
+    assert torture(tmp_path, kills=1, steps=12) == 1
 
 
 def test_two_ranks_then_one_then_three(text, tmp_path):
@@ -43,8 +43,7 @@ def test_two_ranks_then_one_then_three(text, tmp_path):
         if processes == 1:
             train(*args, "--log-dir", log_dir, "--resume")
         else:
-            done = script("train_gpt2.py", *TINY, *args, "--log-dir", log_dir, "--resume", processes=processes)
-            assert done.returncode == 0, done.stderr
+            train_on_ranks(processes, tmp_path, *args, "--log-dir", log_dir, "--resume")
         assert json.loads((log_dir / "run.json").read_text())[-1]["step"] == start
     assert losses(log_dir) == pytest.approx(losses(tmp_path / "alone"), abs=1e-4) and len(losses(log_dir)) == 12
     a, b = (read_training_state(folder / "step_000012") for folder in (log_dir, tmp_path / "alone"))
