@@ -37,6 +37,7 @@ from torch.profiler import profile, record_function
 
 from common import InputError, RunError, atomic_path, atomic_write, flag, parse_args, run
 from devices import PEAK_TFLOPS, choose_device, copy_bytes, cpu_has_bfloat16, data_sheet_flops, matmul_flops, peak_flops
+from loss import HEAD_TOKENS
 from shards import find_shards, open_shard, tokenize_text
 from train_gpt2 import (
     GPT,
@@ -569,17 +570,31 @@ def count_tokens(data: Path) -> int | None:
 
 
 def duration(seconds: float) -> str:
+    if seconds >= 1000 * 3600:
+        return f"{seconds / 86400:,.0f} days"
     return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
 
 
-def print_plan(config: TrainConfig) -> None:
-    """Parameters, FLOPs, tokens, epochs, memory, time and cost of the run that `config` describes.
+def memory_of(model: GPT, B: int, T: int, device: torch.device, dtype: torch.dtype, low_memory: bool) -> dict[str, int]:
+    """Bytes that a training step takes, by part: an estimate.
 
-    Memory is float32 for weights, gradients and Adam's two moments (16 bytes a parameter). What a sequence adds is
-    estimated as 34 T C bytes a layer for activations in 16 bits with an attention that keeps no T x T matrix
-    (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 2), double in
-    float32, and three copies of its (T, V) logits in float32.
+    Weights, gradients and Adam's two moments are float32. Activations take 34 B T C bytes a layer in 16 bits with an
+    attention that keeps no T x T matrix (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+    Transformer Models", equation 2), double in float32; the gradients of one layer's come on top. The logits, float32,
+    are three times (B T, V); where FusedLoss makes them, twice those of HEAD_TOKENS tokens, and twice the gradient of
+    the embedding. On a CPU the process counts, too; on a GPU what CUDA takes for itself does not.
     """
+    N, tokens, cpu = model.num_parameters(), B * T, device.type == "cpu"
+    V, C = model.wte.weight.shape
+    layer = 34 * tokens * C * (2 if dtype == torch.float32 else 1)
+    fused = 8 * V * min(tokens, HEAD_TOKENS) + 8 * V * C
+    parts = {"weights": 4 * N, "gradients": 4 * N, "Adam's moments": 8 * N, "activations": layer * (len(model.h) + 1),
+             "head and loss": fused if cpu or low_memory else 12 * V * tokens}
+    return parts | ({"the process": 300_000_000} if cpu else {})
+
+
+def print_plan(config: TrainConfig) -> None:
+    """Parameters, FLOPs, tokens, epochs, memory, time and cost of the run that `config` describes."""
     device, dtype, description = choose_device(config.device, config.dtype)
     if config.init == "scratch":
         with torch.device("meta"):
@@ -592,9 +607,8 @@ def print_plan(config: TrainConfig) -> None:
     available = count_tokens(Path(config.data))
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops
-    B, T, width = config.micro_batch_size or 1, config.seq_len, 2 if dtype.itemsize == 4 else 1
-    activations = B * T * 34 * width * model.config.n_embd * model.config.n_layer
-    logits = B * T * 12 * model.config.vocab_size
+    B = config.micro_batch_size or 1
+    memory = memory_of(model, B, config.seq_len, device, dtype, config.low_memory)
     rows = [
         ("device", description),
         ("parameters", f"{N:,} ({model.num_parameters(False) - model.wte.weight.numel():,} without embeddings)"),
@@ -603,10 +617,9 @@ def print_plan(config: TrainConfig) -> None:
         ("epochs", f"{tokens / available:.3f} of {available:,} training tokens" if available else
          f"unknown: no {config.data} yet"),
         ("FLOPs", f"{flops * tokens:.3e} (napkin, 6 x parameters x tokens: {6 * N * tokens:.3e})"),
-        ("memory", f"{16e-9 * N:.2f} GB, 16 bytes a parameter"),
-        ("", f"weights {4e-9 * N:.2f}, gradients {4e-9 * N:.2f}, Adam's moments {8e-9 * N:.2f}"),
-        (f"and B = {B}", f"{(activations + logits) / 1e9:.2f} GB, an estimate: activations {activations / 1e9:.2f}, "
-                         f"logits {logits / 1e9:.2f}" + " a sequence" * (B == 1)),
+        ("memory", f"{sum(memory.values()) / 1e9:.2f} GB at B = {B}, an estimate (napkin, 16 bytes a parameter: "
+                   f"{16e-9 * N:.2f})"),
+        ("", ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items())),
         ("time", f"{duration(tokens / rate)} on this device at {rate:,.0f} tok/s: a projection,"),
         ("", f"{ASSUMED_MFU:.0%} of its {peak / 1e12:,.3g} TFLOP/s ({source})"),
     ]

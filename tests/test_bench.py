@@ -8,7 +8,7 @@ import torch
 import bench
 from bench import PARTS, RUNGS, BenchConfig, ExplicitAttention, build, part_of, split
 from tests.conftest import assert_one_error_line, script
-from train_gpt2 import CausalSelfAttention, Distributed, GPTConfig
+from train_gpt2 import GPT, CausalSelfAttention, Distributed, GPTConfig
 
 TINY = ["--preset", "shakespeare", "--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--seq-len", "16",
         "--micro-batch-size", "2", "--device", "cpu", "--no-compile", "--steps", "3"]
@@ -59,10 +59,15 @@ def test_parts_sum_to_the_step(in_this_process):
 
 
 def test_a_process_of_its_own(tmp_path):
-    done = script("bench.py", *TINY, "--rung", "flash", "--json", tmp_path / "rung.json")
+    """Its peak of memory is about what --plan says: 0.5 GB, 0.3 of them the process, 0.1 the logits."""
+    shape = ["--n-embd", "64", "--seq-len", "64", "--micro-batch-size", "4", "--dtype", "float32"]
+    done = script("bench.py", *TINY, *shape, "--rung", "ours", "--json", tmp_path / "rung.json")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "rung.json").read_text())
-    assert result["rung"] == ["flash"] and "parts_ms" not in result and result["first_step_at"] > 1.7e9
+    assert result["rung"] == ["ours"] and result["first_step_at"] > 1.7e9
+    model = GPT(GPTConfig(64, n_layer=1, n_head=2, n_embd=64))
+    memory = bench.memory_of(model, 4, 64, torch.device("cpu"), torch.float32, low_memory=False)
+    assert sum(memory.values()) == pytest.approx(result["peak_memory"], rel=0.2)
 
 
 def test_ladder_names_what_it_skips(in_this_process, tmp_path, capsys):
