@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile, record_function
 
-from common import InputError, RunError, atomic_path, atomic_write, flag, parse_args, run
+from common import InputError, RunError, atomic_path, atomic_write, check_writable, flag, parse_args, run
 from devices import PEAK_TFLOPS, choose_device, copy_bytes, cpu_has_bfloat16, data_sheet_flops, matmul_flops, peak_flops
 from loss import HEAD_TOKENS
 from shards import find_shards, open_shard, tokenize_text
@@ -532,8 +532,7 @@ def main(args: list[str] | None = None) -> None:
     if config.picture and Path(config.picture).suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--picture {config.picture}: a name that ends in .png, .svg or .pdf")
     for path in filter(None, (config.json, config.ladder and config.picture)):
-        if not Path(path).absolute().parent.is_dir():
-            raise InputError(f"{path}: there is no folder {Path(path).parent}")
+        check_writable(path)
     train = train_config(config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the process that measures, too
     world = Distributed.start(train) if config.rung else coordinate(config)

@@ -82,11 +82,10 @@ def _one_line(box: str) -> str:
     return f"{message} (--help lists the flags)"
 
 
-# A full disk, a missing file, a folder without write access: the user's to mend, not a bug of ours.
-_USER_ERRNOS = {
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
-    errno.EISDIR,
-}
+# The user's to mend, not a bug of ours: errno -> the way out, where the system's own words don't show it.
+_USER_ERRNOS = dict.fromkeys((errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "")
+_USER_ERRNOS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; name a place to which you have access")
+_USER_ERRNOS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room")
 
 
 def run(main: Callable[[], int | None]) -> None:
@@ -104,7 +103,8 @@ def run(main: Callable[[], int | None]) -> None:
     except OSError as error:
         if error.errno not in _USER_ERRNOS:
             raise
-        message, status = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror), 2
+        name = f"{error.filename}: " if error.filename else ""
+        message, status = f"{name}{error.strerror}{_USER_ERRNOS[error.errno]}", 2
     except KeyboardInterrupt:
         sys.exit(130)
     if is_rank_zero():
@@ -116,6 +116,15 @@ def sha256(path: Path) -> str:
     """The checksum of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_writable(path: str) -> None:
+    """To be asked before work whose result goes to `path`. Raises InputError when its folder is missing or closed."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise InputError(f"{path}: there is no folder {Path(path).parent}")
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{path}: no write access to its folder; name another")
 
 
 @contextlib.contextmanager

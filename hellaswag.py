@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from common import InputError, atomic_write, first_line, parse_args, run
+from common import InputError, atomic_write, check_writable, first_line, parse_args, run
 from devices import choose_device, keep_freed_memory
 from pretrained import find_model
 from tokenizer import get_tokenizer
@@ -280,6 +280,8 @@ def main(args: list[str] | None = None) -> None:
     device, dtype, description = choose_device(config.device, config.dtype)
     if device.type == "cpu":
         keep_freed_memory()
+    if config.json:
+        check_writable(config.json)
     folder = find_model(config.model)
     examples = load_examples(Path(config.data) if config.data else None)[: config.limit or None]
     print(f"model: {folder}; device: {description}")

@@ -45,7 +45,8 @@ def model_folder(name: str | Path) -> Path:
             folder = Path(snapshot_download(str(name), allow_patterns=["*.bin"]))
         return folder
     except Exception as error:  # the Hub's, its HTTP library's, the socket's: they share no base
-        raise InputError(f"{name}: no such folder, nor does the Hub give it ({first_line(error)})") from None
+        raise InputError(f"{name}: no such folder, nor does the Hub give it ({first_line(error)}); without a network, "
+                         "name a folder that holds the model") from None
 
 
 def find_model(name: str) -> Path:

@@ -16,7 +16,7 @@ import torch
 import runlog
 import train_gpt2
 from common import InputError, RunError, sha256
-from tests.conftest import ROOT, TINY, assert_one_error_line, losses, read_log, train_on_ranks
+from tests.conftest import ROOT, TINY, losses, read_log, train_on_ranks
 from tests.torture import torture
 from train_gpt2 import find_checkpoint, read_training_state
 
@@ -246,8 +246,11 @@ def test_a_read_only_disk_is_named(text, tmp_path):
     folder.mkdir()
     args = [*TINY, "--data", text, "--max-steps", 6, "--log-dir", folder / "log"]
     command = " ".join(map(str, [sys.executable, ROOT / "train_gpt2.py", *args]))
-    done = in_small_filesystem(folder, "ro", f"{command}; exit $?")
-    assert_one_error_line(done, "small/log: Read-only file system")
+    ask = f"import common; common.check_writable('{folder}/out.json')"
+    done = in_small_filesystem(folder, "ro", f'cd {ROOT}; {sys.executable} -c "{ask}"', f"{command} 2>&1; exit $?")
+    assert "small/out.json: no write access to its folder" in done.stderr  # before any work
+    assert done.returncode == 2 and "error: " in done.stdout
+    assert "small/log: Read-only file system; name a place to which you have access" in done.stdout
 
 
 @pytest.mark.parametrize("name, status", [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143)])
