@@ -52,23 +52,30 @@ def finish(axes: Any, x: str, title: str, ylabel: str = "") -> None:
     axes.grid(alpha=0.3)
 
 
-def draw_baselines(axes: Any, baselines: dict[str, float]) -> None:
-    for (name, value), style in zip(baselines.items(), (":", "-."), strict=False):
-        axes.axhline(value, color="gray", linestyle=style, label=f"{name}: {value}")
+def draw_baseline(axes: Any, name: str, value: float, right: bool = False) -> None:
+    """A line with its name on it, at the left or at the right."""
+    axes.axhline(value, color="gray", linestyle=":")
+    axes.text(0.99 if right else 0.01, value, f"{name}: {value}", transform=axes.get_yaxis_transform(),
+              color="dimgray", size="small", verticalalignment="bottom", horizontalalignment="right" if right else "left")
 
 
 def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
-    """Training loss, raw (faint) and smoothed, and validation loss."""
+    """Training loss, raw (faint) and smoothed, and validation loss; the first fall, of a long run, is cut off."""
+    start = 0.0
     for i, (name, run) in enumerate(runs.items()):
         if "train" in run:
             where, values = run["train"]
+            smoothed = smooth(values, max(len(values) // 40, 1))
             axes.plot(where, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
-            axes.plot(where, smooth(values, max(len(values) // 40, 1)), color=f"C{i}", label=f"{name}, train")
+            axes.plot(where, smoothed, color=f"C{i}", label=f"{name}, train")
+            start = max(start, smoothed[len(values) // 20 if len(values) > 2000 else 0])
         if "val" in run:
             axes.plot(*run["val"], "o--", color=f"C{i}", markersize=4, label=f"{name}, validation")
-    draw_baselines(axes, baselines)
+    for name, value in baselines.items():
+        draw_baseline(axes, name, value, right=True)
+    axes.set_ylim(top=1.05 * max([start, *baselines.values()]) if start else None)
     finish(axes, x, "Loss", "nats a token")
-    axes.legend()
+    axes.legend(loc="upper right")
 
 
 def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
@@ -76,16 +83,19 @@ def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
     for i, (name, run) in enumerate(runs.items()):
         if "hella" in run:
             axes.plot(*run["hella"], "o-", color=f"C{i}", markersize=3, label=name)
-    draw_baselines(axes, HELLASWAG_BASELINES)
-    axes.axhline(0.25, color="lightgray", label="guessing: 0.25")
+    for name, value in HELLASWAG_BASELINES.items():
+        draw_baseline(axes, name, value)
+    draw_baseline(axes, "guessing", 0.25, right=True)
+    axes.set_ylim(0.235, max(axes.get_ylim()[1], 0.35))
     finish(axes, x, "HellaSwag, acc_norm", "accuracy")
-    axes.legend()
+    axes.legend(loc="lower right")
 
 
 def draw_panel(axes: Any, runs: dict[str, Curves], stream: str, x: str) -> None:
     for i, (name, run) in enumerate(runs.items()):
         if stream in run:
             axes.plot(*run[stream], color=f"C{i}", linewidth=1, label=name)
+    axes.ticklabel_format(axis="y", scilimits=(-2, 4))
     finish(axes, x, PANELS[stream])
 
 
