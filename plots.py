@@ -55,8 +55,9 @@ def finish(axes: Any, x: str, title: str, ylabel: str = "") -> None:
 def draw_baseline(axes: Any, name: str, value: float, right: bool = False) -> None:
     """A line with its name on it, at the left or at the right."""
     axes.axhline(value, color="gray", linestyle=":")
-    axes.text(0.99 if right else 0.01, value, f"{name}: {value}", transform=axes.get_yaxis_transform(),
-              color="dimgray", size="small", verticalalignment="bottom", horizontalalignment="right" if right else "left")
+    place, side = (0.99, "right") if right else (0.01, "left")
+    axes.text(place, value, f"{name}: {value}", transform=axes.get_yaxis_transform(), color="dimgray", size="small",
+              verticalalignment="bottom", horizontalalignment=side)
 
 
 def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
