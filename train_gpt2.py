@@ -36,6 +36,7 @@ import torch.distributed
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 import runlog
 from common import InputError, RunError, atomic_path, first_line, flag, is_rank_zero, parse_args, remove_folder, run
@@ -505,7 +506,7 @@ def print_samples(model: GPT, prompt: str, world: "Distributed", autocast: Any) 
     with autocast:
         idx = model.generate(idx, max_new_tokens=32, generator=generator)
     for i, tokens in enumerate(idx.tolist()):
-        print(f"rank {world.rank} sample {i}: {tokenizer.decode(tokens)!r}", flush=True)
+        tqdm.write(f"rank {world.rank} sample {i}: {tokenizer.decode(tokens)!r}")  # print would end in the bar
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -778,13 +779,11 @@ def choose_kernels(model: GPT, config: TrainConfig, device: torch.device) -> str
 
 def train(config: TrainConfig, world: Distributed) -> int:
     """Sets everything up, then runs the loop. Returns the exit status: 0, or 130 or 143 after a signal."""
-    from tqdm import tqdm
-
     say = tqdm.write if world.rank == 0 else lambda *_: None
     log_dir = Path(config.log_dir)
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
-        say(f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them): the shakespeare preset on input.txt")
-    say(f"device: {world.description}; {world.world_size} process{'es' * (world.world_size > 1)}")
+        say(f"no shards in {SHARDS_FOLDER}/: the shakespeare preset, on input.txt\n(`python fineweb.py` builds shards)")
+    say(f"device: {world.description}")
 
     # Model and data
     resuming = config.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -861,11 +860,11 @@ def train(config: TrainConfig, world: Distributed) -> int:
     peak, peak_source = peak_flops(world.device, world.dtype)
     flops = model.flops_per_token(T)
     epochs = config.max_steps * config.total_batch_size / loader.total_tokens
-    say(f"model: {model.num_parameters():,} parameters, {flops / 1e6:,.0f} MFLOP a token; "
-        f"MFU 100 % = {peak / 1e12:,.3g} TFLOP/s a device ({peak_source})")
+    say(f"model: {model.num_parameters():,} parameters, {flops / 1e6:,.0f} MFLOP a token\n"
+        f"speed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s a device ({peak_source})")
     documents = loader.count_documents() if world.rank == 0 else 0
-    say(f"data: {config.data}, {loader.total_tokens:,} training tokens in {documents:,} documents; "
-        f"{config.max_steps:,} steps of {config.total_batch_size:,} are {epochs:.3f} epochs")
+    say(f"data: {config.data}, {loader.total_tokens:,} training tokens in {documents:,} documents\n"
+        f"steps: {config.max_steps:,} of {config.total_batch_size:,} tokens, {epochs:.3f} epochs")
     if epochs > 1:
         order = "another" if config.shuffle else "the same"
         say(f"data: from step {loader.total_tokens // config.total_batch_size:,} on they repeat, in {order} order")
@@ -971,7 +970,7 @@ def train(config: TrainConfig, world: Distributed) -> int:
                 say(f"stopped by a signal after step {step}; --resume goes on")
                 return 130 if signals.received == signal.SIGINT else 143
     if config.save_every:
-        say(f"done: {log_dir}/step_{config.max_steps:06d}/ is a Hugging Face model; to talk to it: "
+        say(f"done: {log_dir}/step_{config.max_steps:06d}/ is a Hugging Face model; to talk to it:\n"
             f'python sample.py {log_dir} "{config.sample_prompt}"')
     if milestones and world.rank == 0:
         matches, verdict = runlog.compare(log_dir, milestones, config.total_batch_size)

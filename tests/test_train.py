@@ -1,8 +1,10 @@
 """Whole runs in small: the same losses however a batch is split, resumed runs, compiled runs, what is left behind."""
 
+import contextlib
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -170,6 +172,32 @@ def test_samples_do_not_disturb_training(text, tmp_path):
         args = ["--max-steps", 4, "--sample-every", every, "--eval-every", every]
         train("--data", text, *args, "--log-dir", tmp_path / name)
     assert read_log(tmp_path / "with", "train", "norm") == read_log(tmp_path / "without", "train", "norm")
+
+
+def test_console_of_eighty_columns(text, tmp_path):
+    """On a terminal: a bar at the bottom, above it lines that fit, whole ones."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 80, 0, 0))
+    args = ["--data", text, "--max-steps", 2, "--eval-every", 1, "--sample-every", 1, "--log-dir", "log"]
+    command = [sys.executable, ROOT / "train_gpt2.py", *TINY, *args]
+    process = subprocess.Popen(list(map(str, command)), stdout=end, stderr=end, cwd=tmp_path)
+    os.close(end)
+    output = b""
+    with contextlib.suppress(OSError):  # how the end of a terminal's output is told
+        while part := os.read(terminal, 65536):
+            output += part
+    assert process.wait() == 0, output
+    lines = [line.split("\r")[-1] for line in output.decode().split("\r\n")]  # what is left to see
+    kinds = [line.split(" ")[0] for line in lines if line]
+    expected = {"device:": 1, "model:": 1, "speed:": 1, "data:": 1, "batch:": 1, "step": 5, "rank": 8}
+    assert {kind: kinds.count(kind) for kind in expected} == expected
+    assert max(len(line) for line in lines if not line.startswith(("rank", "data"))) <= 80
+    assert "2/2 [" in output.decode()
 
 
 def test_plan_prints_and_does_not_train(tmp_path, capsys, monkeypatch):
