@@ -4,7 +4,7 @@ The momentum of a matrix's gradient is made nearly orthogonal, so that an update
 al. 2024, kellerjordan.github.io/posts/muon). Its size is matched to that of AdamW's updates (Liu et al. 2025, "Muon is
 Scalable for LLM Training", section 2.2), so that one learning rate and one weight decay serve both. The mathematics is
 torch.optim.Muon's with adjust_lr_fn="match_rms_adamw"; the difference is that the layers' matrices of one shape go
-through the products together, and in float32 where the chip has no bfloat16.
+through the products together, dealt out to the ranks, and in float32 where the chip has no bfloat16.
 """
 
 import math
@@ -12,6 +12,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.distributed
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a x + b x^3 + c x^5 moves all singular values towards 1 within five steps
 
@@ -26,6 +27,19 @@ def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def orthogonalize_together(x: torch.Tensor) -> torch.Tensor:
+    """orthogonalize, of which each rank does a share of the matrices. x (L, A, B) is the same on all ranks."""
+    if not torch.distributed.is_initialized():
+        return orthogonalize(x)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    share = math.ceil(len(x) / ranks)
+    mine, done = x.new_zeros(share, *x.shape[1:]), x.new_empty(share * ranks, *x.shape[1:])
+    if len(part := x[rank * share : (rank + 1) * share]):
+        mine[: len(part)] = orthogonalize(part)
+    torch.distributed.all_gather_into_tensor(done, mine)
+    return done[: len(x)]
 
 
 class Muon(torch.optim.Optimizer):
@@ -45,7 +59,7 @@ class Muon(torch.optim.Optimizer):
                 buffer = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
                 shapes[p.shape].append((p, p.grad.lerp(buffer, momentum)))
             for shape, pairs in shapes.items():
-                updates = orthogonalize(torch.stack([update for _, update in pairs]).to(self.dtype))
+                updates = orthogonalize_together(torch.stack([update for _, update in pairs]).to(self.dtype))
                 for (p, _), update in zip(pairs, updates, strict=True):
                     p.mul_(1 - lr * group["weight_decay"])
                     p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(shape)))

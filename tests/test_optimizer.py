@@ -9,7 +9,7 @@ import torch
 import runlog
 import train_gpt2
 from muon import Muon, orthogonalize
-from tests.conftest import TINY, losses, read_log
+from tests.conftest import TINY, losses, read_log, train_on_ranks
 from train_gpt2 import GPT, GPTConfig, TrainConfig, configure_optimizer, get_lr
 
 SHAPES = [(32, 32), (96, 32), (32, 128), (96, 32), (128, 32)]
@@ -66,6 +66,15 @@ def test_muon_trains_and_resumes_bit_for_bit(text, tmp_path):
     train("--max-steps", 8, "--log-dir", tmp_path / "b", "--resume")
     assert read_log(tmp_path / "a", "train", "norm") == read_log(tmp_path / "b", "train", "norm")
     assert losses(tmp_path / "a")[-1] < losses(tmp_path / "a")[0] - 0.5
+
+
+def test_ranks_share_muons_work(text, tmp_path):
+    """Two layers on three ranks, so one has none: the losses of a single process."""
+    args = ["--data", text, "--optimizer", "muon", "--max-lr", 1e-2, "--max-steps", 6, "--total-batch-size", 96]
+    train_gpt2.main([*TINY, *map(str, args), "--log-dir", str(tmp_path / "alone")])
+    train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "three")
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
+    assert losses(tmp_path / "alone")[-1] < losses(tmp_path / "alone")[0] - 0.3
 
 
 def test_warm_up_stable_warm_down():
