@@ -77,7 +77,7 @@ class BenchConfig:
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "shakespeare"] = "auto"
     """Model and lengths, as in train_gpt2.py; auto: gpt2 on a CUDA GPU, shakespeare elsewhere."""
     micro_batch_size: int = 0
-    """Sequences a step on one device (B); 0: the preset's, else 16 on a CUDA GPU and 1 elsewhere."""
+    """Sequences a step on one device (B); 0: 16 on a CUDA GPU, elsewhere as many as 1,024 tokens make."""
     seq_len: int = 0
     """Tokens a sequence (T); 0: the preset's."""
     n_layer: int = 0
@@ -116,9 +116,10 @@ def train_config(config: BenchConfig) -> TrainConfig:
     values = PRESETS[preset] | chosen | dict(preset=preset, device=config.device, dtype=dtype)
     values |= dict(compile=config.compile and gpu)
     train = replace(TrainConfig(), **values)
-    train = replace(train, micro_batch_size=train.micro_batch_size or (16 if gpu else 1))
     data = train.data if Path(train.data).is_dir() else SHAKESPEARE["data"]
     check(train)
+    most = min(16 if gpu else 1024 // train.seq_len, train.total_batch_size // train.seq_len)
+    train = replace(train, micro_batch_size=train.micro_batch_size or max(most, 1))
     return replace(train, data=data, total_batch_size=train.micro_batch_size * train.seq_len)
 
 

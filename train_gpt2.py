@@ -166,7 +166,6 @@ SHAKESPEARE = dict(
     data=str(Path(__file__).with_name("input.txt")),
     max_steps=600,
     total_batch_size=512,
-    micro_batch_size=4,
     seq_len=128,
     n_layer=4,
     n_head=4,

@@ -37,6 +37,13 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
         assert norms == pytest.approx(losses(tmp_path / "alone_8", "norm"), rel=1e-3), name
 
 
+def test_the_bare_runs_batch_divides_among_ranks():
+    config = train_gpt2.read_config(["--preset", "shakespeare"])
+    for world_size, B in ((1, 4), (2, 2), (4, 1)):
+        world = train_gpt2.Distributed(0, 0, world_size, torch.device("cpu"), torch.float32, "")
+        assert train_gpt2.micro_batch(config, None, world, None) == B
+
+
 def test_first_loss_and_clipped_update_equal_a_plain_loop(text, tmp_path):
     """Two steps of the script against torch's own pieces, written out without accumulation."""
     args = ["--max-steps", 2, "--save-every", 2, "--max-lr", 1e-2, "--grad-clip", 0.5]
