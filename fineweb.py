@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,8 @@ class ShardConfig:
     """Where a parquet row or a jsonl object keeps its text."""
     out: str = "edu_fineweb10B"
     """Folder for the shards."""
-    shard_size: int = 100_000_000
-    """Tokens a shard; the last one is shorter."""
+    shard_size: int = 0
+    """Tokens a shard, the last one is shorter; 0: 100 million, or about a tenth of --input where that is less."""
     workers: int = 0
     """Processes that tokenize; 0: one a core."""
     max_shards: int = 0
@@ -94,8 +94,8 @@ class ShardConfig:
         """Itself. Raises InputError naming every value that cannot be."""
         counts = {"--workers": self.workers, "--max-shards": self.max_shards, "--pretokenized": self.pretokenized}
         problems = [f"{flag} {count}: not below 0" for flag, count in counts.items() if count < 0]
-        if not 1 <= self.shard_size <= 2**31:
-            problems.append(f"--shard-size {self.shard_size}: from 1 to {2**31}")
+        if not 0 <= self.shard_size <= 2**31:
+            problems.append(f"--shard-size {self.shard_size}: from 1 to {2**31}, or 0")
         if self.pretokenized and self.input:
             problems.append("--pretokenized and --input: one of them")
         if problems:
@@ -279,29 +279,35 @@ def merge(here: Folder, options: dict[str, Any], max_shards: int) -> Folder:
 # Main
 
 
-def expect(config: ShardConfig, files: list[File], commit: str | None, out: Path) -> int:
-    """About how many tokens all shards will hold. Raises InputError when they, and the copies, don't fit the disk."""
-    text, largest_copy = 0, 0  # bytes
-    for name, size in files:
-        if commit:
-            text, largest_copy = text + size * TEXT_A_HUB_BYTE, max(largest_copy, size)
-        elif name.endswith(COMPRESSED):
-            size *= TEXT_A_COMPRESSED_BYTE
-            text, largest_copy = text + size, max(largest_copy, size)
-        elif name.endswith(".parquet"):
-            text += sum(size for _, size in row_groups(Path(name), config.text_column))
-        else:
-            text += size
-    tokens = min(int(text / TEXT_A_TOKEN), config.max_shards * config.shard_size or sys.maxsize)
+def text_bytes(config: ShardConfig, name: str, size: int) -> float:
+    """About how much text a file holds, given its size."""
+    if name.endswith(".parquet") and config.input:
+        return sum(size for _, size in row_groups(Path(name), config.text_column))
+    if config.input:
+        return size * (TEXT_A_COMPRESSED_BYTE if name.endswith(COMPRESSED) else 1)
+    return size * TEXT_A_HUB_BYTE
+
+
+def automatic_shard_size(tokens: int) -> int:
+    """100 million; of less than 1,000 million tokens a tenth, rounded down to 1, 2, … 9 times a power of ten."""
+    tenth = max(tokens // 10, 1)
+    unit = 10 ** (len(str(tenth)) - 1)
+    return min(tenth // unit * unit, 100_000_000)
+
+
+def check_disk(config: ShardConfig, files: list[File], tokens: int, out: Path) -> None:
+    """Says what is about to come. Raises InputError when the shards, and the copies, don't fit the disk."""
+    copies = [size * (TEXT_A_COMPRESSED_BYTE if config.input else 1) for name, size in files
+              if not config.input or name.endswith(COMPRESSED)]
     there = sum(path.stat().st_size for path in out.glob("*.npy"))
-    need = max(2 * tokens - there, 0) + largest_copy * min(3, len(files))
+    need = max(2 * tokens - there, 0) + max(copies, default=0) * min(3, len(files))
     free = shutil.disk_usage(next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())).free
     report = f"{out}: about {need / 1e9:,.2f} GB of disk needed, {free / 1e9:,.2f} GB free"
     if need > free:
         raise InputError(f"{report}; make room, name a folder elsewhere with --out, or take less with --max-shards")
     if is_rank_zero():
-        print(f"{report}; about {tokens / 1e6:,.1f} million tokens in all, {there / 2e6:,.1f} there", flush=True)
-    return tokens
+        print(f"{report}; about {tokens / 1e6:,.1f} million tokens in all, {there / 2e6:,.1f} there; "
+              f"shards of {config.shard_size:,}", flush=True)
 
 
 def make_shards(config: ShardConfig, files: list[File], commit: str | None, here: Folder, expected: int) -> None:
@@ -393,6 +399,9 @@ def tokenize_source(config: ShardConfig, out: Path, rank: int, world_size: int) 
         commit, files = begun["commit"], begun["files"]
     else:
         commit, files = hub_files(config.name)
+    expected = int(sum(text_bytes(config, name, size) for name, size in files) / TEXT_A_TOKEN)
+    if not config.shard_size:
+        config = replace(config, shard_size=automatic_shard_size(expected) if config.input else 100_000_000)
     options = {
         "source": source,
         "commit": commit,
@@ -404,7 +413,9 @@ def tokenize_source(config: ShardConfig, out: Path, rank: int, world_size: int) 
     }
     here = Folder(out, options, rank, world_size)
     finished = here.finished(config.max_shards)
-    expected = 0 if finished else expect(config, files, commit, out)
+    expected = min(expected, config.max_shards * config.shard_size or sys.maxsize)
+    if not finished:
+        check_disk(config, files, expected, out)
     here.begin()
     if finished:
         print(f"{out}: finished already")

@@ -205,12 +205,20 @@ def test_a_shard_filled_to_the_last_token_and_a_document_longer_than_shards(tmp_
         assert len(shards) == -(-len(tokens) // size)
 
 
+@pytest.mark.parametrize("tokens, size", [
+    (0, 1), (99, 9), (14_900_000, 1_000_000), (250_000_000, 20_000_000), (999_999_999, 90_000_000), (10**11, 10**8),
+])
+def test_small_inputs_make_small_shards(tokens, size):
+    assert fineweb.automatic_shard_size(tokens) == size
+
+
 @needs_data
 def test_educational_sample_to_a_trained_model(tmp_path):
-    """Real parquet files -> shards of 2,000,000 tokens -> 20 steps of a small model."""
+    """Real parquet files -> shards, of which the first is about a tenth -> 20 steps of a small model."""
     out = tmp_path / "shards"
-    done = script("fineweb.py", "--input", *EDU[:2], "--out", out, "--shard-size", "2000000")
+    done = script("fineweb.py", "--input", *EDU[:2], "--out", out)
     assert done.returncode == 0, done.stderr
+    assert {len(np.load(path)) for path in shard_paths(out)[:-1]} == {400_000} and 9 < len(shard_paths(out)) < 15
     texts = [text for path in EDU[:2] for text in pq.read_table(path, columns=["text"]).column("text").to_pylist()]
     counts = [count for path in EDU[:2] for count in pq.read_table(path).column("token_count").to_pylist()]
     tokens = shard_tokens(out)
@@ -439,8 +447,8 @@ def test_mistakes_in_files(name, tmp_path):
 def test_mistakes_from_the_terminal(tmp_path):
     path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}')
     assert_one_error_line(script("fineweb.py", "--input", path, "--out", tmp_path / "o"), "a.jsonl, line 2: not UTF-8")
-    wrong = ["--workers", -1, "--shard-size", 0, "--pretokenized", 1, "--input", "x"]
-    assert_one_error_line(script("fineweb.py", *wrong), "--workers -1", "--shard-size 0", "--pretokenized and --input")
+    wrong = ["--workers", -1, "--shard-size", -1, "--pretokenized", 1, "--input", "x"]
+    assert_one_error_line(script("fineweb.py", *wrong), "--workers -1", "--shard-size -1", "--pretokenized and --input")
     assert_one_error_line(script("fineweb.py", "--input", path, path, "--out", tmp_path / "o"), "twice")
     assert_one_error_line(script("fineweb.py", "--input", path, "--out", path), "a.jsonl")
 
