@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 NOT_RUN = {
     "pip install": "what .ci/run does",
     "jupyter": "tests/test_notebook.py runs it",
-    "torchrun": "GPUs; tests/test_train.py starts it on the CPU",
+    "torchrun": "GPUs; tests/test_resume.py starts it on the CPU",
     "sbatch": "a Slurm cluster",
     "python fineweb.py": "a network; tests/test_fineweb.py has a server of its own",
     "python hellaswag.py": "a network; tests/test_hellaswag.py has local tasks",
@@ -57,7 +57,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     (tmp_path / "books").mkdir()
     pq.write_table(pa.table({"text": [words]}), tmp_path / "books" / "one.parquet")
     shutil.copytree(ROOT / "reference", tmp_path / "reference")
-    shards = ["--shard-size", "2000", "--workers", "1"]
+    shards = ["--workers", "1"]
     fineweb.main(["--input", "a.txt", "--out", "edu_fineweb10B", *shards])  # as though downloaded
     for command in filter(lambda command: reason(command) is None, commands()):
         _, script, *args = shlex.split(command)
