@@ -43,7 +43,10 @@ def orthogonalize_together(x: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov's momentum and decoupled weight decay, for 2-D parameters. dtype: of the products."""
+    """Muon with Nesterov's momentum and decoupled weight decay, for 2-D parameters. dtype: of the products.
+
+    One that is three times as tall as wide is c_attn: query, key and value, three matrices, one above the other.
+    """
 
     def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float = 0.95, *, dtype: torch.dtype):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
@@ -58,11 +61,14 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 buffer = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
                 shapes[p.shape].append((p, p.grad.lerp(buffer, momentum)))
-            for shape, pairs in shapes.items():
-                updates = orthogonalize_together(torch.stack([update for _, update in pairs]).to(self.dtype))
+            for (rows, columns), pairs in shapes.items():
+                parts = 3 if rows == 3 * columns else 1
+                stacked = torch.stack([update for _, update in pairs]).to(self.dtype)  # (L, rows, columns)
+                matrices = stacked.view(-1, rows // parts, columns)
+                updates = orthogonalize_together(matrices).view_as(stacked)
                 for (p, _), update in zip(pairs, updates, strict=True):
                     p.mul_(1 - lr * group["weight_decay"])
-                    p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(shape)))
+                    p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(rows // parts, columns)))
 
 
 class Optimizers:

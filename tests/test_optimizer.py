@@ -17,23 +17,26 @@ SHAPES = [(32, 32), (96, 32), (32, 128), (96, 32), (128, 32)]
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_muon_equals_torchs(monkeypatch):
-    """Ten steps: in bfloat16 as it is, and in float32 against torch's with its cast to bfloat16 undone."""
+    """Ten steps: in bfloat16 as it is, and in float32 against torch's with its cast to bfloat16 undone. (96, 32) is
+    three matrices: torch's has them as three parameters."""
     for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float32, 1e-5)):
         if dtype == torch.float32:
             monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
         torch.manual_seed(0)
         ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-        theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-        start = [p.detach().clone() for p in ours]
+        split = lambda tensor: tensor.chunk(3) if tensor.shape == (96, 32) else (tensor,)  # noqa: E731
+        theirs = [torch.nn.Parameter(part.detach().clone()) for p in ours for part in split(p)]
+        start = [part.detach().clone() for p in ours for part in split(p)]
         a = Muon(ours, lr=0.02, weight_decay=0.1, dtype=dtype)
         b = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
         for _ in range(10):
-            for p, q in zip(ours, theirs, strict=True):
+            for p in ours:
                 p.grad = torch.randn(p.shape)
-                q.grad = p.grad.clone()
+            for q, gradient in zip(theirs, [part for p in ours for part in split(p.grad)], strict=True):
+                q.grad = gradient.clone()
             a.step()
             b.step()
-        for p, q, s in zip(ours, theirs, start, strict=True):
+        for p, q, s in zip([part for whole in ours for part in split(whole)], theirs, start, strict=True):
             assert (p - q).norm() < tolerance * (q - s).norm()
 
 
