@@ -2,7 +2,7 @@
 
     python fineweb.py                                   # FineWeb-Edu, 10 billion tokens -> edu_fineweb10B/
     python fineweb.py --max-shards 3                    # a taste of it: one validation and two training shards
-    python fineweb.py --input books/*.parquet notes.jsonl a.txt --out my_shards --shard-size 10000000
+    python fineweb.py --input books/*.parquet notes.jsonl a.txt --out my_shards
     python fineweb.py --pretokenized 3                  # three ready shards of FineWeb-Edu instead of text
     python fineweb.py --verify --out my_shards          # is every shard still what was written?
     torchrun --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 fineweb.py    # on four machines

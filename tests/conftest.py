@@ -36,10 +36,6 @@ def script(name: str, *args: str, processes: int = 1, **options) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, **options)
 
 
-FORKS = multiprocessing.get_context("forkserver")  # a process that has imported torch, once, and forks the ranks off
-FORKS.set_forkserver_preload(["train_gpt2", "torch._dynamo"])
-
-
 def be_a_rank(env: dict[str, str], output: Path, args: list[str]) -> None:
     import train_gpt2
     from common import run
@@ -52,7 +48,12 @@ def be_a_rank(env: dict[str, str], output: Path, args: list[str]) -> None:
 
 
 def train_on_ranks(world_size: int, folder: Path, *args: object) -> list[str]:
-    """train_gpt2.py on several ranks, without torchrun. Returns what each printed; AssertionError if one failed."""
+    """train_gpt2.py on several ranks, without torchrun: forked off a process that has imported torch, once for all.
+
+    Returns what each printed; AssertionError if one failed.
+    """
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["train_gpt2", "torch._dynamo"])
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -62,7 +63,7 @@ def train_on_ranks(world_size: int, folder: Path, *args: object) -> list[str]:
         env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost",
                "MASTER_PORT": port}
         env = {key: str(value) for key, value in env.items()}
-        ranks.append(FORKS.Process(target=be_a_rank, args=(env, output, [*TINY, *map(str, args)])))
+        ranks.append(forks.Process(target=be_a_rank, args=(env, output, [*TINY, *map(str, args)])))
         ranks[-1].start()
     for rank in ranks:
         rank.join(100)
