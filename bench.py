@@ -6,9 +6,8 @@
     torchrun --standalone --nproc_per_node=8 bench.py --ladder      # and how the speed grows with the ranks
     python bench.py --rung tf32 bf16 compile               # one rung, measured in this process
 
-A step is train_gpt2.py's, with a single micro-batch of B x T tokens a rank: autocast, backward, clipping, AdamW. Every
+A step is train_gpt2.py's, with a single micro-batch of B x T tokens a rank: autocast, backward, clipping, update. Every
 measurement runs in a fresh process, so that memory, compiled code and settings of one don't reach the next.
-`print_plan` is what `train_gpt2.py --plan` prints.
 """
 
 import json
@@ -35,10 +34,17 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile, record_function
 
-from common import InputError, RunError, atomic_path, atomic_write, check_writable, flag, parse_args, run
-from devices import PEAK_TFLOPS, choose_device, copy_bytes, cpu_has_bfloat16, data_sheet_flops, matmul_flops, peak_flops
-from loss import HEAD_TOKENS
-from shards import find_shards, open_shard, tokenize_text
+from support.cli import InputError, RunError, flag, parse_args, run
+from support.devices import (
+    choose_device,
+    copy_bytes,
+    cpu_has_bfloat16,
+    data_sheet_flops,
+    matmul_flops,
+    why_not_compile,
+)
+from support.distributed import Distributed
+from support.files import atomic_path, atomic_write, check_writable
 from train_gpt2 import (
     GPT,
     PRESETS,
@@ -46,14 +52,13 @@ from train_gpt2 import (
     VOCAB_SIZE,
     CausalSelfAttention,
     DataLoaderLite,
-    Distributed,
     GPTConfig,
+    LossFunction,
     TrainConfig,
-    check,
-    choose_kernels,
+    check_config,
+    choose_loss,
     configure_optimizer,
     get_lr,
-    why_not_compile,
 )
 
 # The ladder. Each rung keeps what those before it have changed. Published: ms a step on one A100, B = 16, T = 1024
@@ -117,7 +122,7 @@ def train_config(config: BenchConfig) -> TrainConfig:
     values |= dict(compile=config.compile and gpu)
     train = replace(TrainConfig(), **values)
     data = train.data if Path(train.data).is_dir() else SHAKESPEARE["data"]
-    check(train)
+    check_config(train)
     most = min(16 if gpu else 1024 // train.seq_len, train.total_batch_size // train.seq_len)
     train = replace(train, micro_batch_size=train.micro_batch_size or max(most, 1))
     return replace(train, data=data, total_batch_size=train.micro_batch_size * train.seq_len)
@@ -146,11 +151,10 @@ def plain_loss(x: torch.Tensor, wte: torch.Tensor, targets: torch.Tensor) -> tup
 
 
 def build(shape: GPTConfig, rung: Collection[str]) -> GPT:
-    """The model of a rung, not yet compiled."""
+    """The model of a rung, not yet compiled; all but "ours" go with plain_loss."""
     if "ours" in rung:
         return GPT(shape)
     model = GPT(replace(shape, vocab_size=50_304) if "padded" in rung else shape)
-    model.next_token_loss = plain_loss
     if "flash" not in rung:
         for block in model.h:
             block.attn.__class__ = ExplicitAttention  # the same parameters
@@ -161,14 +165,14 @@ def build(shape: GPTConfig, rung: Collection[str]) -> GPT:
 # A measurement, in a process of its own
 
 
-def measure(config: BenchConfig, world: Distributed) -> dict[str, Any]:
+def measure(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
     """Measures the step of `config.rung`, after three that don't count.
 
     In the result ms is the median, ms_quartiles the quartiles beside it; tok_per_s that of all ranks at the median;
     peak_memory in bytes (see there); first_step_at the time of day, in seconds, at which the first step was done;
-    parts_ms what `split` makes of two more steps under the profiler, for "ours" alone.
+    parts_ms what time_by_part makes of two more steps under the profiler, for "ours" alone.
     """
-    rung, train, device = config.rung, train_config(config), world.device
+    rung, train, device = config.rung, train_config(config), dist.device
     B, T, ours = train.micro_batch_size, train.seq_len, "ours" in rung
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if ours or "tf32" in rung else "highest")
@@ -178,18 +182,20 @@ def measure(config: BenchConfig, world: Distributed) -> dict[str, Any]:
         inductor.cpp.enable_kernel_profile = True  # or the profiler would not see compiled kernels
     torch.manual_seed(train.seed)
     model = build(GPTConfig(T, VOCAB_SIZE, train.n_layer, train.n_head, train.n_embd), rung).to(device)
-    autocast = torch.autocast(device.type, dtype=world.dtype, enabled=world.dtype != torch.float32)
-    loader = DataLoaderLite(train.data, "train", B, T, world.rank, world.world_size, train.seed)
+    loader = DataLoaderLite(train.data, "train", B, T, dist.rank, dist.world_size, train.seed)
     optimizer = configure_optimizer(model, train)
     if not (ours or "fused" in rung):
         for group in optimizer.param_groups:
             group["fused"] = None  # torch's own choice: one tensor after another on a CPU, _foreach_ on a GPU
-    scaler = torch.amp.GradScaler(device.type, enabled=world.dtype == torch.float16)
+    scaler = torch.amp.GradScaler(device.type, enabled=dist.dtype == torch.float16)
     eager = "" if "compile" in rung or train.compile else "not compiled"  # or why
+    loss_function: LossFunction = plain_loss
     if ours:
-        eager = choose_kernels(model, train, device) or eager
+        if train.compile and not (eager := why_not_compile(device)):
+            model.compile_blocks()
+        loss_function = choose_loss(train, device, compiled=not eager)
     replica = torch.compile(model) if "compile" in rung else model
-    if world.world_size > 1:
+    if dist.world_size > 1:
         device_ids = [device.index] if device.type == "cuda" else None
         replica = DistributedDataParallel(replica, device_ids=device_ids, gradient_as_bucket_view=True)
 
@@ -200,8 +206,8 @@ def measure(config: BenchConfig, world: Distributed) -> dict[str, Any]:
             group["lr"] = get_lr(number, train)
         with record_function("data"):
             x, y = (t.to(device, non_blocking=True) for t in loader.next_batch())
-        with autocast:
-            _, loss = replica(x, y)
+        with dist.autocast():
+            _, loss = replica(x, y, loss_function)
         scaler.scale(loss).backward()
         with record_function("optimizer"):
             scaler.unscale_(optimizer)
@@ -209,7 +215,7 @@ def measure(config: BenchConfig, world: Distributed) -> dict[str, Any]:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
-        world.sum(loss.detach()).item()
+        dist.sum(loss.detach()).item()
         return time.perf_counter() - began
 
     try:
@@ -222,12 +228,12 @@ def measure(config: BenchConfig, world: Distributed) -> dict[str, Any]:
         raise RunError(f"out of memory at --micro-batch-size {B}, --seq-len {T}: lower one") from None
     low, median, high = np.percentile(seconds, [25, 50, 75]).tolist()
     result = {
-        "rung": list(rung), "device": world.description, "eager": eager, "torch": torch.__version__,
-        "preset": train.preset, "B": B, "T": T, "world_size": world.world_size,
+        "rung": list(rung), "device": dist.description, "eager": eager, "torch": torch.__version__,
+        "preset": train.preset, "B": B, "T": T, "world_size": dist.world_size,
         "parameters": model.num_parameters(), "flops_per_token": model.flops_per_token(T),
         "first_step_at": first_step_at, "steps": config.steps,
         "ms": 1e3 * median, "ms_quartiles": [1e3 * low, 1e3 * high],
-        "tok_per_s": B * T * world.world_size / median, "peak_memory": peak_memory(device),
+        "tok_per_s": B * T * dist.world_size / median, "peak_memory": peak_memory(device),
     }
     if ours:
         with profile():
@@ -240,7 +246,7 @@ def measure(config: BenchConfig, world: Distributed) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             profiler.export_chrome_trace(f"{folder}/trace.json")
             events = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-        result["parts_ms"] = split(events, 2, result["profiled_ms"])
+        result["parts_ms"] = time_by_part(events, 2, result["profiled_ms"])
     return result
 
 
@@ -280,7 +286,7 @@ def part_of(name: str, sizes: str, parent: str) -> str:
     return OTHERS if parent == GAPS and name.startswith("aten::") else parent
 
 
-def split(events: list[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
+def time_by_part(events: list[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
     """Milliseconds a step by part, from the profiler's trace of `steps` steps of `step_ms` each. They sum to step_ms.
 
     On a CPU an operator counts with its own time, without that of the operators it calls; on a GPU every kernel counts
@@ -344,16 +350,18 @@ def coordinate(config: BenchConfig) -> Distributed:
     return Distributed(rank, local_rank, world_size, *place)
 
 
-def apart(config: BenchConfig, rung: Collection[str], world: Distributed | None = None, **env: str) -> dict[str, Any]:
-    """`measure` in a fresh process, alone or (with `world`) together with those of the other ranks.
+def measure_in_subprocess(
+    config: BenchConfig, rung: Collection[str], dist: Distributed | None = None, **env: str
+) -> dict[str, Any]:
+    """`measure` in a fresh process, alone or (with `dist`) together with those of the other ranks.
 
     Adds time_to_first_step, seconds from the command on. Raises RunError with the message of a process that failed.
     """
     environment = os.environ | env
-    if world and world.world_size > 1:
+    if dist and dist.world_size > 1:
         with socket.socket() as free:
             free.bind(("", 0))
-            port = world.gather(free.getsockname()[1])[0]  # a port of rank 0's machine
+            port = dist.gather(free.getsockname()[1])[0]  # a port of rank 0's machine
         environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     else:
         environment = {k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE")}
@@ -405,32 +413,34 @@ def ceilings(device: torch.device) -> dict[str, float]:
     return found
 
 
-def report(config: BenchConfig, world: Distributed) -> dict[str, Any]:
+def report(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
     """Ceilings, then the step of train_gpt2.py: with an empty compile cache, and again with the one that left."""
-    peaks, copy = ceilings(world.device), copy_bytes(world.device, 2**30 if world.device.type == "cuda" else 2**28)
+    peaks, copy = ceilings(dist.device), copy_bytes(dist.device, 2**30 if dist.device.type == "cuda" else 2**28)
     with tempfile.TemporaryDirectory() as cache:
         env = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=f"{cache}/triton")
-        cold = apart(replace(config, steps=1), ["ours"], world, **env) if train_config(config).compile else None
-        result = apart(config, ["ours"], world, **env)
-    precision = str(world.dtype).removeprefix("torch.")
+        cold = None
+        if train_config(config).compile:
+            cold = measure_in_subprocess(replace(config, steps=1), ["ours"], dist, **env)
+        result = measure_in_subprocess(config, ["ours"], dist, **env)
+    precision = str(dist.dtype).removeprefix("torch.")
     ceiling = max(peaks.get(name, 0.0) for name in (precision, "float32", *["tf32"] * (precision == "float32")))
-    sheet = data_sheet_flops(world.device, world.dtype)
-    per_device = result["flops_per_token"] * result["tok_per_s"] / world.world_size
+    sheet = data_sheet_flops(dist.device, dist.dtype)
+    per_device = result["flops_per_token"] * result["tok_per_s"] / dist.world_size
     result |= {
         "ceilings_flops": peaks, "copy_bytes_per_s": copy, "ceiling_flops": ceiling, "data_sheet_flops": sheet,
         "cold_first_step_s": cold and cold["time_to_first_step"], "warm_first_step_s": result["time_to_first_step"],
         "mfu_ceiling": per_device / ceiling, "mfu_data_sheet": sheet and per_device / sheet,
     }
-    if world.rank:
+    if dist.rank:
         return result
     B, T, eager, (low, high) = (result[key] for key in ("B", "T", "eager", "ms_quartiles"))
-    resident = "" if world.device.type == "cuda" else ", all of the process"
+    resident = "" if dist.device.type == "cuda" else ", all of the process"
     rows = [
         *((f"{name} product", f"{rate / 1e12:,.3f} TFLOP/s") for name, rate in peaks.items()),
         ("copy", f"{copy / 1e9:,.1f} GB/s, read and written"),
         ("model", f"{result['parameters']:,} parameters, {result['flops_per_token'] / 1e6:,.0f} MFLOP a token "
                   "(6 N + 12 L C T: PaLM, appendix B)"),
-        ("step", f"B {B}, T {T}, ranks {world.world_size}, " + (f"eager: {eager}" if eager else "compiled")),
+        ("step", f"B {B}, T {T}, ranks {dist.world_size}, " + (f"eager: {eager}" if eager else "compiled")),
         ("first step done", f"{result['warm_first_step_s']:.1f} s after the command" + (
             f", {cold['time_to_first_step']:.1f} s with an empty compile cache" if cold else "")),
         ("a step", f"{result['ms']:,.1f} ms (quartiles {low:,.1f} to {high:,.1f}, {config.steps} steps)"),
@@ -442,7 +452,7 @@ def report(config: BenchConfig, world: Distributed) -> dict[str, Any]:
     ]
     total = result["profiled_ms"]
     parts = [(name, f"{ms:,.1f} ms", f"{ms / total:.1%}") for name, ms in result["parts_ms"].items()]
-    print(f"device: {world.description}\n{aligned(rows, 2)}\n")
+    print(f"device: {dist.description}\n{aligned(rows, 2)}\n")
     print(aligned([("where it goes", "", ""), *parts, ("a step with the profiler on", f"{total:,.1f} ms", "")], 1))
     return result
 
@@ -458,16 +468,16 @@ def missing(config: BenchConfig, device: torch.device) -> dict[str, str]:
     return found
 
 
-def climb(config: BenchConfig, world: Distributed) -> dict[str, Any]:
+def climb(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
     """The ladder, on rank 0's device: {"rungs": {name: measurement or {"skipped": reason}}}. Prints and draws it."""
-    skipped, rung, rungs = missing(config, world.device), [], {}
+    skipped, rung, rungs = missing(config, dist.device), [], {}
     for name in RUNGS:
         if name in skipped:
             rungs[name] = {"skipped": skipped[name]}
             continue
         rung = ["ours"] if name == "ours" else [*rung, name]
         try:
-            rungs[name] = apart(config, rung)
+            rungs[name] = measure_in_subprocess(config, rung)
             print(f"{name}: {rungs[name]['ms']:,.1f} ms a step", file=sys.stderr, flush=True)
         except RunError as error:
             rungs[name] = {"skipped": str(error)}
@@ -482,7 +492,7 @@ def climb(config: BenchConfig, world: Distributed) -> dict[str, Any]:
             cells = [f"{result['ms']:,.1f}", f"{result['tok_per_s']:,.0f}", gigabytes(result["peak_memory"]),
                      f"{first['ms'] / result['ms']:.2f} x"]
         rows.append((name, change, *cells, f"{published:,}" if published else ""))
-    print(f"device: {world.description}\n{first['preset']}, B {first['B']}, T {first['T']}, median of {config.steps} "
+    print(f"device: {dist.description}\n{first['preset']}, B {first['B']}, T {first['T']}, median of {config.steps} "
           f"steps; A100: published, B 16, T 1024\n\n{aligned(rows, 2)}")
     for name, result in rungs.items():
         if name not in measured:
@@ -513,16 +523,17 @@ def draw(rungs: dict[str, dict[str, Any]], path: Path) -> None:
     print(f"picture: {path}")
 
 
-def scaling(config: BenchConfig, world: Distributed) -> dict[str, Any]:
+def scaling(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
     """tok/s of each rank alone while the others wait, of all together, and the ratio. Prints it."""
     rates = []
-    for rank in range(world.world_size):  # gather makes the others wait
-        rates.append(world.gather(apart(config, ["ours"])["tok_per_s"] if rank == world.rank else None)[rank])
-    together = apart(config, ["ours"], world)["tok_per_s"]
+    for rank in range(dist.world_size):  # gather makes the others wait
+        rate = measure_in_subprocess(config, ["ours"])["tok_per_s"] if rank == dist.rank else None
+        rates.append(dist.gather(rate)[rank])
+    together = measure_in_subprocess(config, ["ours"], dist)["tok_per_s"]
     ratio = together / np.mean(rates)
-    if world.rank == 0:
-        print(f"\nranks: {world.world_size}, each alone {', '.join(f'{rate:,.0f}' for rate in rates)} tok/s; together "
-              f"{together:,.0f} tok/s, {ratio:.2f} times one ({ratio / world.world_size:.0%} of ideal)")
+    if dist.rank == 0:
+        print(f"\nranks: {dist.world_size}, each alone {', '.join(f'{rate:,.0f}' for rate in rates)} tok/s; together "
+              f"{together:,.0f} tok/s, {ratio:.2f} times one ({ratio / dist.world_size:.0%} of ideal)")
     return {"alone_tok_per_s": rates, "together_tok_per_s": together, "scaling": ratio}
 
 
@@ -536,101 +547,23 @@ def main(args: list[str] | None = None) -> None:
         check_writable(path)
     train = train_config(config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the process that measures, too
-    world = Distributed.start(train) if config.rung else coordinate(config)
+    dist = Distributed.start(train) if config.rung else coordinate(config)
     try:
         if config.rung:
-            result = measure(config, world)
+            result = measure(config, dist)
         elif config.ladder:
-            result = climb(config, world) if world.rank == 0 else {}
-            world.gather(None)
-            result |= scaling(config, world) if world.world_size > 1 else {}
+            result = climb(config, dist) if dist.rank == 0 else {}
+            dist.gather(None)
+            result |= scaling(config, dist) if dist.world_size > 1 else {}
         else:
-            result = report(config, world)
+            result = report(config, dist)
     finally:
-        world.stop()
-    if config.json and (config.rung or world.rank == 0):
+        dist.stop()
+    if config.json and (config.rung or dist.rank == 0):
         with atomic_write(config.json, "w") as file:
             json.dump(result, file, indent=1)
     elif config.rung:
         print(json.dumps(result, indent=1))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The arithmetic of a run
-
-ASSUMED_MFU = 0.4
-DOLLARS_PER_GPU_HOUR = {"A100": 2.0, "H100": 3.0}  # round figures, assumed: clouds differ, and prices change
-
-
-def count_tokens(data: Path) -> int | None:
-    """Training tokens of a folder of shards or a .txt file, None when it isn't there. Raises InputError."""
-    if data.is_dir():
-        return sum(len(open_shard(path)) for path in find_shards(data, "train"))
-    return len(tokenize_text(data, "train")) if data.is_file() else None
-
-
-def duration(seconds: float) -> str:
-    if seconds >= 1000 * 3600:
-        return f"{seconds / 86400:,.0f} days"
-    return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
-
-
-def memory_of(model: GPT, B: int, T: int, device: torch.device, dtype: torch.dtype, low_memory: bool) -> dict[str, int]:
-    """Bytes that a training step takes, by part: an estimate.
-
-    Weights, gradients and Adam's two moments are float32. Activations take 34 B T C bytes a layer in 16 bits with an
-    attention that keeps no T x T matrix (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-    Transformer Models", equation 2), double in float32; the gradients of one layer's come on top. The logits, float32,
-    are three times (B T, V); where FusedLoss makes them, twice those of HEAD_TOKENS tokens, and twice the gradient of
-    the embedding. On a CPU the process counts, too; on a GPU what CUDA takes for itself does not.
-    """
-    N, tokens, cpu = model.num_parameters(), B * T, device.type == "cpu"
-    V, C = model.wte.weight.shape
-    layer = 34 * tokens * C * (2 if dtype == torch.float32 else 1)
-    fused = 8 * V * min(tokens, HEAD_TOKENS) + 8 * V * C
-    parts = {"weights": 4 * N, "gradients": 4 * N, "Adam's moments": 8 * N, "activations": layer * (len(model.h) + 1),
-             "head and loss": fused if cpu or low_memory else 12 * V * tokens}
-    return parts | ({"the process": 300_000_000} if cpu else {})
-
-
-def print_plan(config: TrainConfig) -> None:
-    """Parameters, FLOPs, tokens, epochs, memory, time and cost of the run that `config` describes."""
-    device, dtype, description = choose_device(config.device, config.dtype)
-    if config.init == "scratch":
-        with torch.device("meta"):
-            shape = GPTConfig(config.seq_len, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
-            model = GPT(shape)
-    else:
-        model = GPT.from_pretrained(config.init)
-    N, flops = model.num_parameters(), model.flops_per_token(config.seq_len)
-    tokens = config.max_steps * config.total_batch_size
-    available = count_tokens(Path(config.data))
-    peak, source = peak_flops(device, dtype)
-    rate = peak * ASSUMED_MFU / flops
-    B = config.micro_batch_size or 1
-    memory = memory_of(model, B, config.seq_len, device, dtype, config.low_memory)
-    rows = [
-        ("device", description),
-        ("parameters", f"{N:,} ({model.num_parameters(False) - model.wte.weight.numel():,} without embeddings)"),
-        ("FLOPs a token", f"{flops:,} (6 N + 12 L C T, N without position embeddings)"),
-        ("tokens", f"{tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}"),
-        ("epochs", f"{tokens / available:.3f} of {available:,} training tokens" if available else
-         f"unknown: no {config.data} yet"),
-        ("FLOPs", f"{flops * tokens:.3e} (napkin, 6 x parameters x tokens: {6 * N * tokens:.3e})"),
-        ("memory", f"{sum(memory.values()) / 1e9:.2f} GB at B = {B}, an estimate (napkin, 16 bytes a parameter: "
-                   f"{16e-9 * N:.2f})"),
-        ("", ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items())),
-        ("time", f"{duration(tokens / rate)} on this device at {rate:,.0f} tok/s: a projection,"),
-        ("", f"{ASSUMED_MFU:.0%} of its {peak / 1e12:,.3g} TFLOP/s ({source})"),
-    ]
-    for name, price in DOLLARS_PER_GPU_HOUR.items():
-        speed = 8 * PEAK_TFLOPS[name] * 1e12 * ASSUMED_MFU
-        hours = flops * tokens / speed / 3600
-        rows.append((f"on 8 x {name}", f"{duration(3600 * hours)}, ${8 * hours * price:,.2f}; napkin "
-                                       f"{duration(6 * N * tokens / speed)} (assumed: MFU {ASSUMED_MFU:.0%} of "
-                                       f"{PEAK_TFLOPS[name]}, ${price:.2f} a GPU hour)"))
-    for name, value in rows:
-        print(f"{name:>15}{':' if name else ' '} {value}")
 
 
 if __name__ == "__main__":

@@ -45,9 +45,10 @@ if __name__ == "__main__":  # otherwise numpy starts a thread a core for matrix 
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
-from common import InputError, atomic_write, is_rank_zero, parse_args, run, sha256
-from shards import open_shard
-from sources import (
+from support.cli import InputError, is_rank_zero, parse_args, run
+from support.files import atomic_write, sha256
+from support.shards import open_shard
+from support.sources import (
     COMPRESSED,
     DISK_FULL,
     REPOSITORY,
@@ -61,7 +62,7 @@ from sources import (
     row_groups,
     tokenize,
 )
-from tokenizer import EOT, SHA256, bpe_files
+from support.tokenizer import EOT, SHA256, bpe_files
 
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"
 TEXT_A_TOKEN, TEXT_A_HUB_BYTE, TEXT_A_COMPRESSED_BYTE = 4.5, 1.6, 4  # bytes of English, to estimate what is to come

@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -33,10 +34,12 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from common import InputError, atomic_write, check_writable, first_line, parse_args, run
-from devices import choose_device, keep_freed_memory
-from pretrained import find_model
-from tokenizer import get_tokenizer
+from support.cli import InputError, first_line, is_rank_zero, parse_args, run
+from support.devices import choose_device, keep_freed_memory
+from support.distributed import Distributed
+from support.files import atomic_write, check_writable
+from support.huggingface import find_model
+from support.tokenizer import get_tokenizer
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
@@ -112,16 +115,6 @@ def encode(example: dict[str, Any], harness: bool = False) -> tuple[list[int], l
     return context, [encode(f"{query} {c}")[len(context) :] for c in choices], list(map(len, choices))
 
 
-def render_example(example: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """A task as four padded rows, context and ending: tokens (4, N) int64, mask (4, N) int64, 1 where an ending is
-    scored, and the label."""
-    context, endings, _ = encode(example)
-    rows = [torch.tensor(context + ending) for ending in endings]
-    masks = [torch.tensor([0] * len(context) + [1] * len(ending)) for ending in endings]
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(rows, batch_first=True), pad(masks, batch_first=True), example["label"]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Scoring
 
@@ -174,6 +167,25 @@ def prepare(examples: list[dict[str, Any]], block_size: int, harness: bool = Fal
         tensors = [torch.from_numpy(np.array(column, np.int64)) for column in columns]
         tasks.append(Task(*tensors, example["label"], cut))
     return tasks
+
+
+def prepare_for_training(path: str, block_size: int, dist: Distributed) -> list[Task] | None:
+    """The tasks of a local file, or of the official one, which one process of each machine downloads (path "").
+
+    None, after a warning, when there is neither a local file nor a network. Raises InputError for a bad local file.
+    """
+    try:
+        for turn in (dist.local_rank == 0, dist.local_rank != 0):
+            with dist.shared_errors():
+                if turn:
+                    tasks = prepare(load_examples(Path(path) if path else None), block_size)
+        return tasks
+    except InputError as error:
+        if path:
+            raise
+        if is_rank_zero():
+            print(f"warning: training without HellaSwag: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 @dataclass(frozen=True)
@@ -245,6 +257,14 @@ def score(
         done += B
     lengths = torch.stack([tasks[i].lengths for i in index]) if index else losses
     return Score(index, losses, lengths, torch.tensor([tasks[i].label for i in index]))
+
+
+def evaluate(hidden: Callable, head: torch.Tensor, tasks: list[Task], dist: Distributed) -> float:
+    """acc_norm of a model in training, the tasks shared by all ranks; hidden and head as in `score`."""
+    with dist.autocast():
+        share = score(hidden, head, tasks, dist.device, rank=dist.rank, world_size=dist.world_size)
+    correct, total = dist.sum(torch.tensor([share.num_correct_norm, share.num_total], dtype=torch.float64)).tolist()
+    return correct / total
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from tyro.conf import Positional
 
-from common import InputError, first_line, parse_args, run
-from devices import choose_device
-from pretrained import find_model
+from support.cli import InputError, first_line, parse_args, run
+from support.devices import choose_device
+from support.huggingface import find_model
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from common import InputError, atomic_path, flag, parse_args, run
-from runlog import read_log
+from support.cli import InputError, flag, parse_args, run
+from support.files import atomic_path
+from support.rundir import read_log
 from train_gpt2 import TrainConfig, read_config
 
 

@@ -12,19 +12,19 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import runlog
+from support import check, rundir
 
 STRETCH, WIDTH, LEAST = 50, 5.0, 0.01  # steps; standard deviations; nats
 
 
 def main(reference: str, *log_dirs: str) -> None:
-    config = runlog.last_config(Path(log_dirs[0]))
+    config = rundir.last_config(Path(log_dirs[0]))
     batch = config["total_batch_size"]
-    evaluations = runlog.read_log(log_dirs[0])["val"][0]
+    evaluations = rundir.read_log(log_dirs[0])["val"][0]
     points = [(step * batch, "val") for step in evaluations]
     points += [(step * batch, "train") for step in range(STRETCH, config["max_steps"] + 1, STRETCH)]
     points.sort()
-    runs = [runlog.measure(Path(log_dir), points, batch) for log_dir in log_dirs]
+    runs = [check.measure(Path(log_dir), points, batch) for log_dir in log_dirs]
     lines = [f"# tokens stream low high: mean of {len(runs)} seeds, give or take {WIDTH:g} standard deviations\n"]
     for i, (tokens, stream) in enumerate(points):
         values = [run[i][1] for run in runs]

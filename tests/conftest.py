@@ -38,7 +38,7 @@ def script(name: str, *args: str, processes: int = 1, **options) -> subprocess.C
 
 def be_a_rank(env: dict[str, str], output: Path, args: list[str]) -> None:
     import train_gpt2
-    from common import run
+    from support.cli import run
 
     os.environ.update(env)
     with open(output, "w") as file:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import bench
-from bench import PARTS, RUNGS, BenchConfig, ExplicitAttention, build, part_of, split
+from bench import PARTS, RUNGS, BenchConfig, ExplicitAttention, build, part_of, plain_loss, time_by_part
+from support.plan import memory_of
 from tests.conftest import assert_one_error_line, script
-from train_gpt2 import GPT, CausalSelfAttention, Distributed, GPTConfig
+from train_gpt2 import GPT, CausalSelfAttention, Distributed, GPTConfig, next_token_loss
 
 TINY = ["--preset", "shakespeare", "--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--seq-len", "16",
         "--micro-batch-size", "2", "--device", "cpu", "--no-compile", "--steps", "3"]
@@ -19,11 +20,11 @@ SHAPE = GPTConfig(16, 50257, 1, 2, 16)
 def in_this_process(monkeypatch):
     """Measurements without a fresh process each, in one thread, and small products: seconds instead of a minute."""
 
-    def apart(config, rung, world=None, **env):
+    def measure_in_subprocess(config, rung, dist=None, **env):
         config = bench.replace(config, rung=tuple(rung))
         return bench.measure(config, Distributed.start(bench.train_config(config))) | {"time_to_first_step": 1.0}
 
-    monkeypatch.setattr(bench, "apart", apart)
+    monkeypatch.setattr(bench, "measure_in_subprocess", measure_in_subprocess)
     monkeypatch.setattr(bench, "ceilings", lambda device: {"float32": 2e9, "bfloat16": 1e9})
     monkeypatch.setattr(bench, "copy_bytes", lambda device, size: 1e9)
     threads = torch.get_num_threads()
@@ -50,7 +51,7 @@ def test_parts_sum_to_the_step(in_this_process):
     """Apart from the gaps, which are the rest by definition, the parts make up most of a step of some size."""
     args = ["--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--seq-len", "64", "--micro-batch-size", "4"]
     config = bench.parse_args(BenchConfig, args=[*TINY, *args, "--dtype", "float32"])
-    result = bench.apart(config, ["ours"])
+    result = bench.measure_in_subprocess(config, ["ours"])
     parts = result["parts_ms"]
     assert set(parts) == set(PARTS) and sum(parts.values()) == pytest.approx(result["profiled_ms"])
     assert 0 <= parts["gaps"] < 0.3 * result["profiled_ms"] and parts["communication"] == 0
@@ -66,7 +67,7 @@ def test_a_process_of_its_own(tmp_path):
     result = json.loads((tmp_path / "rung.json").read_text())
     assert result["rung"] == ["ours"] and result["first_step_at"] > 1.7e9
     model = GPT(GPTConfig(64, n_layer=1, n_head=2, n_embd=64))
-    memory = bench.memory_of(model, 4, 64, torch.device("cpu"), torch.float32, low_memory=False)
+    memory = memory_of(model, 4, 64, torch.device("cpu"), torch.float32, low_memory=False)
     assert sum(memory.values()) == pytest.approx(result["peak_memory"], rel=0.2)
 
 
@@ -82,12 +83,12 @@ def test_ladder_names_what_it_skips(in_this_process, tmp_path, capsys):
 
 
 def test_a_rung_that_fails_is_named(in_this_process, monkeypatch, capsys):
-    def fail(config, rung, world=None):
+    def fail(config, rung, dist=None):
         if "padded" in rung and "fused" not in rung:
             raise bench.RunError("out of memory")
         return {"ms": 2.0, "tok_per_s": 1.0, "peak_memory": None, "preset": "gpt2", "B": 1, "T": 1}
 
-    monkeypatch.setattr(bench, "apart", fail)
+    monkeypatch.setattr(bench, "measure_in_subprocess", fail)
     bench.main([*TINY, "--ladder", "--picture", ""])
     assert "padded skipped: out of memory" in (text := capsys.readouterr().out) and "n/a" in text
 
@@ -110,7 +111,8 @@ def test_every_rung_has_the_same_loss():
         model = build(SHAPE, rung)
         model.load_state_dict({**state, "wte.weight": model.wte.weight.data})
         model.wte.weight.data[:50257] = state["wte.weight"]
-        losses.append(model(idx[:, :-1], idx[:, 1:])[1].item())
+        loss_function = next_token_loss if "ours" in rung else plain_loss
+        losses.append(model(idx[:, :-1], idx[:, 1:], loss_function)[1].item())
     assert losses == pytest.approx([losses[0]] * 4, abs=1e-4) and model.wte.weight.shape == (50304, 16)
 
 
@@ -144,7 +146,7 @@ def test_gpu_kernels_count_for_what_launched_them():
         event("kernel", "multi_tensor_apply", 7100, 1000, tid=7, **{"External id": 3}),
         event("gpu_user_annotation", "optimizer", 7100, 2000, tid=7),
     ]
-    parts = {name: ms for name, ms in split(events, 1, 10.0).items() if ms}
+    parts = {name: ms for name, ms in time_by_part(events, 1, 10.0).items() if ms}
     assert parts == pytest.approx({"matmuls of the blocks": 4, "communication": 3, "optimizer": 1, "gaps": 2})
 
 

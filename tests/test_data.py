@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import InputError
-from shards import permutation
+from support.cli import InputError
+from support.shards import permutation
 from train_gpt2 import DataLoaderLite
 
 EOT = 50256
@@ -48,8 +48,8 @@ def test_stream_of_an_epoch_is_each_token_once_and_whole_documents(shards, shuff
     with tempfile.TemporaryDirectory() as folder:
         arrays = write_shards(Path(folder), shards)
         loader = DataLoaderLite(folder, "train", 1, 1, seed=data.draw(st.integers(0, 9)), shuffle=shuffle)
-        n = loader.total_tokens
-        stream = loader.read(epoch * n, n)
+        n = loader.stream.total_tokens
+        stream = loader.stream.read(epoch * n, n)
         everything = np.concatenate(arrays)
         assert sorted(stream) == sorted(everything)
         if not shuffle:
@@ -61,8 +61,8 @@ def test_stream_of_an_epoch_is_each_token_once_and_whole_documents(shards, shuff
             assert a == EOT or a not in follows or follows[a] == b
         # Any piece of the stream, across epochs too, is what the whole says.
         begin, count = data.draw(st.integers(0, 2 * n)), data.draw(st.integers(1, 2 * n))
-        whole = np.concatenate([loader.read(e * n, n) for e in range(4)])
-        assert (loader.read(begin, count) == whole[begin : begin + count]).all()
+        whole = np.concatenate([loader.stream.read(e * n, n) for e in range(4)])
+        assert (loader.stream.read(begin, count) == whole[begin : begin + count]).all()
 
 
 @given(shard_sets, st.integers(1, 3), st.integers(1, 8), st.integers(1, 9), st.booleans())
@@ -100,10 +100,10 @@ def test_a_resumed_loader_equals_one_that_never_stopped(shards, B, T, steps):
 def test_order_changes_with_seed_and_epoch_and_not_otherwise(tmp_path):
     write_shards(tmp_path, [[5] * 50, [5] * 50])
     loader = lambda seed: DataLoaderLite(tmp_path, "train", 1, 1, seed=seed)  # noqa: E731
-    n = loader(1).total_tokens
-    first = loader(1).read(0, n)
-    assert (first == loader(1).read(0, n)).all()
-    assert (first != loader(1).read(n, n)).any() and (first != loader(2).read(0, n)).any()
+    n = loader(1).stream.total_tokens
+    first = loader(1).stream.read(0, n)
+    assert (first == loader(1).stream.read(0, n)).all()
+    assert (first != loader(1).stream.read(n, n)).any() and (first != loader(2).stream.read(0, n)).any()
 
 
 def test_permutation_is_pinned():
@@ -123,17 +123,17 @@ def test_another_stream_is_not_resumed(tmp_path):
 
 
 def test_text_is_split_nine_to_one_and_shuffled_by_passages(tmp_path):
-    from tokenizer import get_tokenizer
+    from support.tokenizer import get_tokenizer
 
     text = "".join(f"On day {i}, <|endoftext|> was only text.\n" for i in range(200))
     (tmp_path / "a.txt").write_text(text)
     load = lambda split, shuffle: DataLoaderLite(tmp_path / "a.txt", split, 1, 8, shuffle=shuffle)  # noqa: E731
     train, val = (load(split, False) for split in ("train", "val"))
     tokens = [EOT, *get_tokenizer().encode_ordinary(text)]
-    n = train.total_tokens
-    assert [*train.read(0, n), *val.read(0, val.total_tokens)] == tokens
-    assert val.total_tokens == len(tokens) // 10
-    shuffled = load("train", True).read(0, n).tolist()
+    n = train.stream.total_tokens
+    assert [*train.stream.read(0, n), *val.stream.read(0, val.stream.total_tokens)] == tokens
+    assert val.stream.total_tokens == len(tokens) // 10
+    shuffled = load("train", True).stream.read(0, n).tolist()
     passages = [tokens[i : min(i + 256, n)] for i in range(0, n, 256)]
     i, order = 0, []
     while i < n:
@@ -198,15 +198,15 @@ def test_a_token_past_the_vocabulary_is_found_when_it_is_read(tmp_path):
 
 def test_shards_are_memory_mapped(tmp_path):
     write_shards(tmp_path, [[9], [9], [9]])
-    assert all(isinstance(shard, np.memmap) for shard in DataLoaderLite(tmp_path, "train", 1, 4).shards)
+    assert all(isinstance(shard, np.memmap) for shard in DataLoaderLite(tmp_path, "train", 1, 4).stream.shards)
 
 
 def test_documents_are_counted_or_read_from_the_manifest(tmp_path):
     write_shards(tmp_path, [[9, 9, 9], [9, 9]])  # the second shard begins within a document
     loader = DataLoaderLite(tmp_path, "train", 1, 4)
-    assert loader.count_documents() == 4
-    entries = [{"name": path.name, "documents": 10} for path in loader.paths]
+    assert loader.stream.count_documents() == 4
+    entries = [{"name": path.name, "documents": 10} for path in loader.stream.paths]
     (tmp_path / "manifest.json").write_text(json.dumps({"shards": entries}))
-    assert loader.count_documents() == 20
+    assert loader.stream.count_documents() == 20
     (tmp_path / "manifest.json").write_text(json.dumps({"shards": entries[:1]}))
-    assert loader.count_documents() == 4
+    assert loader.stream.count_documents() == 4

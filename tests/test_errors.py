@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import train_gpt2
-from common import InputError, atomic_path, atomic_write, parse_args, run
+from support.cli import InputError, parse_args, run
+from support.files import atomic_path, atomic_write
 from tests.conftest import ROOT, TINY, assert_one_error_line, script
 from train_gpt2 import GPT, GPTConfig, TrainConfig
 
@@ -103,7 +104,7 @@ def test_importing_has_no_side_effects(tmp_path):
         began = time.perf_counter(); import torch; torch_seconds = time.perf_counter() - began
         torch.cuda.init = torch.cuda._lazy_init = lambda: sys.exit("device")
         began = time.perf_counter()
-        for name in ("train_gpt2", "fineweb", "hellaswag", "sample", "tokenizer"):
+        for name in ("train_gpt2", "fineweb", "hellaswag", "sample", "support.tokenizer"):
             importlib.import_module(name)
         ours = time.perf_counter() - began
         heavy = {"transformers", "datasets", "pyarrow", "matplotlib"} & set(sys.modules)

@@ -29,13 +29,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import common
 import fineweb
-import sources
-from common import InputError
-from sources import Span
+from support import files as support_files
+from support import sources
+from support.cli import InputError
+from support.sources import Span
+from support.tokenizer import EOT, get_tokenizer
 from tests.conftest import ROOT, SHARED, TINY, assert_one_error_line, losses, script
-from tokenizer import EOT, get_tokenizer
 from train_gpt2 import DataLoaderLite
 
 EVERY_PLANE = "".join(chr(plane * 0x10000 + 0x3A9) for plane in range(17))
@@ -86,7 +86,7 @@ class InlinePool:
 @pytest.fixture
 def inline(monkeypatch):
     monkeypatch.setattr(fineweb, "processes", lambda *options, **more: contextlib.nullcontext(InlinePool()))
-    monkeypatch.setattr(common, "_fsync", lambda path: None)
+    monkeypatch.setattr(support_files, "_fsync", lambda path: None)
 
 
 def write_jsonl(path, documents, compress=bytes):
@@ -601,10 +601,11 @@ def test_a_transfer_goes_on_where_it_broke_off(hub, tmp_path):
     name = "sample/10BT/000_00000.parquet"
     content = hub.files[sources.REPOSITORY][name]
     code = f"""if True:
-        import huggingface_hub.constants, pathlib, common, sources
+        import huggingface_hub.constants, pathlib
+        from support import cli, sources
         huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE, sources.RETRY_SECONDS = 100, (0, 0)
         fetch = lambda: sources.fetch({sources.REPOSITORY!r}, {hub.commit!r}, {name!r}, pathlib.Path("copies"))
-        common.run(lambda: print(fetch()))
+        cli.run(lambda: print(fetch()))
     """
     env = os.environ | hub.env | {"PYTHONPATH": str(ROOT)}
     for hub.failures[:], status in ((["error"] * 3, 2), (["error", "break off"], 0)):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import loss
 import train_gpt2
-from common import InputError
-from pretrained import CONV1D, read_pretrained
-from tokenizer import get_tokenizer
+from support import loss
+from support.cli import InputError
+from support.huggingface import CONV1D, read_pretrained
+from support.tokenizer import get_tokenizer
 from train_gpt2 import GPT, GPTConfig
 
 SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
@@ -142,11 +142,11 @@ def test_loss_is_float32_under_bfloat16_autocast():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_loss_equals_float32_cross_entropy(dtype, monkeypatch):
+def test_chunked_loss_equals_float32_cross_entropy(dtype, monkeypatch):
     """And its gradients, made in pieces, those of autograd: to 1e-5 in float32, in direction (0.999) in bfloat16."""
     monkeypatch.setattr(loss, "HEAD_TOKENS", 24)  # 128 tokens: the last piece is smaller
     results = []
-    for function in (loss.next_token_loss, loss.fused_next_token_loss):
+    for function in (train_gpt2.next_token_loss, loss.chunked_next_token_loss):
         torch.manual_seed(0)
         x, wte = torch.randn(2, 64, 48, requires_grad=True), (torch.randn(1000, 48) * 0.5).requires_grad_()
         targets = torch.randint(0, 1000, (2, 64))
@@ -154,20 +154,20 @@ def test_fused_loss_equals_float32_cross_entropy(dtype, monkeypatch):
             _, value = function(x, wte, targets)
             (value * 3).backward()
             with torch.no_grad():
-                logits = loss.lm_head(x, wte).float().flatten(0, 1)
+                logits = train_gpt2.lm_head(x, wte).float().flatten(0, 1)
                 assert function(x, wte, targets)[1].item() == pytest.approx(value.item(), abs=1e-6)
         assert value.item() == pytest.approx(F.cross_entropy(logits, targets.flatten()).item(), abs=1e-5)
         assert x.grad.dtype == wte.grad.dtype == torch.float32
         results.append((x.grad.flatten(), wte.grad.flatten()))
-    for plain, fused in zip(*results, strict=True):
-        assert F.cosine_similarity(plain, fused, dim=0) > 0.999
+    for plain, chunked in zip(*results, strict=True):
+        assert F.cosine_similarity(plain, chunked, dim=0) > 0.999
         if dtype == torch.float32:
-            torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(chunked, plain, atol=1e-5, rtol=1e-4)
 
 
-def test_fused_loss_of_large_logits_is_finite():
+def test_chunked_loss_of_large_logits_is_finite():
     x, wte = torch.tensor([[[300.0], [300.0]]], requires_grad=True), torch.tensor([[1.0], [-1.0], [0.5]])
-    value = loss.fused_next_token_loss(x, wte.requires_grad_(), torch.tensor([[1, 0]]))[1]
+    value = loss.chunked_next_token_loss(x, wte.requires_grad_(), torch.tensor([[1, 0]]))[1]
     value.backward()
     assert value.item() == pytest.approx(300.0) and x.grad.isfinite().all()
 

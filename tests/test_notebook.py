@@ -10,8 +10,9 @@ from tests.conftest import ROOT
 
 
 def run_notebook(folder):
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, folder)
+    shutil.copy(ROOT / "train_gpt2.py", folder)
+    shutil.copy(ROOT / "hellaswag.py", folder)
+    shutil.copytree(ROOT / "support", folder / "support")
     notebook = nbformat.read(ROOT / "play.ipynb", as_version=4)
     place = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=120, kernel_name="python3", resources=place).execute()

@@ -8,35 +8,39 @@ import pytest
 import torch
 
 import train_gpt2
-from muon import Muon, orthogonalize
+from support.muon import Muon, orthogonalize
 from tests.conftest import TINY, losses, read_log, train_on_ranks
 from train_gpt2 import GPT, GPTConfig, TrainConfig, configure_optimizer, get_lr
 
-SHAPES = [(32, 32), (96, 32), (32, 128), (96, 32), (128, 32)]
+SHAPES = [(32, 32), (96, 32), (32, 128), (96, 32), (128, 32), (96, 32)]
+NAMES = ["0.c_proj.weight", "0.c_attn.weight", "1.c_proj.weight", "1.c_attn.weight", "1.c_fc.weight", "2.c_fc.weight"]
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_muon_equals_torchs(monkeypatch):
-    """Ten steps: in bfloat16 as it is, and in float32 against torch's with its cast to bfloat16 undone. (96, 32) is
-    three matrices: torch's has them as three parameters."""
+    """Ten steps: in bfloat16 as it is, and in float32 against torch's with its cast to bfloat16 undone. c_attn's is
+    three matrices, which torch's has as three parameters; an MLP's of the same shape is one."""
     for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float32, 1e-5)):
         if dtype == torch.float32:
             monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
         torch.manual_seed(0)
         ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-        split = lambda tensor: tensor.chunk(3) if tensor.shape == (96, 32) else (tensor,)  # noqa: E731
-        theirs = [torch.nn.Parameter(part.detach().clone()) for p in ours for part in split(p)]
-        start = [part.detach().clone() for p in ours for part in split(p)]
-        a = Muon(ours, lr=0.02, weight_decay=0.1, dtype=dtype)
+        split = lambda tensors: [  # noqa: E731
+            part for name, tensor in zip(NAMES, tensors, strict=True)
+            for part in (tensor.chunk(3) if name.endswith("c_attn.weight") else (tensor,))
+        ]
+        theirs = [torch.nn.Parameter(part.detach().clone()) for part in split(ours)]
+        start = [part.detach().clone() for part in split(ours)]
+        a = Muon(zip(NAMES, ours, strict=True), lr=0.02, weight_decay=0.1, dtype=dtype)
         b = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
         for _ in range(10):
             for p in ours:
                 p.grad = torch.randn(p.shape)
-            for q, gradient in zip(theirs, [part for p in ours for part in split(p.grad)], strict=True):
+            for q, gradient in zip(theirs, split([p.grad for p in ours]), strict=True):
                 q.grad = gradient.clone()
             a.step()
             b.step()
-        for p, q, s in zip([part for whole in ours for part in split(whole)], theirs, start, strict=True):
+        for p, q, s in zip(split(ours), theirs, start, strict=True):
             assert (p - q).norm() < tolerance * (q - s).norm()
 
 

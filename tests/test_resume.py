@@ -13,12 +13,13 @@ import sys
 import pytest
 import torch
 
-import runlog
 import train_gpt2
-from common import InputError, RunError, sha256
+from support.checkpoints import find_checkpoint, read_training_state
+from support.cli import InputError, RunError
+from support.files import sha256
+from support.rundir import list_checkpoints, step_of
 from tests.conftest import ROOT, TINY, losses, read_log, train_on_ranks
 from tests.torture import torture
-from train_gpt2 import find_checkpoint, read_training_state
 
 
 def train(*args: object) -> int:
@@ -38,7 +39,7 @@ def test_two_ranks_then_one_then_three(text, tmp_path):
     train(*args, "--log-dir", tmp_path / "alone")
     log_dir = tmp_path / "broken"
     for processes, start in ((2, 0), (1, 4), (3, 8)):
-        for later in runlog.checkpoints(log_dir)[start // 4 :]:
+        for later in list_checkpoints(log_dir)[start // 4 :]:
             shutil.rmtree(later)
         if processes == 1:
             train(*args, "--log-dir", log_dir, "--resume")
@@ -62,7 +63,7 @@ def flip_a_bit(path):
 
 def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_path, capsys):
     train("--data", text, "--max-steps", 4, "--save-every", 2, "--log-dir", tmp_path)
-    older, newer = runlog.checkpoints(tmp_path)
+    older, newer = list_checkpoints(tmp_path)
     assert find_checkpoint(tmp_path) == newer
     names = sorted(path.name for path in newer.iterdir())
     assert {"SHA256SUMS", "config.json", "model.safetensors", "training_state.pt", "vocab.json"} <= set(names)
@@ -86,7 +87,7 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
 def test_what_is_kept(text, tmp_path):
     """The newest two, multiples of 3, and never fewer whole ones because a damaged one has a higher number."""
     args = ["--data", text, "--save-every", 1, "--keep-checkpoints", 2, "--keep-every", 3, "--log-dir", tmp_path]
-    steps = lambda: [runlog.step_of(folder) for folder in runlog.checkpoints(tmp_path)]  # noqa: E731
+    steps = lambda: [step_of(folder) for folder in list_checkpoints(tmp_path)]  # noqa: E731
     train(*args, "--max-steps", 8)
     assert steps() == [3, 6, 7, 8]
     truncate(tmp_path / "step_000007/config.json")
@@ -133,13 +134,13 @@ def test_stopped_before_its_first_checkpoint_a_run_writes_its_log_again(text, tm
 
 def poison(monkeypatch, *calls):
     """Makes the loss of some forward passes in training undefined, the first pass being 0."""
-    original, count = train_gpt2.fused_next_token_loss, iter(range(10**9))
+    original, count = train_gpt2.chunked_next_token_loss, iter(range(10**9))
 
     def poisoned(*args):
         logits, loss = original(*args)
         return logits, loss * (torch.nan if next(count) in calls else 1)
 
-    monkeypatch.setattr(train_gpt2, "fused_next_token_loss", poisoned)
+    monkeypatch.setattr(train_gpt2, "chunked_next_token_loss", poisoned)
 
 
 def test_a_bad_step_stops_the_run_with_the_weights_before_it(text, tmp_path, monkeypatch):
@@ -170,10 +171,10 @@ WRAPPER = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
 import train_gpt2
-from common import run
+from support.cli import run
 
 rank, restarts, calls = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], iter(range(10**9))
-original = train_gpt2.fused_next_token_loss
+original = train_gpt2.chunked_next_token_loss
 
 def disturbed(*args):
     logits, loss = original(*args)
@@ -184,7 +185,7 @@ def disturbed(*args):
         os.kill(os.getpid(), signal.SIGKILL)
     return logits, loss
 
-train_gpt2.fused_next_token_loss = disturbed
+train_gpt2.chunked_next_token_loss = disturbed
 if __name__ == "__main__":
     run(train_gpt2.main)
 """
@@ -246,7 +247,7 @@ def test_a_read_only_disk_is_named(text, tmp_path):
     folder.mkdir()
     args = [*TINY, "--data", text, "--max-steps", 6, "--log-dir", folder / "log"]
     command = " ".join(map(str, [sys.executable, ROOT / "train_gpt2.py", *args]))
-    ask = f"import common; common.check_writable('{folder}/out.json')"
+    ask = f"from support import files; files.check_writable('{folder}/out.json')"
     done = in_small_filesystem(folder, "ro", f'cd {ROOT}; {sys.executable} -c "{ask}"', f"{command} 2>&1; exit $?")
     assert "small/out.json: no write access to its folder" in done.stderr  # before any work
     assert done.returncode == 2 and "error: " in done.stdout
@@ -266,7 +267,7 @@ def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
     monkeypatch.setattr(train_gpt2.DataLoaderLite, "next_batch", next_batch)
     before = signal.getsignal(signal.SIGTERM)
     assert train("--data", text, "--max-steps", 9, "--save-every", 9, "--log-dir", tmp_path) == status
-    assert [folder.name for folder in runlog.checkpoints(tmp_path)] == ["step_000004"] and len(losses(tmp_path)) == 4
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step_000004"] and len(losses(tmp_path)) == 4
     assert read_training_state(tmp_path / "step_000004")["step"] == 4 and signal.getsignal(signal.SIGTERM) == before
 
 
@@ -275,8 +276,10 @@ def test_a_second_interrupt_stops_at_once(text, tmp_path):
     args = ["--data", text, "--save-every", 4, "--max-steps", 8, "--log-dir", tmp_path]
     code = f"""if True:
         import os, signal, sys, train_gpt2
-        from common import run
-        train_gpt2.write_pretrained = lambda *args: os.kill(os.getpid(), signal.SIGINT) or __import__("time").sleep(9)
+        import support.checkpoints
+        from support.cli import run
+        interrupt = lambda *args: os.kill(os.getpid(), signal.SIGINT) or __import__("time").sleep(9)
+        support.checkpoints.write_pretrained = interrupt
         original = train_gpt2.DataLoaderLite.next_batch
         def next_batch(self):
             if self.position == 4 * 128 + 32:
@@ -287,6 +290,6 @@ def test_a_second_interrupt_stops_at_once(text, tmp_path):
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
-    assert not runlog.checkpoints(tmp_path)
+    assert not list_checkpoints(tmp_path)
     train(*args, "--resume")
     assert len(losses(tmp_path)) == 8 and not list(tmp_path.glob(".*partial"))

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import runlog
 import sample
+from support.rundir import list_checkpoints
+from support.tokenizer import get_tokenizer
 from tests.conftest import script
-from tokenizer import get_tokenizer
 from train_gpt2 import GPT, GPTConfig
 
 
@@ -28,7 +28,7 @@ def test_greedy_output_of_the_newest_checkpoint_is_the_argmax(log_dir, capsys):
     idx = torch.tensor([get_tokenizer().encode_ordinary("ROMEO:")])
     expected = get_tokenizer().decode(model.generate(idx, 9, top_k=1)[0].tolist())
     assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
-    assert runlog.checkpoints(log_dir)[-1].name == "step_000100"
+    assert list_checkpoints(log_dir)[-1].name == "step_000100"
 
 
 def test_seed_decides_and_samples_differ(log_dir, capsys):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import sweep
-from common import InputError
+from support.cli import InputError
 from tests.conftest import TINY
 from train_gpt2 import main
 

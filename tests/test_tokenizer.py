@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tokenizer
-from common import InputError
-from tokenizer import EOT, VOCAB_SIZE, bpe_files, get_tokenizer, save_tokenizer
+from support import tokenizer
+from support.cli import InputError
+from support.tokenizer import EOT, VOCAB_SIZE, bpe_files, get_tokenizer, save_tokenizer
 
 
 def test_it_is_tiktokens_own_construction(monkeypatch):

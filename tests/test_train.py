@@ -11,9 +11,9 @@ import sys
 import pytest
 import torch
 
-import runlog
 import train_gpt2
-from common import InputError
+from support import check
+from support.cli import InputError
 from tests.conftest import ROOT, SHARED, TINY, losses, read_log, script, train_on_ranks
 from train_gpt2 import GPT, TrainConfig, get_lr
 
@@ -40,8 +40,8 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
 def test_the_bare_runs_batch_divides_among_ranks():
     config = train_gpt2.read_config(["--preset", "shakespeare"])
     for world_size, B in ((1, 4), (2, 2), (4, 1)):
-        world = train_gpt2.Distributed(0, 0, world_size, torch.device("cpu"), torch.float32, "")
-        assert train_gpt2.micro_batch(config, None, world, None) == B
+        dist = train_gpt2.Distributed(0, 0, world_size, torch.device("cpu"), torch.float32, "")
+        assert train_gpt2.choose_micro_batch_size(config, None, dist) == B
 
 
 def test_first_loss_and_clipped_update_equal_a_plain_loop(text, tmp_path):
@@ -131,12 +131,12 @@ def test_zero_steps_evaluate_and_exit(text, tmp_path):
 def test_validation_loss_is_the_mean_over_its_tokens(text, tmp_path):
     """Against one plain pass, for batch sizes that do and do not divide the number of sequences."""
     model = GPT(train_gpt2.GPTConfig(16, 50257, 1, 2, 16))
-    world = train_gpt2.Distributed(0, 0, 1, torch.device("cpu"), torch.float32, "")
+    dist = train_gpt2.Distributed(0, 0, 1, torch.device("cpu"), torch.float32, "")
     results = []
     for B in (1, 3, 8):
         loader = train_gpt2.DataLoaderLite(text, "val", B, 16, shuffle=False)
-        results.append(train_gpt2.validation_loss(model, loader, 160, world, torch.autocast("cpu", enabled=False)))
-    tokens = torch.from_numpy(loader.read(0, 161).astype("int64"))
+        results.append(train_gpt2.validation_loss(model, loader, 160, dist))
+    tokens = torch.from_numpy(loader.stream.read(0, 161).astype("int64"))
     expected = model(tokens[:-1].view(10, 16), tokens[1:].view(10, 16))[1].item()
     assert results == pytest.approx([expected] * 3, abs=1e-5)
 
@@ -245,9 +245,9 @@ def test_a_run_is_checked_against_a_reference(text, tmp_path, capsys):
 
 def test_shipped_references_can_be_read():
     for name, tokens in (("shakespeare", 600 * 512), ("gpt2", 19_073 * 524_288)):
-        milestones = runlog.read_milestones(ROOT / "reference" / name)
+        milestones = check.read_milestones(ROOT / "reference" / name)
         assert milestones[0][:2] == (0, "val") and max(milestone[0] for milestone in milestones) == tokens
         assert all(low < high for _, _, low, high in milestones)
     reference = ROOT / "reference/shakespeare"
-    matches, verdict = runlog.compare(reference, runlog.read_milestones(reference), 512)
+    matches, verdict = check.compare(reference, check.read_milestones(reference), 512)
     assert matches, verdict

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from devices import keep_freed_memory
+from support.devices import keep_freed_memory
 
 keep_freed_memory()  # of the process, so both have it
 import torch  # noqa: E402
@@ -23,7 +23,7 @@ from train_gpt2 import (  # noqa: E402
     DataLoaderLite,
     GPTConfig,
     TrainConfig,
-    choose_kernels,
+    choose_loss,
     configure_optimizer,
 )
 
@@ -41,11 +41,11 @@ def make(kind: str):
     if kind == "ours":
         config = replace(TrainConfig(), **PRESETS["gpt2"], compile=False)
         model = GPT(GPTConfig())
-        choose_kernels(model, config, torch.device("cpu"))
-        return model, configure_optimizer(model, config)
+        loss_function = choose_loss(config, torch.device("cpu"), compiled=False)
+        return lambda x, y: model(x, y, loss_function), configure_optimizer(model, config), list(model.parameters())
     model = peer_model.GPT(peer_model.GPTConfig(vocab_size=50304))
     optimizer = model.configure_optimizers(weight_decay=0.1, learning_rate=6e-4, device_type="cpu")
-    return torch.compile(model) if "compiled" in kind else model, optimizer
+    return torch.compile(model) if "compiled" in kind else model, optimizer, list(model.parameters())
 
 
 kinds = ["build-nanogpt", "build-nanogpt, compiled", "ours"]
@@ -54,11 +54,11 @@ loader = DataLoaderLite(data, "train", 2, 1024)
 seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
 for step in range(count + 2):
     x, y = loader.next_batch()
-    for kind, (model, optimizer) in contestants.items():
+    for kind, (model, optimizer, parameters) in contestants.items():
         began = time.perf_counter()
         optimizer.zero_grad()
         model(x, y)[1].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         seconds[kind].append(time.perf_counter() - began)
     print(step, {kind: round(times[-1], 2) for kind, times in seconds.items()}, flush=True)

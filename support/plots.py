@@ -1,13 +1,12 @@
 """Pictures of what runs logged: for `log/curves.png`, which a run keeps up to date, and for play.ipynb."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common import atomic_path
-from runlog import read_log
+from support.files import atomic_path
+from support.rundir import read_log, run_entries
 
 # Published results on the same scales. The validation loss is comparable on FineWeb-Edu alone.
 VAL_BASELINES = {"GPT-2 124M (OpenAI), on FineWeb-Edu": 3.2924}
@@ -22,7 +21,7 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
     """The streams of a log folder against `x`: the tokens seen until then, or the hours that its steps had taken."""
     folder = Path(folder)
     streams = read_log(folder)
-    batch = json.loads((folder / "run.json").read_text(encoding="utf-8"))[-1]["config"]["total_batch_size"]
+    batch = run_entries(folder)[-1]["config"]["total_batch_size"]
     if x == "hours":
         taken = np.concatenate([[0.0], np.cumsum(streams.get("ms", ([], []))[1]) / 3.6e6])
         return {name: (taken[np.minimum(steps, len(taken) - 1)], np.array(v)) for name, (steps, v) in streams.items()}
@@ -31,8 +30,7 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
 
 def on_fineweb(folder: str | Path) -> bool:
     """Whether a run's data are shards, for which VAL_BASELINES may mean something."""
-    data = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))[-1]["config"]["data"]
-    return not data.endswith(".txt")
+    return not run_entries(folder)[-1]["config"]["data"].endswith(".txt")
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:

@@ -1,20 +1,24 @@
-"""GPT-2 folders as Hugging Face keeps them: found on the hub, read and written.
+"""GPT-2 folders in Hugging Face's format: found on the hub, read and written.
 
 They differ from ours in two ways: names begin with `transformer.` (those of OpenAI's own uploads don't), and the linear
-layers are Conv1D, whose weights are (in, out), the transpose of ours.
+layers are Conv1D, whose weights are (in, out), the transpose of ours. A field that a fork adds to GPTConfig is kept in
+config.json under its own name.
 """
 
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 
-from common import InputError, atomic_path, atomic_write, first_line
-from runlog import checkpoints
-from tokenizer import EOT, VOCAB_SIZE, save_tokenizer
+from support.cli import InputError, first_line
+from support.files import atomic_path, atomic_write
+from support.rundir import list_checkpoints
+from support.tokenizer import EOT, VOCAB_SIZE, save_tokenizer
 
 # GPT-2 in Hugging Face's terms; a model that differs in one of these computes something else.
 GPT2_MATHS = {
@@ -54,15 +58,16 @@ def find_model(name: str) -> Path:
     folder = model_folder(name)
     if (folder / "config.json").exists():
         return folder
-    if newest := checkpoints(folder)[-1:]:
+    if newest := list_checkpoints(folder)[-1:]:
         return newest[0]
     raise InputError(f"{name}: neither a model (config.json) nor a run with checkpoints (step_*)")
 
 
-def read_pretrained(folder: Path) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+def read_pretrained(folder: Path, fields: Iterable[str] = CONFIG_NAMES) -> tuple[dict[str, Any], dict]:
     """The GPT-2 in `folder`: GPTConfig's fields, and float32 parameters under their names in train_gpt2.py.
 
-    Raises InputError when the folder holds no GPT-2, or a damaged one.
+    fields: the names of GPTConfig's; one that GPT-2 does not have is read if config.json has it. Raises InputError when
+    the folder holds no GPT-2, or a damaged one.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -71,12 +76,16 @@ def read_pretrained(folder: Path) -> tuple[dict[str, int], dict[str, torch.Tenso
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise InputError(f"{folder}: no model here (config.json is missing or not JSON)") from None
+    extra_fields = set(fields) - CONFIG_NAMES.keys()
     for key, expected in GPT2_MATHS.items():
+        if key in extra_fields:  # a fork's own mathematics
+            continue
         value = raw.get(key, expected if key != "model_type" else None)
         if value != expected and not (key == "n_inner" and value == 4 * raw.get("n_embd", 0)):
             raise InputError(f"{folder}: not a GPT-2: its config.json has {key} = {value!r}, GPT-2 has {expected!r}")
     try:
         config = {ours: raw[theirs] for ours, theirs in CONFIG_NAMES.items()}
+        config |= {name: raw[name] for name in extra_fields if name in raw}
     except KeyError as error:
         raise InputError(f"{folder}: config.json lacks {error}") from None
 
@@ -102,9 +111,9 @@ def to_hub(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"transformer.{name}": t.t() if CONV1D.search(name) else t for name, t in state.items()}
 
 
-def write_pretrained(folder: Path, config: dict[str, int], tensors: dict[str, torch.Tensor]) -> None:
-    """The reverse, with `tensors` from to_hub: config.json, model.safetensors and, for GPT-2's vocabulary, the
-    tokenizer's files."""
+def write_pretrained(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Writes config.json from GPTConfig's fields, model.safetensors from to_hub's `tensors` and, for GPT-2's
+    vocabulary, the tokenizer's files."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,6 +128,7 @@ def write_pretrained(folder: Path, config: dict[str, int], tensors: dict[str, to
         "bos_token_id": EOT if with_tokenizer else None,
         "eos_token_id": EOT if with_tokenizer else None,
         "dtype": "float32",
+        **{name: value for name, value in config.items() if name not in CONFIG_NAMES},
     }
     with atomic_write(folder / "config.json", "w") as file:
         file.write(json.dumps(raw, indent=2) + "\n")

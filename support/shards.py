@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common import InputError
-from tokenizer import EOT, VOCAB_SIZE, get_tokenizer
+from support.cli import InputError
+from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
 
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
 BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4  # llm.c's and modded-nanogpt's .bin

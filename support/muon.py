@@ -2,9 +2,10 @@
 
 The momentum of a matrix's gradient is made nearly orthogonal, so that an update moves all directions alike (Jordan et
 al. 2024, kellerjordan.github.io/posts/muon). Its size is matched to that of AdamW's updates (Liu et al. 2025, "Muon is
-Scalable for LLM Training", section 2.2), so that one learning rate and one weight decay serve both. The mathematics is
-torch.optim.Muon's with adjust_lr_fn="match_rms_adamw"; the difference is that the layers' matrices of one shape go
-through the products together, dealt out to the ranks, and in float32 where the chip has no bfloat16.
+Scalable for LLM Training", section 2.2), so that one learning rate and one weight decay serve both. c_attn's weight is
+three matrices, query, key and value, one above the other: each is made orthogonal on its own. The mathematics is
+torch.optim.Muon's with adjust_lr_fn="match_rms_adamw"; the differences are that split, that the layers' matrices of one
+shape go through the products together, dealt out to the ranks, and float32 where the chip has no bfloat16.
 """
 
 import math
@@ -29,46 +30,48 @@ def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
     return x.mT if tall else x
 
 
-def orthogonalize_together(x: torch.Tensor) -> torch.Tensor:
+def orthogonalize_on_all_ranks(x: torch.Tensor) -> torch.Tensor:
     """orthogonalize, of which each rank does a share of the matrices. x (L, A, B) is the same on all ranks."""
     if not torch.distributed.is_initialized():
         return orthogonalize(x)
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    share = math.ceil(len(x) / ranks)
-    mine, done = x.new_zeros(share, *x.shape[1:]), x.new_empty(share * ranks, *x.shape[1:])
-    if len(part := x[rank * share : (rank + 1) * share]):
-        mine[: len(part)] = orthogonalize(part)
-    torch.distributed.all_gather_into_tensor(done, mine)
-    return done[: len(x)]
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    n = math.ceil(len(x) / world_size)  # matrices of a rank
+    mine, results = x.new_zeros(n, *x.shape[1:]), x.new_empty(n * world_size, *x.shape[1:])
+    if len(share := x[rank * n : (rank + 1) * n]):
+        mine[: len(share)] = orthogonalize(share)
+    torch.distributed.all_gather_into_tensor(results, mine)
+    return results[: len(x)]
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov's momentum and decoupled weight decay, for 2-D parameters. dtype: of the products.
+    """Muon with Nesterov's momentum and decoupled weight decay, for 2-D parameters.
 
-    One that is three times as tall as wide is c_attn: query, key and value, three matrices, one above the other.
+    named_parameters: (name, parameter) pairs; the name says which is c_attn.weight. dtype: of the products.
     """
 
-    def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float = 0.95, *, dtype: torch.dtype):
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+    def __init__(
+        self, named_parameters: Any, lr: float, weight_decay: float, momentum: float = 0.95, *, dtype: torch.dtype
+    ):
+        super().__init__(list(named_parameters), dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
         self.dtype = dtype
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            lr, momentum, shapes = group["lr"], group["momentum"], defaultdict(list)
-            for p in group["params"]:
+            lr, momentum, alike = group["lr"], group["momentum"], defaultdict(list)
+            for name, p in zip(group["param_names"], group["params"], strict=True):
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 buffer = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
-                shapes[p.shape].append((p, p.grad.lerp(buffer, momentum)))
-            for (rows, columns), pairs in shapes.items():
-                parts = 3 if rows == 3 * columns else 1
+                matrices = 3 if name.endswith("c_attn.weight") else 1  # query, key, value
+                alike[p.shape, matrices].append((p, p.grad.lerp(buffer, momentum)))
+            for ((rows, columns), matrices), pairs in alike.items():
                 stacked = torch.stack([update for _, update in pairs]).to(self.dtype)  # (L, rows, columns)
-                matrices = stacked.view(-1, rows // parts, columns)
-                updates = orthogonalize_together(matrices).view_as(stacked)
+                rows //= matrices
+                updates = orthogonalize_on_all_ranks(stacked.view(-1, rows, columns)).view_as(stacked)
                 for (p, _), update in zip(pairs, updates, strict=True):
                     p.mul_(1 - lr * group["weight_decay"])
-                    p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(rows // parts, columns)))
+                    p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(rows, columns)))
 
 
 class Optimizers:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from common import InputError, first_line
+from support.cli import InputError, first_line
 
 
 def choose_device(device: str, dtype: str, local_rank: int = 0) -> tuple[torch.device, torch.dtype, str]:

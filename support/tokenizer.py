@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tiktoken
 
-from common import InputError
+from support.cli import InputError
 
 EOT = 50256  # <|endoftext|>, which begins every document
 VOCAB_SIZE = 50257

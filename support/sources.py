@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import InputError, atomic_write, first_line
-from tokenizer import EOT, get_tokenizer
+from support.cli import InputError, first_line
+from support.files import atomic_write
+from support.tokenizer import EOT, get_tokenizer
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 COMPRESSED = (".gz", ".zst")
