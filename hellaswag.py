@@ -35,7 +35,7 @@ import torch.nn.functional as F
 import tyro
 
 from support.cli import InputError, first_line, is_rank_zero, parse_args, run
-from support.devices import choose_device, keep_freed_memory
+from support.devices import choose_device, keep_freed_memory, round_length
 from support.distributed import Distributed
 from support.files import atomic_write, check_writable
 from support.huggingface import find_model
@@ -237,7 +237,7 @@ def score(
     losses = torch.zeros(len(index), 4, dtype=torch.float64)
     done = 0
     for batch in tqdm(batches, unit_scale=batch_size, unit="task", disable=None if progress else True):
-        B, T = len(batch), len(tasks[batch[-1]].tokens)
+        B, T = len(batch), round_length(len(tasks[batch[-1]].tokens), device)
         tokens, position, segment = torch.zeros(B, T).long(), torch.zeros(B, T).long(), torch.full((B, T), 5)
         for b, i in enumerate(batch):
             n = len(tasks[i].tokens)
@@ -252,7 +252,7 @@ def score(
         loss = torch.cat([
             F.cross_entropy(F.linear(part, head.to(part.dtype)).float(), target, reduction="none")
             for part, target in zip(x.split(1024), answer.to(device).split(1024), strict=True)
-        ]).double().cpu()  # (M,)
+        ]).cpu().double()  # (M,), in this order: not every device has float64
         losses.view(-1).index_add_(0, (done + row) * 4 + ending, loss)
         done += B
     lengths = torch.stack([tasks[i].lengths for i in index]) if index else losses

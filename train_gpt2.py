@@ -40,11 +40,11 @@ from tqdm import tqdm
 import hellaswag
 from support import check, checkpoints, runlog
 from support.cli import InputError, RunError, flag, parse_args, run, say
-from support.devices import computes_in_bfloat16, peak_flops, why_not_compile
+from support.devices import can_compile, computes_in_bfloat16, on_host, peak_flops, round_length
 from support.distributed import Distributed
 from support.huggingface import model_folder, read_pretrained, to_hub, write_pretrained
 from support.loss import chunked_next_token_loss
-from support.memory import largest_that_fits
+from support.memory import choose_micro_batch_size
 from support.muon import Muon, Optimizers
 from support.plan import print_plan
 from support.rundir import last_config
@@ -199,7 +199,10 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Continues idx (B, T) by sampling among the top_k likeliest tokens. -> (B, T + max_new_tokens)"""
         for _ in range(max_new_tokens):
-            x = self.hidden(idx[:, -self.config.block_size :])[:, -1]  # (B, C)
+            window = idx[:, -self.config.block_size :]  # the newest tokens
+            T = window.size(1)
+            padding = min(round_length(T, idx.device), self.config.block_size) - T  # behind T, and seen by none before
+            x = self.hidden(F.pad(window, (0, padding)))[:, T - 1]  # (B, C)
             logits = lm_head(x, self.wte.weight).float() / temperature  # (B, V)
             logits, candidates = logits.topk(min(top_k, logits.size(-1)))  # (B, k) each
             choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)  # (B, 1)
@@ -245,33 +248,42 @@ class DataLoaderLite:
     on how it is split into ranks and micro-batches, each token is an input once an epoch, and the loader's state is one
     position.
 
-    data: folder of .npy / .bin shards, or a .txt file. split: "train" or "val". Raises InputError for bad files.
+    data: folder of .npy / .bin shards, or a .txt file. split: "train" or "val". tokens_per_step: where the ranks don't
+    divide a step's micro-batches, the last ones get none in its last round (what they are given there isn't theirs).
+    pin_memory: for copies to a GPU that need not be waited for. Raises InputError for bad files.
     """
 
     def __init__(
         self, data: str | Path, split: str, B: int, T: int, rank: int = 0, world_size: int = 1, seed: int = 1337,
-        shuffle: bool = True,
+        shuffle: bool = True, tokens_per_step: int | None = None, pin_memory: bool = False,
     ):
         self.stream = TokenStream(data, split, seed, shuffle)
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
+        self.tokens_per_step, self.pin_memory = tokens_per_step, pin_memory
         self.position = 0  # in the stream, of the next micro-batch of all ranks
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="data")  # prepares batches ahead
         self._ahead: deque[Future] = deque()
+        self._ahead_position = 0  # where the next one to be prepared begins, on rank 0
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of this rank's next micro-batch, (B, T) int64 each, prepared in the background."""
-        tokens = self.B * self.T * self.world_size
         while len(self._ahead) < 3:
-            start = self.position + len(self._ahead) * tokens + self.rank * self.B * self.T
+            start = self._ahead_position + self.rank * self.B * self.T
+            self._ahead_position = self._after(self._ahead_position)
             self._ahead.append(self._worker.submit(self._make_batch, start))
-        self.position += tokens
+        self.position = self._after(self.position)
         return self._ahead.popleft().result()
+
+    def _after(self, position: int) -> int:
+        """Where the stream goes on when each rank has taken a micro-batch at `position`, which may end a step early."""
+        end, step = position + self.B * self.T * self.world_size, self.tokens_per_step
+        return min(end, (position // step + 1) * step) if step else end
 
     def _make_batch(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         # One token more than B * T: the targets are the inputs shifted by one.
         buffer = torch.from_numpy(self.stream.read(start, self.B * self.T + 1).astype(np.int64))
-        if torch.cuda.is_available():
-            buffer = buffer.pin_memory()  # so that the copy to the GPU need not be waited for
+        if self.pin_memory:
+            buffer = buffer.pin_memory()
         return buffer[:-1].view(self.B, self.T), buffer[1:].view(self.B, self.T)
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,7 +297,7 @@ class DataLoaderLite:
         for key, value in self.state_dict().items():
             if key != "position" and state[key] != value:
                 raise InputError(f"the data differ from the checkpoint's ({key} {value}, there {state[key]})")
-        self.position = state["position"]
+        self.position = self._ahead_position = state["position"]
         self._ahead.clear()
 
 
@@ -341,7 +353,7 @@ class TrainConfig:
     """Seed of the initial weights and of the data order."""
     shuffle: bool = True
     """Permute shards, and documents (of a .txt file: passages) within each, anew every epoch; otherwise file order."""
-    compile: bool = field(default_factory=torch.cuda.is_available)
+    compile: bool = field(default_factory=lambda: torch.cuda.is_available())
     """Compile the blocks and the loss with torch.compile: the default with a GPU; on a CPU it gains nothing."""
     low_memory: bool = False
     """Make the logits of 1,024 tokens at a time: less memory, and slower on a GPU. A CPU always does."""
@@ -349,6 +361,8 @@ class TrainConfig:
     """auto, cpu, cuda or mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the matrix products; weights, LayerNorm statistics and losses stay in float32."""
+    deterministic: bool = False
+    """On a GPU, take kernels that add in a fixed order, so that a resumed run is bit for bit; a CPU's always do."""
     eval_every: int = 250
     """Steps between validation losses; 0: never."""
     eval_tokens: int = 10_485_760
@@ -421,20 +435,23 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     """The command line as a TrainConfig: the preset's values, overridden by the flags. Raises InputError."""
     # Parsed twice: once to learn the preset (and whether --help is wanted), once with its values as the defaults.
     args = sys.argv[1:] if args is None else args
-    preset = parse_args(TrainConfig, args=[arg for arg in args if arg not in ("-h", "--help")]).preset
+    asked = parse_args(TrainConfig, args=[arg for arg in args if arg not in ("-h", "--help")])
+    preset = asked.preset
     if preset == "auto":
         preset = "gpt2" if any(Path(SHARDS_FOLDER).glob("*_train_*")) else "shakespeare"
-    config = parse_args(TrainConfig, replace(TrainConfig(), **PRESETS[preset]), args, HELP_GROUPS)
+    defaults = PRESETS[preset] | (dict(compile=False) if asked.device in ("cpu", "mps") else {})
+    config = parse_args(TrainConfig, replace(TrainConfig(), **defaults), args, HELP_GROUPS)
     check_config(config)
     return config
 
 
-# What may differ between a run and its resumption. Anything else would change the losses by more than rounding.
+# What may differ between a run and its resumption. Anything else would change the losses by more than rounding; device
+# and precision may, since a run moves to another GPU when that is the one to be had.
 MAY_CHANGE = {
     "preset", "data", "log_dir", "init", "resume", "max_steps", "warmdown_steps", "micro_batch_size", "compile",
-    "low_memory", "device", "plan", "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data", "sample_every",
-    "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "skip_bad_steps", "tensorboard",
-    "wandb", "check_against",
+    "low_memory", "device", "dtype", "deterministic", "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data",
+    "sample_every", "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "skip_bad_steps", "tensorboard",
+    "wandb", "check_against", "plan",
 }
 
 
@@ -508,7 +525,7 @@ def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, dist: Distr
         with dist.autocast():
             x = model.hidden(buffer[:-1].view(n, T))  # (n, T, C)
             _, loss = chunked_next_token_loss(x, model.wte.weight, buffer[1:])
-        total += loss.double().cpu() * n
+        total += loss.cpu().double() * n  # in this order: not every device has float64
     return dist.sum(total).item() / sequences
 
 
@@ -570,17 +587,14 @@ class Progress:
     skipped: int = 0  # updates left out, their loss or gradient being infinite or undefined
 
 
-def find_start(config: TrainConfig, dist: Distributed) -> tuple[bool, Path | None, dict[str, Any] | None]:
-    """(whether to resume, the checkpoint to resume from, its training state); None where there is no checkpoint."""
+def find_start(config: TrainConfig, dist: Distributed) -> tuple[bool, Path | None]:
+    """(whether to resume, the checkpoint to resume from); None where there is none."""
     resuming = config.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     checkpoint = None
     with dist.shared_errors():
         if resuming and dist.rank == 0:
             checkpoint = checkpoints.find_checkpoint(Path(config.log_dir))
-    checkpoint = dist.gather(checkpoint)[0]
-    with dist.shared_errors():  # the other ranks, perhaps on other machines, must see that folder, too
-        state = checkpoints.read_training_state(checkpoint) if checkpoint else None
-    return resuming, checkpoint, state
+    return resuming, dist.gather(checkpoint)[0]
 
 
 def model_config(config: TrainConfig) -> GPTConfig:
@@ -606,35 +620,13 @@ def start_model(config: TrainConfig, checkpoint: Path | None, dist: Distributed)
     return model.to(dist.device)
 
 
-def choose_micro_batch_size(config: TrainConfig, model: GPT, dist: Distributed) -> int:
-    """B: --micro-batch-size, or the largest power of two that fits and divides the batch. Raises InputError."""
-    unit = config.seq_len * dist.world_size * max(config.micro_batch_size, 1)
-    if config.total_batch_size % unit:
-        nearest = max(round(config.total_batch_size / unit), 1) * unit
-        raise InputError(f"--total-batch-size {config.total_batch_size} is no multiple of {unit} (sequence length x "
-                         f"micro-batch x ranks); the nearest that is: {nearest}")
-    if config.micro_batch_size:
-        return config.micro_batch_size
-    sizes = [2**i for i in range(7, -1, -1) if config.total_batch_size // unit % 2**i == 0]
-    if dist.device.type != "cuda":  # memory is shared with everything else, and a few thousand tokens fill the cores
-        return next(B for B in sizes if B * config.seq_len <= 4096 or B == 1)
-
-    def try_step(B: int) -> None:
-        x = torch.zeros(B, config.seq_len, dtype=torch.int64, device=dist.device)
-        with dist.autocast(), torch.compiler.set_stance("force_eager"):
-            model(x, x)[1].backward()
-        model.zero_grad(set_to_none=True)
-
-    # Training will also need what has not been taken yet: Adam's two moments, and DDP's buckets.
-    return largest_that_fits(sizes, try_step, reserve=3 * 4 * model.num_parameters(), dist=dist)
-
-
 def open_data(config: TrainConfig, B: int, dist: Distributed) -> tuple[DataLoaderLite, DataLoaderLite | None]:
     """The loaders of both splits (None: no validation wanted). Raises InputError, on all ranks, for bad data."""
     T = config.seq_len
-    shape = dict(B=B, T=T, rank=dist.rank, world_size=dist.world_size)
+    shape = dict(B=B, T=T, rank=dist.rank, world_size=dist.world_size, pin_memory=dist.device.type == "cuda")
     with dist.shared_errors():  # on several machines the data may be missing on one
-        loader = DataLoaderLite(config.data, "train", **shape, seed=config.seed, shuffle=config.shuffle)
+        loader = DataLoaderLite(config.data, "train", **shape, seed=config.seed, shuffle=config.shuffle,
+                                tokens_per_step=config.total_batch_size)
         if loader.stream.total_tokens <= config.total_batch_size:
             raise InputError(f"{config.data}: {loader.stream.total_tokens} training tokens, too few for one batch of "
                              f"--total-batch-size {config.total_batch_size}: give more text or lower it")
@@ -646,15 +638,22 @@ def open_data(config: TrainConfig, B: int, dist: Distributed) -> tuple[DataLoade
 
 
 def restore(
-    state: dict[str, Any], checkpoint: Path, config: TrainConfig, optimizer: Any, scaler: torch.amp.GradScaler,
-    loader: DataLoaderLite, dist: Distributed,
+    checkpoint: Path, config: TrainConfig, optimizer: Any, scaler: torch.amp.GradScaler, loader: DataLoaderLite,
+    dist: Distributed,
 ) -> Progress:
-    """Puts everything but the weights back to where the checkpoint was. Raises InputError for another run's."""
-    if changes := differences(state["config"], config):
-        raise InputError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
-    optimizer.load_state_dict(state["optimizer"])
-    scaler.load_state_dict(state["scaler"])
-    loader.load_state_dict(state["loader"])
+    """Puts everything but the weights back to where the checkpoint was. Raises InputError, on all ranks, if it is
+    another run's."""
+    with dist.shared_errors():  # on another machine the folder may be missing
+        state = checkpoints.read_training_state(checkpoint)
+        if changes := differences(state["config"], config):
+            raise InputError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
+        loader.load_state_dict(state["loader"])
+    # A GPU copies what it loads; a CPU would go on using the file's own pages.
+    optimizer.load_state_dict(on_host(state["optimizer"]) if dist.device.type == "cpu" else state["optimizer"])
+    if state["scaler"]:  # only float16 has one; a run that comes to float16 from another precision begins it anew
+        scaler.load_state_dict(state["scaler"])
+    if (before := state.get("dtype", str(dist.dtype))) != str(dist.dtype):
+        say(f"precision: {before} until now, {dist.dtype} from here on: the losses agree to rounding")
     if dist.rank < len(state["random"]):
         checkpoints.set_random_state(state["random"][dist.rank], dist.device)
     return Progress(**{name: state[name] for name in asdict(Progress())})
@@ -678,17 +677,6 @@ def open_log(
     return log
 
 
-def compile_if_possible(config: TrainConfig, model: GPT, device: torch.device) -> bool:
-    """Compiles the blocks when --compile asks for it and the machine can. Returns whether it did."""
-    if not config.compile:
-        return False
-    if reason := why_not_compile(device):
-        say(f"no torch.compile on this machine ({reason}): going on without it")
-        return False
-    model.compile_blocks()
-    return True
-
-
 def choose_loss(config: TrainConfig, device: torch.device, compiled: bool) -> LossFunction:
     """Which computation of the loss a training step uses: decided here, and nowhere else.
 
@@ -705,6 +693,7 @@ def parallelize(model: GPT, loss_function: LossFunction, B: int, T: int, dist: D
     if dist.world_size == 1:
         return model
     device_ids = [dist.device.index] if dist.device.type == "cuda" else None
+    torch._dynamo.config.optimize_ddp = False  # it cuts graphs at DDP's buckets, but ours are single blocks
     replica = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     # DDP packs the gradients anew after its first backward pass, in their order of arrival, and with it the order of
     # sums changes. Done before the first step, on no matter what tokens, a resumed run adds as it did before.
@@ -720,18 +709,20 @@ def announce(
 ) -> None:
     """Prints what is about to be trained, on what data, in which batches, and where it will be kept."""
     peak, peak_source = peak_flops(dist.device, dist.dtype)
-    tokens, documents = loader.stream.total_tokens, loader.stream.count_documents() if dist.rank == 0 else 0
+    tokens, documents = loader.stream.total_tokens, loader.stream.count_documents()
     epochs = config.max_steps * config.total_batch_size / tokens
     say(f"model: {model.num_parameters():,} parameters, {model.flops_per_token(config.seq_len) / 1e6:,.0f} MFLOP a "
         f"token\nspeed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s a device ({peak_source})\n"
-        f"data: {config.data}, {tokens:,} training tokens in {documents:,} documents\n"
+        f"data: {config.data}, {tokens:,} training tokens" + (f" in {documents:,} documents\n" if documents else "\n") +
         f"steps: {config.max_steps:,} of {config.total_batch_size:,} tokens, {epochs:.3f} epochs")
     if epochs > 1:
         order = "another" if config.shuffle else "the same"
         say(f"data: from step {tokens // config.total_batch_size:,} on they repeat, in {order} order")
-    micro_steps = config.total_batch_size // (loader.B * loader.T * dist.world_size)
-    say(f"batch: {config.total_batch_size:,} tokens = {loader.B} sequences x {loader.T} tokens x {dist.world_size} "
-        f"ranks x {micro_steps} micro-steps")
+    micro_batches = config.total_batch_size // (loader.B * loader.T)
+    shares = f"{dist.world_size} ranks x {micro_batches // dist.world_size} micro-steps"
+    if micro_batches % dist.world_size:
+        shares = f"{micro_batches} micro-batches, dealt out to {dist.world_size} ranks"
+    say(f"batch: {config.total_batch_size:,} tokens = {loader.B} sequences x {loader.T} tokens x {shares}")
     say(f"log and checkpoints: {config.log_dir}/" + (f"; resumed from {checkpoint}" if checkpoint else ""))
 
 
@@ -762,10 +753,11 @@ def train(config: TrainConfig, dist: Distributed) -> int:
         torch.set_float32_matmul_precision("high")  # TF32 for the products that are left in float32
 
     # Model, data, optimizer: new, or as a checkpoint has them.
-    resuming, checkpoint, state = find_start(config, dist)
+    resuming, checkpoint = find_start(config, dist)
     model = start_model(config, checkpoint, dist)
     B, T = choose_micro_batch_size(config, model, dist), config.seq_len
-    micro_steps = config.total_batch_size // (B * T * dist.world_size)
+    micro_batches = config.total_batch_size // (B * T)  # in a step, of all ranks
+    micro_steps = math.ceil(micro_batches / dist.world_size)  # in which each rank takes one
     loader, val_loader = open_data(config, B, dist)
     tasks = None
     if config.hellaswag_every:
@@ -773,15 +765,18 @@ def train(config: TrainConfig, dist: Distributed) -> int:
     optimizer = configure_optimizer(model, config)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=dist.dtype == torch.float16)
     progress = Progress()
-    if state:
-        progress = restore(state, checkpoint, config, optimizer, scaler, loader, dist)
+    if checkpoint:
+        progress = restore(checkpoint, config, optimizer, scaler, loader, dist)
         if progress.step >= config.max_steps:
             say(f"{checkpoint}: the run has all its {config.max_steps} steps; more with --max-steps")
             return 0
     log = open_log(config, checkpoint, resuming, progress.step, dist)
 
     # `model` stays as it is for evaluation and checkpoints; `replica`, of the same weights, is what training calls.
-    loss_function = choose_loss(config, dist.device, compiled=compile_if_possible(config, model, dist.device))
+    compiled = config.compile and can_compile(dist.device)
+    if compiled:
+        model.compile_blocks()
+    loss_function = choose_loss(config, dist.device, compiled)
     replica = parallelize(model, loss_function, B, T, dist)
     full_speed = dist.world_size * peak_flops(dist.device, dist.dtype)[0] / model.flops_per_token(T)  # tok/s: MFU 100 %
     announce(config, model, loader, checkpoint, dist)
@@ -794,6 +789,7 @@ def train(config: TrainConfig, dist: Distributed) -> int:
             "config": asdict(config),
             "optimizer": optimizer.state_dict(),
             "scaler": scaler.state_dict(),
+            "dtype": str(dist.dtype),
             "loader": loader.state_dict(),
             "random": dist.gather(checkpoints.random_state(dist.device)),
         }
@@ -831,10 +827,12 @@ def train(config: TrainConfig, dist: Distributed) -> int:
                     # autocast is for the forward pass alone: the backward pass takes the precisions that it chose.
                     with dist.autocast():
                         _, loss = replica(x, y, loss_function)
-                    # The loss is a mean over B * T tokens. Divided by the number of micro-steps, its gradients add up
-                    # to those of the mean over the rank's tokens, and DDP takes the mean over the ranks. The scaler
+                    # In the last round there may be fewer micro-batches than ranks: the others' must not count.
+                    loss = loss * (micro_step * dist.world_size + dist.rank < micro_batches)
+                    # A loss is a mean over B * T tokens, and DDP takes the mean of the ranks' gradients: divided by
+                    # micro-batches a rank, they add up to the gradients of the mean over the whole batch. The scaler
                     # keeps float16's small gradients from becoming 0; in other precisions it does nothing.
-                    scaler.scale(loss / micro_steps).backward()
+                    scaler.scale(loss / (micro_batches / dist.world_size)).backward()
                 loss_sum += loss.detach()  # stays on the device: .item() here would wait for each micro-step
             # The norm must be that of the gradients themselves, so the scale comes out before they are clipped.
             scaler.unscale_(optimizer)
@@ -842,7 +840,7 @@ def train(config: TrainConfig, dist: Distributed) -> int:
             # The one wait for the device: all ranks learn the mean loss, and whether one of them was told to stop.
             stop = torch.tensor(float(signals.received), device=dist.device)
             loss_sum, stop = dist.sum(torch.stack([loss_sum, stop])).tolist()
-            loss, norm = loss_sum / (micro_steps * dist.world_size), norm.item()
+            loss, norm = loss_sum / micro_batches, norm.item()
             # An undefined gradient would spoil the weights and both moments for good. All ranks decide alike, as loss
             # and norm are the same on all. float16's scaler leaves such an update out by itself and lowers its scale.
             if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
@@ -887,10 +885,10 @@ def main(args: list[str] | None = None) -> int:
         print_plan(config, model or GPT.from_pretrained(config.init))
         return 0
     dist = Distributed.start(config)
-    try:
-        return train(config, dist)
-    finally:
-        dist.stop()
+    with dist.own_errors():
+        status = train(config, dist)
+    dist.stop()
+    return status
 
 
 if __name__ == "__main__":

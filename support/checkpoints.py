@@ -68,7 +68,11 @@ class CheckpointWriter:
 
 
 def read_training_state(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint holds besides the model. Nothing in the file is executed. Raises InputError."""
+    """What a checkpoint holds besides the model. Nothing in the file is executed. Raises InputError.
+
+    Its tensors are the file's own pages: they are to be copied, and let go of, since a mapped file can't be removed on
+    NFS or Windows.
+    """
     path = checkpoint / "training_state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -99,14 +103,16 @@ def find_checkpoint(log_dir: Path) -> Path | None:
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    on_device = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"cpu": torch.get_rng_state(), **on_device}
+    """The state of torch's generators, the CPU's and the device's."""
+    state = {"cpu": torch.get_rng_state()}
+    return state if device.type == "cpu" else state | {device.type: getattr(torch, device.type).get_rng_state()}
 
 
 def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Puts the generators where random_state found them; a device of another kind than the checkpoint's stays."""
     torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if device.type in state and device.type != "cpu":
+        getattr(torch, device.type).set_rng_state(state[device.type])
 
 
 def write_checksums(folder: Path) -> None:

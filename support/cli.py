@@ -15,7 +15,12 @@ Config = TypeVar("Config")
 
 
 class InputError(Exception):
-    """What the user gave cannot work: exit status 2. The message is one line: it names the thing and the way out."""
+    """What the user gave cannot work: exit status 2. The message is one line: it names the thing and the way out.
+
+    rank: of a torchrun job, if this one alone knows of the mistake; None where all know it, and rank 0 speaks.
+    """
+
+    rank: int | None = None
 
 
 class RunError(Exception):
@@ -93,25 +98,39 @@ _USER_ERRNOS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; name 
 _USER_ERRNOS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room")
 
 
+def user_error(error: BaseException) -> str | None:
+    """The line that tells a user of an error that is theirs to mend; None for a bug of ours."""
+    if isinstance(error, InputError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _USER_ERRNOS:
+        name = f"{error.filename}: " if error.filename else ""
+        return f"{name}{error.strerror}{_USER_ERRNOS[error.errno]}"
+    return None
+
+
 def run(main: Callable[[], int | None]) -> None:
     """Calls main() and exits: 0, or what it returned; 2 after one `error: ` line when the user's input is wrong.
 
-    Under torchrun rank 0 alone speaks. Everything that is not foreseen keeps its traceback (status 1).
+    Of a torchrun job rank 0 alone speaks, unless the mistake is another rank's own (InputError.rank). Everything that
+    is not foreseen keeps its traceback (status 1).
     """
     try:
         sys.exit(main() or 0)
-    except (InputError, RunError) as error:
-        message, status = str(error), 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt:
+        sys.exit(130)
     except BrokenPipeError:  # what we printed to, `head` say, has closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at the end fails, too
         sys.exit(1)
-    except OSError as error:
-        if error.errno not in _USER_ERRNOS:
+    except Exception as error:
+        message, status = user_error(error), 2
+        if isinstance(error, RunError):
+            message, status = str(error), 1
+        if message is None:
             raise
-        name = f"{error.filename}: " if error.filename else ""
-        message, status = f"{name}{error.strerror}{_USER_ERRNOS[error.errno]}", 2
-    except KeyboardInterrupt:
-        sys.exit(130)
-    if is_rank_zero():
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        rank = getattr(error, "rank", None)
+    if is_rank_zero() or rank is not None:
+        print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # an orderly end would wait for exchanges that a lost rank won't make
+        sys.stdout.flush()
+        os._exit(status)
     sys.exit(status)

@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import os
-import re
 import sys
 import threading
 import time
@@ -12,16 +11,22 @@ from typing import Any
 
 import torch
 
-from support.cli import InputError, first_line
+from support.cli import InputError, first_line, say
 
 
-def choose_device(device: str, dtype: str, local_rank: int = 0) -> tuple[torch.device, torch.dtype, str]:
+def choose_device(
+    device: str, dtype: str, local_rank: int = 0, world_size: int = 1
+) -> tuple[torch.device, torch.dtype, str]:
     """(device, dtype, a line that says what was chosen and why). Raises InputError for a device that isn't there."""
     present = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
+    if present["mps"] and world_size > 1:  # no process group exchanges its tensors
+        if device == "mps":
+            raise InputError("--device mps: for one process; several need --device cpu")
+        present["mps"] = False
     kind = next(name for name in present if present[name]) if device == "auto" else device
     if not present.get(kind):
         there = ", ".join(name for name in present if present[name])
@@ -63,18 +68,28 @@ def cpu_has_bfloat16() -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-# Dense bfloat16 / float16 tensor-core peaks in TFLOP/s, from the data sheets; other chips are measured instead.
-PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10": 125, "V100": 125,
-               "T4": 65, "RTX 4090": 165, "RTX 3090": 71}
+# Dense 16-bit tensor-core peaks in TFLOP/s, accumulated in float32, by torch.cuda.get_device_name less the maker. The
+# names are exact, as a chip's variants differ: an H100 NVL is no H100 SXM. A chip that isn't here is measured. Sources:
+# NVIDIA's data sheets of each chip (where they say "with sparsity", half of it), for GeForce the architecture white
+# papers' tables "FP16 Tensor TFLOPS with FP32 Accumulate" (Ampere GA102, Ada, RTX Blackwell), AMD's MI300X data sheet.
+# Of the H20 NVIDIA has no public sheet; 148 is what resellers' sheets say.
+PEAK_TFLOPS = {
+    "B200": 2250, "GH200 480GB": 990, "H200": 989, "H200 NVL": 836, "H100 80GB HBM3": 989, "H100 NVL": 836,
+    "H100 PCIe": 756, "H20": 148,
+    "A100-SXM4-40GB": 312, "A100-SXM4-80GB": 312, "A100-PCIE-40GB": 312, "A100 80GB PCIe": 312, "A10": 125,
+    "L40S": 362, "L40": 181, "L4": 121, "RTX 6000 Ada Generation": 364, "RTX A6000": 155,
+    "GeForce RTX 5090": 209.5, "GeForce RTX 4090": 165.2, "GeForce RTX 3090 Ti": 80, "GeForce RTX 3090": 71,
+    "V100-SXM2-16GB": 125, "V100-SXM2-32GB": 125, "V100-PCIE-16GB": 112, "V100-PCIE-32GB": 112, "T4": 65,
+    "AMD Instinct MI300X": 1307,
+}
 
 
 def data_sheet_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s of a GPU's 16-bit tensor cores, None where PEAK_TFLOPS doesn't say."""
-    if device.type == "cuda" and dtype != torch.float32:
-        for name, tflops in PEAK_TFLOPS.items():
-            if re.search(rf"\b{name}\b", torch.cuda.get_device_name(device)):
-                return tflops * 1e12
-    return None
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    tflops = PEAK_TFLOPS.get(torch.cuda.get_device_name(device).removeprefix("NVIDIA ").removeprefix("Tesla "))
+    return tflops and tflops * 1e12
 
 
 @functools.cache
@@ -123,6 +138,18 @@ def why_not_compile(device: torch.device) -> str:
     except Exception as error:
         return first_line(error)
     return ""
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile works here; says why, if it doesn't."""
+    if reason := why_not_compile(device):
+        say(f"no torch.compile on this machine ({reason}): going on without it")
+    return not reason
+
+
+def round_length(length: int, device: torch.device) -> int:
+    """A sequence length rounded up to a multiple of 64 on a GPU, where cuDNN's attention plans anew for every shape."""
+    return length + -length % 64 if device.type == "cuda" else length
 
 
 def on_host(value: Any, before: Any = None) -> Any:

@@ -1,9 +1,11 @@
 """Files that appear whole or not at all, checksums, and folders that go at once."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -41,7 +43,7 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
         if path.is_dir():  # a folder can't be replaced in one go
             os.replace(path, former := path.with_name(f".{path.name}.{os.getpid()}.former.partial"))
             os.replace(partial, path)
-            shutil.rmtree(former)
+            remove_folder(former)
         else:
             os.replace(partial, path)
     except BaseException:
@@ -62,9 +64,16 @@ def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder that is gone from its name at once, however this ends."""
-    os.replace(path, doomed := path.with_name(f".{path.name}.{os.getpid()}.removed.partial"))
-    shutil.rmtree(doomed)
+    """Removes a folder, which is gone from its name at once; what cannot be removed is a warning.
+
+    On NFS a file that some process still holds leaves a .nfsXXXX behind, and its folder stays.
+    """
+    try:
+        os.replace(path, doomed := path.with_name(f".{path.name}.{os.getpid()}.removed.partial"))
+        shutil.rmtree(doomed)
+    except OSError as error:
+        print(f"warning: {path}: not wholly removed ({error.strerror}); the next start tries again", file=sys.stderr,
+              flush=True)
 
 
 def _fsync(path: Path) -> None:
@@ -74,5 +83,8 @@ def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():  # some network mounts sync no folders
+            raise
     finally:
         os.close(descriptor)

@@ -98,7 +98,8 @@ def read_pretrained(folder: Path, fields: Iterable[str] = CONFIG_NAMES) -> tuple
         state.update(part)
     if not state:
         raise InputError(f"{folder}: no weights here (model.safetensors)")
-    state = {name.removeprefix("transformer."): tensor.float() for name, tensor in state.items()}
+    # Copied: safetensors maps its file, and a mapped file can't be removed on NFS or Windows while the run lasts.
+    state = {name.removeprefix("transformer."): t.to(torch.float32, copy=True) for name, t in state.items()}
     head = state.pop("lm_head.weight", None)
     if head is not None and "wte.weight" in state and not torch.equal(head, state["wte.weight"]):
         raise InputError(f"{folder}: not a GPT-2: its head is not tied to its token embedding")

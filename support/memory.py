@@ -1,27 +1,82 @@
-"""How much fits into a GPU's memory, found by trying."""
+"""The micro-batch: how many sequences at a time; on a GPU as many as fit, found by trying."""
 
-from collections.abc import Callable, Iterable
+import gc
+import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from support.cli import InputError
-from support.distributed import Distributed
+from support.distributed import Distributed, SharedError
+from support.loss import chunked_next_token_loss
 
 
-def largest_that_fits(sizes: Iterable[int], try_step: Callable[[int], None], reserve: int, dist: Distributed) -> int:
-    """The first of `sizes`, largest first, with which try_step(size) does not run out of memory on any rank.
+def choose_micro_batch_size(config: Any, model: Any, dist: Distributed) -> int:
+    """B: --micro-batch-size, or the largest power of two that fits and leaves the fewest ranks without work. Raises
+    InputError, on all ranks, for a batch that is no whole number of micro-batches."""
+    T, world_size = config.seq_len, dist.world_size
+    unit = T * max(config.micro_batch_size, 1)
+    if config.total_batch_size % unit:
+        nearest = max(round(config.total_batch_size / unit), 1) * unit
+        raise SharedError(f"--total-batch-size {config.total_batch_size} is no multiple of {unit} (sequence length x "
+                          f"micro-batch); the nearest that is: {nearest}")
+    if config.micro_batch_size:
+        return config.micro_batch_size
+    sequences = config.total_batch_size // T
+    sizes = [B for B in (128, 64, 32, 16, 8, 4, 2, 1) if sequences % B == 0]
+    sizes.sort(key=lambda B: B * math.ceil(sequences / B / world_size))  # sequences of the busiest rank in a step
+    if dist.device.type != "cuda":  # memory is shared with everything else, and a few thousand tokens fill the cores
+        return next(B for B in sizes if B * T <= 4096 or B == 1)
+    return largest_that_fits(sizes, model, config, dist)
 
-    reserve: bytes to hold meanwhile, for what training will need and the try does not. Raises InputError if none fits.
+
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an operation failed for want of memory: torch's own error, or that of a library that torch passes on."""
+    return isinstance(error, torch.OutOfMemoryError) or any(part in str(error) for part in OUT_OF_MEMORY)
+
+
+def bytes_besides(model: Any, B: int, config: Any, dist: Distributed) -> int:
+    """What a training step holds at its peak, and a forward and backward pass with the loss in pieces does not.
+
+    Adam's two moments (8 bytes a parameter); with several ranks DDP's buckets (4); with several micro-steps the
+    gradients of those before (4). A compiled step has one buffer of 16-bit logits, which becomes their gradient.
     """
-    reserved = torch.empty(reserve, dtype=torch.uint8, device=dist.device)
-    for size in sizes:
-        try:
-            try_step(size)
-            fits = 1.0
-        except torch.OutOfMemoryError:
-            fits = 0.0
+    a_step = config.total_batch_size / (B * config.seq_len * dist.world_size)
+    per_parameter = 8 + 4 * (dist.world_size > 1) + 4 * (a_step > 1)
+    compiled = config.compile and not config.low_memory
+    V = model.wte.weight.size(0)
+    logits = B * config.seq_len * (V + -V % 64)
+    return per_parameter * model.num_parameters() + (logits * dist.dtype.itemsize if compiled else 0)
+
+
+def fits(model: Any, B: int, config: Any, dist: Distributed) -> bool:
+    """Whether this rank has the memory for a step with micro-batches of B sequences: by trying an eager one, whose
+    blocks keep no less than compiled ones, beside an allocation of bytes_besides."""
+    try:
+        reserved = torch.empty(bytes_besides(model, B, config, dist), dtype=torch.uint8, device=dist.device)
+        x = torch.zeros(B, config.seq_len, dtype=torch.int64, device=dist.device)
+        with dist.autocast(), torch.compiler.set_stance("force_eager"):
+            model(x, x, chunked_next_token_loss)[1].backward()
+        del reserved
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def largest_that_fits(sizes: Iterable[int], model: Any, config: Any, dist: Distributed) -> int:
+    """The first of `sizes`, the wanted first, with which a training step fits on all ranks. Raises InputError."""
+    for B in sizes:
+        fit = fits(model, B, config, dist)
+        gc.collect()
         torch.cuda.empty_cache()
-        if dist.sum(torch.tensor(fits)).item() == dist.world_size:
-            return size
-    del reserved
+        if all(dist.gather(fit)):
+            return B
     raise InputError("not one sequence fits into the GPU's memory: shorten --seq-len or train a smaller model")

@@ -10,7 +10,7 @@ from support.loss import HEAD_TOKENS
 from support.shards import find_shards, open_shard, tokenize_text
 
 ASSUMED_MFU = 0.4
-DOLLARS_PER_GPU_HOUR = {"A100": 2.0, "H100": 3.0}  # round figures, assumed: clouds differ, and prices change
+CLOUD_GPUS = {"A100": ("A100-SXM4-80GB", 2.0), "H100": ("H100 80GB HBM3", 3.0)}  # dollars an hour: assumed, round
 
 
 def count_tokens(data: Path) -> int | None:
@@ -69,11 +69,11 @@ def print_plan(config: Any, model: Any) -> None:
         ("time", f"{duration(tokens / rate)} on this device at {rate:,.0f} tok/s: a projection,"),
         ("", f"{ASSUMED_MFU:.0%} of its {peak / 1e12:,.3g} TFLOP/s ({source})"),
     ]
-    for name, price in DOLLARS_PER_GPU_HOUR.items():
-        speed = 8 * PEAK_TFLOPS[name] * 1e12 * ASSUMED_MFU
+    for name, (chip, price) in CLOUD_GPUS.items():
+        speed = 8 * PEAK_TFLOPS[chip] * 1e12 * ASSUMED_MFU
         hours = flops * tokens / speed / 3600
         rows.append((f"on 8 x {name}", f"{duration(3600 * hours)}, ${8 * hours * price:,.2f}; napkin "
                                        f"{duration(6 * N * tokens / speed)} (assumed: MFU {ASSUMED_MFU:.0%} of "
-                                       f"{PEAK_TFLOPS[name]}, ${price:.2f} a GPU hour)"))
+                                       f"{PEAK_TFLOPS[chip]}, ${price:.2f} a GPU hour)"))
     for name, value in rows:
         print(f"{name:>15}{':' if name else ' '} {value}")

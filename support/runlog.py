@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cli import InputError, first_line
-from support.files import atomic_write
+from support.files import atomic_write, remove_folder
 from support.plots import save_curves
 from support.rundir import last_start, list_checkpoints, run_entries, whole_lines
 
@@ -23,7 +22,7 @@ def clear_log_dir(log_dir: Path, resumed: bool) -> None:
     """Makes the folder; removes what a killed process left half written; sets an earlier run's checkpoints aside."""
     log_dir.mkdir(parents=True, exist_ok=True)
     for left_over in log_dir.glob(".*.partial"):
-        shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
+        remove_folder(left_over) if left_over.is_dir() else left_over.unlink()
     if not resumed and (old := list_checkpoints(log_dir)):
         aside = next(path for i in range(1, 10**6) if not (path := log_dir / f"earlier_{i}").exists())
         aside.mkdir()

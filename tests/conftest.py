@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--total-batch-size", "128",
         "--micro-batch-size", "2", "--warmup-steps", "2", "--eval-tokens", "512", "--device", "cpu", "--no-compile",
-        "--preset", "shakespeare", "--save-every", "0", "--sample-every", "0", "--eval-every", "0"]
+        "--preset", "shakespeare", "--dtype", "float32", "--save-every", "0", "--sample-every", "0", "--eval-every",
+        "0"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side by side
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach the hub; those of hub code bring a server of their own
@@ -36,21 +38,35 @@ def script(name: str, *args: str, processes: int = 1, **options) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, **options)
 
 
-def be_a_rank(env: dict[str, str], output: Path, args: list[str]) -> None:
+def be_a_rank(env: dict[str, str], folder: Path, output: Path, args: list[str], gpus: int, bfloat16: bool) -> None:
+    import torch
+
     import train_gpt2
+    from support import devices
     from support.cli import run
 
     os.environ.update(env)
+    os.chdir(folder)
+    if gpus:
+        torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: gpus
+        torch.cuda.set_device = lambda device: None
+        torch.cuda.get_device_name, torch.cuda.get_device_capability = lambda device: "made up", lambda device: (9, 0)
+    if bfloat16:
+        devices.cpu_has_bfloat16 = lambda: True
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     run(lambda: train_gpt2.main(args))
 
 
-def train_on_ranks(world_size: int, folder: Path, *args: object) -> list[str]:
+def start_ranks(
+    world_size: int, folder: Path, *args: object, folders: list[Path] | None = None, gpus: int = 0,
+    bfloat16_on: Sequence[int] = (),
+) -> tuple[list[int], list[str]]:
     """train_gpt2.py on several ranks, without torchrun: forked off a process that has imported torch, once for all.
 
-    Returns what each printed; AssertionError if one failed.
+    folders: where each is started. gpus: how many each believes to have. bfloat16_on: ranks that believe that their CPU
+    computes in bfloat16. Returns exit statuses and outputs.
     """
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["train_gpt2", "torch._dynamo"])
@@ -63,12 +79,19 @@ def train_on_ranks(world_size: int, folder: Path, *args: object) -> list[str]:
         env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost",
                "MASTER_PORT": port}
         env = {key: str(value) for key, value in env.items()}
-        ranks.append(forks.Process(target=be_a_rank, args=(env, output, [*TINY, *map(str, args)])))
+        where = folders[rank] if folders else Path.cwd()
+        ranks.append(forks.Process(target=be_a_rank, args=(env, where, output, [*TINY, *map(str, args)], gpus,
+                                                           rank in bfloat16_on)))
         ranks[-1].start()
     for rank in ranks:
         rank.join(100)
-    texts = [output.read_text() for output in outputs]
-    assert all(rank.exitcode == 0 for rank in ranks), texts
+    return [rank.exitcode for rank in ranks], [output.read_text() for output in outputs]
+
+
+def train_on_ranks(world_size: int, folder: Path, *args: object) -> list[str]:
+    """The same where all must go well. Returns what each printed; AssertionError if one failed."""
+    codes, texts = start_ranks(world_size, folder, *args)
+    assert codes == [0] * world_size, texts
     return texts
 
 

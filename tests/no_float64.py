@@ -1,0 +1,80 @@
+"""A stand-in for a GPU like Apple's on a machine that has none: its tensors are computed by the CPU.
+
+`install()` registers a device "standin" with torch (for the whole process). Under `with StandIn():` whatever is made
+on it, or moved to it, refuses float64, as MPS does, and to be mixed with tensors of the host other than scalars. What
+it cannot show is Metal's own arithmetic.
+"""
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+INSTALLABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # torch 2.13 has it, 2.11 not
+
+
+def install() -> torch.device:
+    class Backend(backend_registration._DummyBackendModule):
+        def get_amp_supported_dtype(self) -> list[torch.dtype]:
+            return [torch.float16, torch.bfloat16]
+
+        def synchronize(self) -> None:
+            pass
+
+        def get_rng_state(self) -> torch.Tensor:
+            return torch.tensor([7], dtype=torch.uint8)
+
+        def set_rng_state(self, state: torch.Tensor) -> None:
+            assert state.tolist() == [7]
+
+    backend_registration._setup_privateuseone_for_python_backend("standin", backend_module=Backend())
+    return torch.device("standin", 0)
+
+
+class OnStandIn(torch.Tensor):
+    """A tensor on the device; `inner` holds its values on the CPU."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "OnStandIn":
+        if inner.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+        outer = torch.Tensor._make_wrapper_subclass(cls, inner.shape, inner.stride(), inner.storage_offset(),
+                                                    dtype=inner.dtype, device=torch.device("standin", 0))
+        outer.inner = inner
+        return outer
+
+    def tolist(self):
+        return self.detach().inner.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return dispatch(func, args, kwargs or {})
+
+
+def dispatch(func, args, kwargs):
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    here = any(isinstance(t, OnStandIn) for t in tensors)
+    copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+    if here and not copies and any(not isinstance(t, OnStandIn) and t.dim() > 0 for t in tensors):
+        raise RuntimeError(f"{func}: a tensor of the host among those of the device")
+    device = kwargs.get("device")
+    if device is not None:
+        here = torch.device(device).type == "standin"
+    inner_args, inner_kwargs = tree_map_only(OnStandIn, lambda t: t.inner, (args, dict(kwargs)))
+    if device is not None and here:
+        inner_kwargs["device"] = "cpu"
+    out = func(*inner_args, **inner_kwargs)
+    if func is torch.ops.aten._local_scalar_dense.default:
+        return out
+    by_inner = {id(t.inner): t for t in tensors if isinstance(t, OnStandIn)}
+    wrap = lambda t: by_inner.get(id(t)) if id(t) in by_inner else OnStandIn(t)  # noqa: E731  in place: itself again
+    if func is torch.ops.aten.copy_.default:
+        return args[0]
+    return tree_map_only(torch.Tensor, wrap, out) if here else out
+
+
+class StandIn(TorchDispatchMode):
+    """Catches the functions that make tensors from nothing, too."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return dispatch(func, args, kwargs or {})
