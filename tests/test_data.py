@@ -106,6 +106,15 @@ def test_order_changes_with_seed_and_epoch_and_not_otherwise(tmp_path):
     assert (first != loader(1).stream.read(n, n)).any() and (first != loader(2).stream.read(0, n)).any()
 
 
+def test_the_orders_of_past_epochs_are_forgotten(tmp_path):
+    """A run of many epochs would otherwise keep one order an epoch and shard."""
+    write_shards(tmp_path, [[5] * 9, [4] * 9])
+    stream = DataLoaderLite(tmp_path, "train", 1, 1).stream
+    for epoch in range(9):
+        stream.read(epoch * stream.total_tokens, stream.total_tokens)
+    assert len(stream._orders) <= 2
+
+
 def test_permutation_is_pinned():
     """Were it to change, every resumed run would silently see other data."""
     assert permutation(8, 1337, 0).tolist() == [5, 1, 6, 7, 4, 0, 2, 3]

@@ -1,5 +1,6 @@
 """A user's mistake: one line on stderr that begins `error: ` and names the thing, status 2, nothing written."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -167,6 +168,22 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
             (partial / "f").write_text(content)
         assert (tmp_path / "folder/f").read_text() == content
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "folder"]
+
+
+def test_a_mount_that_syncs_no_folders(tmp_path, monkeypatch):
+    """fsync of a folder is EINVAL on some network mounts: files are written all the same; other errors count."""
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    number = errno.EINVAL
+    with atomic_write(tmp_path / "a", "w") as file:
+        file.write("whole")
+    assert (tmp_path / "a").read_text() == "whole"
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"), atomic_write(tmp_path / "b", "w") as file:
+        file.write("whole")
 
 
 def test_a_bug_keeps_its_traceback():

@@ -200,6 +200,24 @@ def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone()
         assert torch.equal(greedy[:, t], model(greedy[:, max(0, t - 64) : t])[0][:, -1].argmax(-1))
 
 
+def test_generate_past_the_window_sees_its_newest_tokens():
+    torch.manual_seed(0)
+    model = GPT(SMALL)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # so that what comes next depends on all of the context
+
+    def draw(window):
+        idx, generator = tokens(2, 60), torch.Generator().manual_seed(42)
+        for _ in range(20):
+            logits, candidates = model(window(idx))[0][:, -1].topk(50)
+            choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            idx = torch.cat([idx, candidates.gather(1, choice)], 1)
+        return idx
+
+    drawn = model.generate(tokens(2, 60), 20, generator=torch.Generator().manual_seed(42))
+    assert torch.equal(drawn, draw(lambda idx: idx[:, -64:])) and not torch.equal(drawn, draw(lambda idx: idx[:, :64]))
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -1,5 +1,6 @@
 """A run that cannot be lost: killed, on other ranks, from damaged checkpoints, on full disks, after bad steps."""
 
+import errno
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +97,32 @@ def test_what_is_kept(text, tmp_path):
     (tmp_path / "step_000008").rename(tmp_path / "step_000009")
     train(*args, "--max-steps", 8, "--keep-checkpoints", 1, "--resume")  # from step 6
     assert steps() == [3, 6, 8, 9] and find_checkpoint(tmp_path) == tmp_path / "step_000008"
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(text, tmp_path, monkeypatch, capsys):
+    """As on NFS, where a file that is still open leaves a .nfsXXXX behind."""
+    def not_empty(path, *args, **options):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", not_empty)
+    args = ["--data", text, "--save-every", 1, "--keep-checkpoints", 1, "--log-dir", tmp_path, "--resume"]
+    assert train(*args, "--max-steps", 3) == 0
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step_000003"]
+    assert capsys.readouterr().err.count("not wholly removed (Directory not empty)") == 2
+    monkeypatch.undo()
+    assert train(*args, "--max-steps", 4) == 0 and not list(tmp_path.glob(".*"))  # the next start clears it away
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="Linux says which files are mapped")
+def test_a_resumed_run_maps_no_file_of_its_checkpoint(text, tmp_path, monkeypatch):
+    """A mapped file could not be removed on NFS or Windows while the run lasts."""
+    args = ["--data", text, "--save-every", 2, "--log-dir", tmp_path, "--resume"]
+    train(*args, "--max-steps", 2)
+    maps, get_lr = [], train_gpt2.get_lr
+    monkeypatch.setattr(train_gpt2, "get_lr", lambda *args: maps.append(Path("/proc/self/maps").read_text())
+                        or get_lr(*args))
+    train(*args, "--max-steps", 3)
+    assert len(maps) == 1 and "libtorch" in maps[0] and str(tmp_path) not in maps[0]
 
 
 class Touch:

@@ -14,7 +14,7 @@ import torch
 import train_gpt2
 from support import check
 from support.cli import InputError
-from tests.conftest import ROOT, SHARED, TINY, losses, read_log, script, train_on_ranks
+from tests.conftest import ROOT, TINY, losses, read_log, script, train_on_ranks
 from train_gpt2 import GPT, TrainConfig, get_lr
 
 
@@ -141,11 +141,9 @@ def test_validation_loss_is_the_mean_over_its_tokens(text, tmp_path):
     assert results == pytest.approx([expected] * 3, abs=1e-5)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
 def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys):
     """Validation, HellaSwag and samples under --compile, with the losses of the eager run."""
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text("".join((SHARED / "hellaswag_val_1k.jsonl").read_text().splitlines(keepends=True)[:20]))
+    tasks = ROOT / "tests" / "hellaswag_sample.jsonl"
     args = ["--data", text, "--max-steps", 6, "--eval-every", 2, "--hellaswag-every", 3, "--hellaswag-data", tasks,
             "--sample-every", 3, "--seq-len", 64, "--sample-prompt", "To be"]
     train(*args, "--log-dir", tmp_path / "eager")
@@ -179,6 +177,16 @@ def test_samples_do_not_disturb_training(text, tmp_path):
         args = ["--max-steps", 4, "--sample-every", every, "--eval-every", every]
         train("--data", text, *args, "--log-dir", tmp_path / name)
     assert read_log(tmp_path / "with", "train", "norm") == read_log(tmp_path / "without", "train", "norm")
+
+
+def test_samples_have_a_generator_of_their_own(capsys):
+    """Training's would be moved on by them: a fork with dropout, or a resumed run, would see it."""
+    dist = train_gpt2.Distributed(0, 0, 1, torch.device("cpu"), torch.float32, "")
+    model, before = GPT(train_gpt2.GPTConfig(64, 50257, 1, 2, 16)), torch.get_rng_state()
+    for _ in range(2):
+        train_gpt2.print_samples(model, "To be", dist)
+    lines = capsys.readouterr().out.splitlines()
+    assert torch.equal(before, torch.get_rng_state()) and lines[:4] == lines[4:] and len(set(lines)) == 4
 
 
 def test_console_of_eighty_columns(text, tmp_path):
@@ -225,14 +233,14 @@ def test_a_run_is_checked_against_a_reference(text, tmp_path, capsys):
     make_check = [sys.executable, ROOT / "reference/make_check.py", reference, *(tmp_path / str(s) for s in (1, 2, 3))]
     subprocess.run(list(map(str, make_check)), check=True)
     lines = (reference / "check.txt").read_text().splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [["0", "val"], ["512", "val"], ["1024", "val"]]
-    for line in lines[1:]:
+    assert [line.split()[:2] for line in lines[4:]] == [["0", "val"], ["512", "val"], ["1024", "val"]]
+    for line in lines[4:]:
         low, high = map(float, line.split()[2:])
         values = [losses(tmp_path / str(s), "val")[int(line.split()[0]) // 512] for s in (1, 2, 3)]
         assert low < min(values) and max(values) < high
     capsys.readouterr()
     assert train(*args, "--seed", 4, "--log-dir", tmp_path / "4", "--check-against", reference) == 0
-    assert f"3 of 3 values compared: matches {reference}" in capsys.readouterr().out
+    assert f"3 values compared: matches {reference}" in capsys.readouterr().out
     with open(reference / "check.txt", "a") as file:
         file.write("\n512 train 1.0 2.0\n")
     assert train(*args, "--seed", 5, "--log-dir", tmp_path / "5", "--check-against", reference) == 1
@@ -243,11 +251,33 @@ def test_a_run_is_checked_against_a_reference(text, tmp_path, capsys):
     assert not (tmp_path / "6").exists()
 
 
+def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(text, tmp_path, monkeypatch, capsys):
+    """Honest runs match: other micro-batches, other seeds. Not so a doubled rate, a missing clip, a missing decay, or
+    an erf GELU, which is off by 1.7e-5 here where rounding makes 1e-6."""
+    args = ["--data", text, "--max-steps", 8, "--max-lr", 1e-2, "--n-embd", 64, "--warmup-steps", 8]
+    reference = tmp_path / "reference"
+    train(*args, "--log-dir", reference)
+    (reference / "check.txt").write_text("first 8 float32 train 0.000005\n0 val 10.7 10.9\n")
+
+    def verdict(name, *more):
+        status = train(*args, *more, "--log-dir", tmp_path / name, "--check-against", reference)
+        return status, capsys.readouterr().out.splitlines()[-1]
+
+    assert verdict("micro", "--micro-batch-size", 8) == (0, f"8 values compared: matches {reference}")
+    assert verdict("seed", "--seed", 5, "--eval-every", 8) == (0, f"1 values compared: matches {reference}")
+    for name, more in {"rate": ["--max-lr", 2e-2], "clip": ["--grad-clip", 0], "decay": ["--weight-decay", 0]}.items():
+        status, line = verdict(name, *more)
+        assert status == 1 and "with the same seed" in line and "in float32: does not match" in line, (name, line)
+    gelu = torch.nn.functional.gelu
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, approximate: gelu(x))
+    assert verdict("erf")[0] == 1
+
+
 def test_shipped_references_can_be_read():
     for name, tokens in (("shakespeare", 600 * 512), ("gpt2", 19_073 * 524_288)):
-        milestones = check.read_milestones(ROOT / "reference" / name)
+        milestones = check.read_reference(ROOT / "reference" / name).milestones
         assert milestones[0][:2] == (0, "val") and max(milestone[0] for milestone in milestones) == tokens
         assert all(low < high for _, _, low, high in milestones)
     reference = ROOT / "reference/shakespeare"
-    matches, verdict = check.compare(reference, check.read_milestones(reference), 512)
+    matches, verdict = check.compare(reference, check.read_reference(reference), 512, torch.float32)
     assert matches, verdict
