@@ -103,10 +103,9 @@ def test_every_station_has_a_mistake_that_can_be_planted():
 
 
 def test_a_mistake_counts_as_noticed_only_where_an_assertion_of_the_station_failed():
-    done = lambda status, stderr: tour_mutants.subprocess.CompletedProcess([], status, "", stderr)  # noqa: E731
     lines = tour_mutants.program(1).splitlines()
     line = max(i for i, text in enumerate(lines, start=1) if text.startswith("assert "))
     where = f'  File "/tmp/x/docs/station.py", line {line}, in <module>\n'
-    assert tour_mutants.failed_assertion(1, done(1, f"{where}AssertionError: why\n")) == lines[line - 1]
-    assert tour_mutants.failed_assertion(1, done(1, f"{where}RuntimeError: shapes\n")) is None
-    assert tour_mutants.failed_assertion(1, done(0, "")) is None
+    assert tour_mutants.failed_assertion(1, 1, f"{where}AssertionError: why\n") == lines[line - 1]
+    assert tour_mutants.failed_assertion(1, 1, f"{where}RuntimeError: shapes\n") is None
+    assert tour_mutants.failed_assertion(1, 0, "") is None

@@ -11,10 +11,11 @@ bench/tour/README.md shows; the exit status is 1 when a mistake was not noticed.
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -98,8 +99,19 @@ def program(station: int) -> str:
     return "\n\n".join(cells[name] for name in ("setup-1", "setup-2", f"station-{station}"))
 
 
-def visit(station: int, mutant: Mutant | None = None) -> subprocess.CompletedProcess:
-    """Runs a station in a copy of the project, changed if there is a mutant."""
+def be_a_station(folder: str, output: str) -> None:
+    """In a process of its own: runs folder/docs/station.py, and leaves what it prints, a traceback too, in a file."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= {"MPLBACKEND": "Agg", "TMPDIR": folder}
+    tempfile.tempdir = None  # TMPDIR is read anew
+    os.chdir(f"{folder}/docs")
+    runpy.run_path("station.py", run_name="__main__")
+
+
+def visit(station: int, mutant: Mutant | None = None) -> tuple[int, str]:
+    """Runs a station in a copy of the project, changed if there is a mutant. -> (exit status, output)"""
     with tempfile.TemporaryDirectory() as folder:
         for name in NEEDED:
             if (ROOT / name).is_dir():
@@ -113,15 +125,19 @@ def visit(station: int, mutant: Mutant | None = None) -> subprocess.CompletedPro
             path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
         (docs := Path(folder, "docs")).mkdir()
         (docs / "station.py").write_text(program(station), encoding="utf-8")
-        environment = os.environ | {"MPLBACKEND": "Agg"}
-        command = [sys.executable, "station.py"]
-        return subprocess.run(command, cwd=docs, env=environment, capture_output=True, text=True, timeout=600)
+        # Forked off a process that has imported the libraries, and nothing of the project.
+        forks = multiprocessing.get_context("forkserver")
+        forks.set_forkserver_preload(["torch", "torch._dynamo", "matplotlib.pyplot", "tyro", "tiktoken"])
+        process = forks.Process(target=be_a_station, args=(folder, f"{folder}/output.txt"))
+        process.start()
+        process.join()
+        return process.exitcode, Path(folder, "output.txt").read_text(encoding="utf-8")
 
 
-def failed_assertion(station: int, done: subprocess.CompletedProcess) -> str | None:
+def failed_assertion(station: int, status: int, output: str) -> str | None:
     """The assertion at which a station stopped; None when it passed, or stopped at something else."""
-    lines = re.findall(r'File ".*station\.py", line (\d+)', done.stderr)
-    if done.returncode == 0 or not lines or not re.search(r"^AssertionError", done.stderr, re.MULTILINE):
+    lines = re.findall(r'File ".*station\.py", line (\d+)', output)
+    if status == 0 or not lines or not re.search(r"^AssertionError", output, re.MULTILINE):
         return None
     statement = program(station).splitlines()[int(lines[-1]) - 1].strip()
     return statement if statement.startswith("assert ") else None
@@ -133,18 +149,17 @@ def main() -> None:
     only, began, missed = parser.parse_args().only, time.perf_counter(), []
     mutants = [mutant for mutant in MUTANTS if not only or mutant.station in only]
     for station in sorted({mutant.station for mutant in mutants}):
-        done = visit(station)
-        if done.returncode:
-            missed.append(f"station {station} fails on the project as it is")
-            print(done.stderr, file=sys.stderr, flush=True)
+        status, output = visit(station)
+        if status:
+            missed.append(f"station {station} fails on the project as it is\n{output[-1000:]}")
     print("| station | mistake | file | what fails |\n|---|---|---|---|")
     for mutant in mutants:
-        done = visit(mutant.station, mutant)
-        if statement := failed_assertion(mutant.station, done):
+        status, output = visit(mutant.station, mutant)
+        if statement := failed_assertion(mutant.station, status, output):
             outcome = "`" + statement.removeprefix("assert ").replace("|", "\\|") + "`"
         else:
-            outcome = "**not noticed**" if done.returncode == 0 else "**another error**"
-            missed.append(f"station {mutant.station}: {mutant.mistake}: {outcome}\n{done.stderr[-1000:]}")
+            outcome = "**not noticed**" if status == 0 else "**another error**"
+            missed.append(f"station {mutant.station}: {mutant.mistake}: {outcome}\n{output[-1000:]}")
         print(f"| {mutant.station} | {mutant.mistake} | {mutant.path} | {outcome} |", flush=True)
     stations = len({mutant.station for mutant in mutants})
     print(f"\n{len(mutants)} mistakes in {stations} stations, {len(missed)} missed, "
