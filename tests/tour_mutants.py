@@ -64,8 +64,9 @@ MUTANTS = [
     Mutant(12, "the gradients of DDP's first pass are left", TRAIN,
            "    replica.zero_grad(set_to_none=True)\n    return replica", "    return replica"),
     Mutant(13, "autocast off", DISTRIBUTED, "enabled=self.dtype != torch.float32", "enabled=False"),
-    Mutant(13, "LayerNorm computed in 16 bits", TRAIN, "x = x + self.attn(self.ln_1(x), mask)",
-           "x = x + self.attn(self.ln_1(x.bfloat16()).bfloat16(), mask)"),
+    Mutant(13, "the residual stream in 16 bits", TRAIN, "x = self.wte(idx) + self.wpe(position)  # (B, T, C)",
+           "x = self.wte(idx) + self.wpe(position)\n"
+           '        x = x.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else x'),
     Mutant(14, "the padding not cut off", TRAIN, "F.linear(x, wte)[..., :V]", "F.linear(x, wte)"),
     Mutant(14, "no padding", TRAIN, "    if x.is_cuda:\n", "    if False:\n"),
     Mutant(15, "6 L C T for attention", TRAIN, "12 * self.config.n_layer * self.config.n_embd",
