@@ -1,12 +1,19 @@
-"""play.ipynb: committed without outputs, and clean from top to bottom on a run's log."""
+"""The notebooks: committed without outputs. play.ipynb: clean from top to bottom on a run's log. docs/tour.ipynb: every
+station asserts something, and every link leads somewhere (.ci/run executes it, tests/tour_mutants.py breaks it)."""
 
+import ast
 import json
+import re
 import shutil
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
+from tests import tour_mutants
 from tests.conftest import ROOT
+
+TOUR = ROOT / "docs" / "tour.ipynb"
 
 
 def run_notebook(folder):
@@ -22,8 +29,10 @@ def run_notebook(folder):
     return text, pictures
 
 
-def test_committed_without_outputs():
-    notebook = nbformat.read(ROOT / "play.ipynb", as_version=4)
+@pytest.mark.parametrize("path", [ROOT / "play.ipynb", TOUR], ids=lambda path: path.name)
+def test_committed_without_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
     assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
 
 
@@ -49,3 +58,54 @@ def test_runs_on_the_shipped_reference_and_on_a_model(tmp_path):
     text, pictures = run_notebook(tmp_path)
     assert "reference/shakespeare: 5 val, 600 train" in text and "no HellaSwag in these logs" in text
     assert text.count("ROMEO:") == 2 and pictures == 3
+
+
+def stations() -> dict[int, tuple[str, str]]:
+    """The tour's stations: number -> (text, code)."""
+    cells = {cell.id: cell.source for cell in nbformat.read(TOUR, as_version=4).cells}
+    numbers = [int(name.removeprefix("station-")) for name in cells if name.startswith("station-")]
+    return {number: (cells[f"text-{number}"], cells[f"station-{number}"]) for number in numbers}
+
+
+def test_every_station_asks_and_asserts():
+    found = stations()
+    assert list(found) == list(range(1, 22))
+    for number, (text, code) in found.items():
+        anchor, heading, *_ = text.splitlines()
+        assert anchor == f'<a id="station-{number}"></a>' and re.fullmatch(rf"## {number}\. .+\?", heading), heading
+        asserts = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Assert)]
+        names = [{n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)} for node in asserts]
+        assert asserts and all(names), f"station {number} asserts nothing, or a constant"
+
+
+def test_the_links_of_the_tour_and_of_the_pages_beside_it_lead_somewhere():
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+    cells = nbformat.read(TOUR, as_version=4).cells
+    texts[TOUR] = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    anchors = {f"station-{number}" for number in stations()}
+    for path, text in texts.items():
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            name, _, anchor = target.partition("#")
+            assert name.startswith("http") or (path.parent / name).exists(), f"{path.name}: {target}"
+            page = (path.parent / name).resolve() if name else path
+            if anchor and page == TOUR:
+                assert anchor in anchors, f"{path.name}: {target}"
+    for number in stations():
+        assert f"(tour.ipynb#station-{number})" in texts[ROOT / "docs" / "reading.md"], number
+        assert f"(#station-{number})" in texts[TOUR], number
+
+
+def test_every_station_has_a_mistake_that_can_be_planted():
+    assert {mutant.station for mutant in tour_mutants.MUTANTS} == set(stations())
+    for mutant in tour_mutants.MUTANTS:
+        assert (ROOT / mutant.path).read_text(encoding="utf-8").count(mutant.old) == 1, mutant
+        assert mutant.old != mutant.new
+
+
+def test_a_mistake_counts_as_noticed_only_where_an_assertion_of_the_station_failed():
+    lines = tour_mutants.program(1).splitlines()
+    line = max(i for i, text in enumerate(lines, start=1) if text.startswith("assert "))
+    where = f'  File "/tmp/x/docs/station.py", line {line}, in <module>\n'
+    assert tour_mutants.failed_assertion(1, 1, f"{where}AssertionError: why\n") == lines[line - 1]
+    assert tour_mutants.failed_assertion(1, 1, f"{where}RuntimeError: shapes\n") is None
+    assert tour_mutants.failed_assertion(1, 0, "") is None
