@@ -76,7 +76,7 @@ RUNGS: dict[str, tuple[str, int | None]] = {
 }
 
 
-SMALL = dict(n_layer=2, n_head=2, n_embd=64, seq_len=128)  # the model of a report where there is no GPU
+SMALL = dict(n_layer=2, n_head=2, n_embd=32, seq_len=128)  # the model of a report where there is no GPU
 
 
 @dataclass(frozen=True)
@@ -554,10 +554,11 @@ class Job:
 def jobs_of(config: BenchConfig, device: torch.device) -> list[Job]:
     """A report's jobs in the order of what would be missed most if the machine were gone (docs/gpu.md)."""
     gpu = device.type == "cuda"
-    batches = [config.micro_batch_size] if config.micro_batch_size else [64, 16, 32, 128] if gpu else [4, 2]
+    batches = [config.micro_batch_size] if config.micro_batch_size else [64, 16, 32, 128] if gpu else [2, 1]
     rare = [] if config.micro_batch_size or not gpu else [256, 8]
     compiles = "" if config.compile else "--no-compile"
-    absent = missing(config, device)
+    absent = missing(config, device) if gpu else {**missing(replace(config, compile=False), device),
+                                                  "compile": "slow without a GPU; --ladder alone has it"}
     given = peers.parse_peers(config.peer)
     return [
         Job("machine", "machine"),
@@ -593,14 +594,16 @@ def micro_batch_of(job: Job, rows: list[dict[str, Any]], config: BenchConfig, de
         return config.micro_batch_size
     tried = {row["result"]["B"] for row in rows if row.get("part") == "speed" and row["job"].startswith("B=")
              and row["status"] == store.DONE}
-    usual = 64 if device.type == "cuda" else 4
-    return max(tried & set(range(usual + 1)), default=16 if device.type == "cuda" else 4)
+    usual = 64 if device.type == "cuda" else 2
+    return max(tried & set(range(usual + 1)), default=16 if device.type == "cuda" else 2)
 
 
 def make_report(config: BenchConfig, dist: Distributed) -> None:
-    """Runs the jobs that the report in config.report has no result of, one process each, and writes report.md and the
-    pictures after each part. Raises InputError for a folder with another machine's results."""
+    """Runs the jobs that the report in config.report has no result of, one process each, and writes report.md after
+    each, the pictures after each part. Raises InputError for a folder with another machine's results."""
     began, folder, device = time.monotonic(), Path(config.report), dist.device
+    if dist.world_size > 1:
+        raise InputError("--report: of one device; start it without torchrun")
     train = train_config(config)
     shape = {name: getattr(train, name) for name in ("preset", "n_layer", "n_head", "n_embd", "seq_len", "compile")}
     header = {"report": 1, "device": device_name(device), "kind": device.type,
@@ -608,6 +611,7 @@ def make_report(config: BenchConfig, dist: Distributed) -> None:
     rows = store.open_results(folder, header)
     jobs = [job for job in jobs_of(config, device) if not config.only or job.part in config.only]
     tried: set[Job] = set()
+    unfinished = 0
     while True:
         known = store.newest(rows)
         done = {key for key, row in known.items() if not config.only or row["status"] in (store.DONE, store.SKIPPED)}
@@ -627,16 +631,17 @@ def make_report(config: BenchConfig, dist: Distributed) -> None:
             steps = 30 if device.type == "cuda" else 6
             one = replace(config, job=f"{job.part}/{job.name}", micro_batch_size=B, steps=steps)
             row = store.run_job(command_of(one), job.part, job.name, job.limit)
-            if row is None:  # it was cut at its bound and goes on from there
+            if row is None and (unfinished := unfinished + 1) < 20:  # it was cut at its bound and goes on from there
                 say(f"         goes on: {job.part}/{job.name}")
                 continue
+            row = row or store.result_row(job.part, job.name, store.TIMED_OUT, time.time(), "unfinished after 20 goes")
         tried.add(job)
         if row["status"] in (store.FAILED, store.TIMED_OUT):
             say(f"         {row['status']}: {row['reason']}")
         store.append_result(folder, row)
         rows.append(row)
         if row["status"] != store.SKIPPED:
-            write_report(folder, rows)
+            write_report(folder, rows, draw=len(left) > 1 and left[1].part != job.part)
     write_report(folder, rows)
     say(f"report: {folder / 'report.md'}")
 
@@ -654,8 +659,8 @@ def run_job(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
               "--compile" if train.compile else "--no-compile", "--micro-batch-size", B]
     one_batch = [*script, "--total-batch-size", B * T, "--hellaswag-every", 0, "--eval-tokens", 4 * B * T]
 
-    def trial(switch: str = "") -> Trial:
-        return Trial(train, dist, switch=switch)
+    def trial(switch: str = "", place: Distributed = dist) -> Trial:
+        return Trial(replace(train, warmup_steps=10), place, switch=switch)  # so that it learns in a few steps
 
     match part, name:
         case "machine", _:
@@ -673,11 +678,11 @@ def run_job(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
             return correctness.resumed(train_gpt2, one_batch, name.endswith("deterministic"))
         case "right", "float16":
             half = replace(dist, dtype=torch.float16)
-            return correctness.float16_run(lambda: Trial(train, half), 200 if gpu else 10)
+            return correctness.float16_run(trial(place=half), 200 if gpu else 3)
         case "right", "tests":
             return correctness.gpu_tests(Path(__file__).parent)
         case "speed", "first-step":
-            return first_steps(replace(config, job="", steps=1))
+            return first_steps(replace(config, job="", steps=1), cold=train.compile)
         case "speed", _:
             return measure(config, dist, switch="" if name.startswith("B=") else name, warmup=warmup)
         case "where", _:
@@ -725,12 +730,13 @@ def hellaswag_examples(config: BenchConfig, count: int) -> list[dict[str, Any]]:
     return around.made_up_tasks(path, count) if path.suffix == ".txt" else hellaswag.load_examples(path)[:count]
 
 
-def first_steps(config: BenchConfig) -> dict[str, Any]:
-    """Seconds from the command to the first step done: with an empty compile cache, and with the one that this left."""
+def first_steps(config: BenchConfig, cold: bool) -> dict[str, Any]:
+    """Seconds from the command to the first step done: with an empty compile cache (None where nothing is compiled),
+    and with the one that this left."""
     with tempfile.TemporaryDirectory() as cache:
         env = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=f"{cache}/triton")
-        seconds = [measure_in_subprocess(config, ["ours"], **env)["time_to_first_step"] for _ in range(2)]
-    return {"cold_s": seconds[0], "warm_s": seconds[1]}
+        seconds = [measure_in_subprocess(config, ["ours"], **env)["time_to_first_step"] for _ in range(1 + cold)]
+    return {"cold_s": seconds[0] if cold else None, "warm_s": seconds[-1]}
 
 
 def peer_race(
@@ -752,7 +758,11 @@ def peer_race(
     makers = {f"{name}, compiled" if fast else f"{name}, as shipped" if name == "build-nanogpt" else f"{name}, eager":
               lambda fast=fast: peers.peer_contestant(name, path, shape, dist, fast) for fast in compiled}
     rows = peers.race({**makers, "ours": ours}, loader.next_batch, count, warmup, dist.device)
-    return {"B": train.micro_batch_size, "T": train.seq_len, "rows": rows}
+    result = {"B": train.micro_batch_size, "T": train.seq_len, "rows": rows}
+    if train.micro_batch_size > 8 and any("memory" in row.get("problem", "") for row in rows):
+        smaller = replace(train, micro_batch_size=train.micro_batch_size // 2)  # a batch that all of them can hold
+        return peer_race(name, path, smaller, dist, warmup, count) | {"at_most": rows}
+    return result
 
 
 def hellaswag_race(config: BenchConfig, train: TrainConfig, dist: Distributed) -> dict[str, Any]:

@@ -4,13 +4,13 @@ Each function returns {"checks": [{"what", "value", "bound", "ok"}, …]} and ad
 are given `script`, the module train_gpt2, and what else they need of it.
 """
 
+import math
 import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,16 +166,16 @@ def compiled_against_eager(make_trial: Callable[..., Any], steps: int, dtype: to
     return checks.result(losses=losses)
 
 
-def float16_run(make_trial: Callable[..., Any], steps: int) -> dict[str, Any]:
+def float16_run(trial: Any, steps: int) -> dict[str, Any]:
     """`steps` updates in float16 with the gradient scaler."""
-    trial = make_trial()
     for number in range(steps):
         trial.step(number)
     checks = Checks()
     finite = [loss for loss in trial.losses if loss == loss and abs(loss) != float("inf")]
     checks.add("float16, losses that are undefined", len(trial.losses) - len(finite), 0)
-    ends = [statistics.fmean(part) for part in (finite[:3], finite[-3:])] if finite else [0.0, 0.0]
-    checks.add("float16, loss at the end less that at the start", ends[1] - ends[0], 0)
+    n = max(steps // 20, 1)
+    change = statistics.fmean(finite[-n:]) - statistics.fmean(finite[:n]) if finite else math.nan
+    checks.add("float16, loss at the end less that at the start", change, -0.01)
     return checks.result(losses=trial.losses, scale=trial.scaler.get_scale())
 
 
@@ -213,11 +213,11 @@ def resumed(script: Any, args: list[object], deterministic: bool) -> dict[str, A
     """A run of 8 steps beside one of 4 that is resumed: losses and gradient norms, bit for bit."""
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)  # with warn_only attention stays as it is
+        torch.utils.deterministic.fill_uninitialized_memory = False  # which costs time and changes nothing here
     args = [*args, "--save-every", 4, "--eval-every", 0, "--sample-every", 0, "--warmup-steps", 1, "--min-lr", "1e-3",
             "--max-lr", "1e-3"]
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with tempfile.TemporaryDirectory() as folder:
         straight, broken = Path(folder, "straight"), Path(folder, "broken")
         train(script, *args, "--max-steps", 8, "--log-dir", straight)
         train(script, *args, "--max-steps", 4, "--log-dir", broken)
@@ -229,8 +229,7 @@ def resumed(script: Any, args: list[object], deterministic: bool) -> dict[str, A
     # As shipped, attention's backward pass need not be deterministic on a GPU: then this is a finding, not a failure.
     checks.add(f"resumed, {name}: losses and norms of 16 that differ", differ,
                0 if deterministic or not torch.cuda.is_available() else 16)
-    nondeterministic = sorted({str(w.message)[:80] for w in caught if "determinis" in str(w.message)})
-    return checks.result(ms=statistics.median(one["ms"][1][2:]), differ=differ, not_deterministic=nondeterministic)
+    return checks.result(ms=statistics.median(one["ms"][1][2:]), differ=differ)
 
 
 def gpu_tests(root: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ the caches, and computes in `e` bytes a number beside a residual stream of `s` b
 """
 
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from support.report.trace import ATTENTION, COMMUNICATION, DATA, GAPS, HEAD, MATMULS, OPTIMIZER, OTHERS
 
@@ -22,7 +23,7 @@ class Shape:
     parameters: int
     e: int = 2  # bytes of a number in the products
     s: int = 4  # bytes of a number in the residual stream
-    chunked: bool = False  # the loss in pieces, as support/loss.py makes it
+    loss: Literal["compiled", "plain", "pieces"] = "compiled"  # pieces: as support/loss.py makes it
     explicit: bool = False  # attention that writes its T x T matrices
 
 
@@ -61,17 +62,19 @@ def step_floors(shape: Shape, ceilings: Ceilings) -> dict[str, Floor]:
     # is C / 64 in GPT-2.
     attention_flops = 7 * 2 * N * T * C * (1.0 if shape.explicit else 0.5)
     attention_passes = 10 * e * N * T * C / 64 if shape.explicit else 0.0
-    # Logits: the products write and read them; the loss reads them once, and once more to write their gradient. In
-    # pieces (ChunkedLoss): nine float32 passes more, and a float32 sum of the head's gradient for every 1,024 tokens.
-    head = product(N, C, V, e)
-    head_passes = (6 * e + 38) * N * V + 12 * V * C * max(N / 1024, 1) if shape.chunked else 3 * e * N * V
+    # Logits: the products write and read them; compiled, the loss reads them once, and once more to write their
+    # gradient. Plain: log_softmax reads float32 twice and writes, its gradient reads two and writes. In pieces
+    # (ChunkedLoss): eight passes of reading or writing float32, and a sum of the head's gradient every 1,024 tokens.
+    head, casts = product(N, C, V, e), 8 + 2 * e if e < 4 else 0
+    head_bytes = {"compiled": 3 * e, "plain": 24 + casts, "pieces": 32 + casts}[shape.loss]
+    head_passes = head_bytes * N * V + (12 * V * C * max(N / 1024, 1) if shape.loss == "pieces" else 0)
     # A half-block forward: read the stream and the branch, write the stream and its LayerNorm. Backward: read the
     # stream, its gradient and the branch's, write the stream's gradient in both precisions. GELU: read and write 4 C
     # numbers, backward read two and write one. Biases: their gradients read what the linear layers' gradients are.
-    # Embeddings: written, and their gradients read. Casts: autocast reads the weights and writes them in e bytes.
+    # Embeddings: written, and their gradients read. Weights: autocast reads the weights and writes them in e bytes.
     half_blocks = 2 * L * N * C * ((2 * s + 2 * e) + (3 * s + 2 * e))
     gelu, biases, embeddings = L * N * 4 * C * 5 * e, L * N * 9 * C * e, 3 * s * N * C
-    casts = (4 + e) * shape.parameters if e < 4 else 0
+    weights = (4 + e) * shape.parameters if e < 4 else 0
     # Update: the norm reads the gradients, clipping reads and writes them, AdamW reads weights, gradients and two
     # moments and writes all but the gradients: ten float32 numbers a parameter.
     return {
@@ -79,7 +82,7 @@ def step_floors(shape: Shape, ceilings: Ceilings) -> dict[str, Floor]:
         ATTENTION: floor(L * attention_flops, 12 * L * N * C * e, L * attention_passes),
         MATMULS: floor(L * sum(flops for flops, _ in linear), L * sum(size for _, size in linear)),
         HEAD: floor(*head, head_passes),
-        OTHERS: floor(passes=half_blocks + gelu + biases + embeddings + casts),
+        OTHERS: floor(passes=half_blocks + gelu + biases + embeddings + weights),
         OPTIMIZER: floor(passes=40 * shape.parameters),
         DATA: Floor(0.0, 16 * N, 1e3 * 16 * N / ceilings.host),
         GAPS: Floor(0.0, 0.0, 0.0),
@@ -92,15 +95,15 @@ def total_ms(floors: dict[str, Floor]) -> float:
 
 def predict(switch: str, shape: Shape, ceilings: Ceilings) -> tuple[float, str]:
     """(milliseconds by which the table of floors says that a switch changes the step, why)."""
-    def change(**fields: object) -> float:
+    def change(**fields: Any) -> float:
         return total_ms(step_floors(replace(shape, **fields), ceilings)) - total_ms(step_floors(shape, ceilings))
 
     tokens = shape.B * shape.T * shape.n_embd * shape.n_layer
     match switch:
         case "chunked":
-            return change(chunked=True), "nine more passes over the logits, in float32"
+            return change(loss="pieces"), "more passes over the logits, in float32"
         case "plain-loss":
-            return change(chunked=False), "the logits in full, but few passes over them"
+            return change(loss="plain"), "the logits in full, fewer passes over them"
         case "bf16-stream":
             return change(s=2), "half the bytes of the residual stream"
         case "math":

@@ -9,7 +9,7 @@ from support.files import atomic_write
 from support.plan import DOLLARS_PER_GPU_HOUR, duration
 from support.report.ceilings import ceiling_of
 from support.report.floors import Ceilings, Shape, predict, step_floors, total_ms
-from support.report.pictures import draw_pictures
+from support.report.pictures import PICTURES, draw_pictures
 from support.report.store import DONE, SKIPPED, newest
 from support.report.trace import COMMUNICATION, GAPS, PARTS
 
@@ -41,7 +41,7 @@ class Results:
     def default(self) -> Any:
         """The measurement that the switches are held against: the largest B up to 64; None without one."""
         batches = {r["B"]: r for job, r in self.done("speed").items() if job.startswith("B=")}
-        usual = batches.keys() & range(65 if self.gpu else 5)
+        usual = batches.keys() & range(65 if self.gpu else 3)
         return batches[max(usual)] if usual else None
 
     def ceilings(self) -> Ceilings | None:
@@ -55,7 +55,8 @@ class Results:
         one = next(r for job, r in self.done("speed").items() if job.startswith("B="))
         vocabulary = 50_304 if self.gpu else 50_257  # lm_head rounds it up on a GPU
         return Shape(B, self.header["seq_len"], self.header["n_layer"], self.header["n_embd"], vocabulary,
-                     one["parameters"], 4 if self.header["dtype"] == "float32" else 2, chunked=not self.gpu)
+                     one["parameters"], 4 if self.header["dtype"] == "float32" else 2,
+                     loss="compiled" if self.gpu else "pieces")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -111,10 +112,9 @@ def right_section(results: Results) -> list[str]:
     shipped, strict = results.get("right", "resumed"), results.get("right", "resumed-deterministic")
     if shipped and strict:
         same = "bit for bit" if not shipped["differ"] else f"{shipped['differ']} of 16 numbers differ"
-        warned = f"; torch warns: {'; '.join(strict['not_deterministic'])}" if strict["not_deterministic"] else ""
         lines.append(f"A resumed run as shipped: {same}. With `torch.use_deterministic_algorithms` a step takes "
                      f"{strict['ms']:,.1f} ms instead of {shipped['ms']:,.1f} ({strict['ms'] / shipped['ms']:.2f} "
-                     f"times){warned}.")
+                     f"times).")
     if half := results.get("right", "float16"):
         lines.append(f"float16 with scaler, {len(half['losses'])} steps: loss {half['losses'][0]:.3f} to "
                      f"{half['losses'][-1]:.3f}, scale at the end {half['scale']:,.0f}.")
@@ -135,13 +135,13 @@ def speed_section(results: Results) -> list[str]:
     if rows:
         one = batches[0]
         lines.append(f"T = {one['T']}, {one['parameters']:,} parameters, {one['flops_per_token'] / 1e6:,.0f} MFLOP a "
-                     f"token (6 N + 12 L C T), {'not compiled' if one['eager'] else 'compiled'}; median and quartiles of "
-                     f"{one['steps']} steps. MFU: of the measured product, and of the data sheet.")
+                     f"token (6 N + 12 L C T), {'not compiled' if one['eager'] else 'compiled'}; median and quartiles "
+                     f"of {one['steps']} steps. MFU: of the measured product, and of the data sheet.")
         lines.append(table(["B", "ms a step", "quartiles", "tok/s", "MFU, measured", "MFU, data sheet", "peak memory"],
                            rows))
     if first := done.get("first-step"):
-        lines.append(f"From the command to the first step done: {first['cold_s']:.1f} s with an empty compile cache, "
-                     f"{first['warm_s']:.1f} s with a filled one.")
+        cold = f", {first['cold_s']:.1f} s with an empty compile cache" if first["cold_s"] else ""
+        lines.append(f"From the command to the first step done: {first['warm_s']:.1f} s{cold}.")
     default, rows = results.default(), []
     for (part, job), row in results.rows.items():
         if part != "speed" or job.startswith("B=") or job == "first-step" or not default or not ceilings:
@@ -343,8 +343,8 @@ def render(rows: list[Row], pictures: list[str]) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def write_report(folder: Path, rows: list[Row]) -> None:
-    """Writes report.md and the pictures into the report's folder."""
-    names = draw_pictures(folder, Results(rows))
+def write_report(folder: Path, rows: list[Row], draw: bool = True) -> None:
+    """Writes report.md and, with `draw`, the pictures into the report's folder."""
+    names = draw_pictures(folder, Results(rows)) if draw else [name for name in PICTURES if (folder / name).exists()]
     with atomic_write(folder / "report.md", "w") as file:
         file.write(render(rows, names))

@@ -172,7 +172,7 @@ def peer_hellaswag(path: Path, state: dict[str, torch.Tensor], shape: dict[str, 
     return len(examples) / (time.perf_counter() - began), predictions[1:]
 
 
-LLMC_STEP = re.compile(r"^step\s+(\d+)/\d+ .*?([\d.]+) ms(?: \||, ).*?([\d.]+) tok/s", re.MULTILINE)
+LLMC_STEP = re.compile(r"^step\s+(\d+)/\d+\b.*?([\d.]+) ms(?: \||, ).*?([\d.]+) tok/s", re.MULTILINE)
 
 
 def read_llmc(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def draw_pictures(folder: Path, results: Any) -> list[str]:
     except ImportError:
         return []
     names = []
-    for name, draw in {"speed.png": draw_speed, "where.png": draw_where, "ladder.png": draw_ladder}.items():
+    for name, draw in PICTURES.items():
         figure = Figure(figsize=(10, 4), layout="constrained")
         if draw(figure, results):
             with atomic_path(folder / name) as partial:
@@ -82,3 +82,6 @@ def draw_ladder(figure: Any, results: Any) -> bool:
     one = next(iter(done.values()))
     axes.set(title=f"From plain float32 up to train_gpt2.py: B {one['B']}, T {one['T']}", xlabel="ms a step")
     return True
+
+
+PICTURES = {"speed.png": draw_speed, "where.png": draw_where, "ladder.png": draw_ladder}

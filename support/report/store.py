@@ -124,12 +124,15 @@ def kill_group(child: subprocess.Popen) -> None:
 
 def die_with_parent() -> None:
     """In a job: ends it and what it started as soon as the process that started it is gone, whose end of the pipe at
-    standard input closes then. Otherwise two of them might measure side by side."""
+    standard input closes then. Otherwise two of them might measure side by side. A job started by hand is left alone.
+    """
+    if not hasattr(os, "getpgrp") or os.getpgrp() != os.getpid():  # run_job makes it the first of a group
+        return
 
     def watch() -> None:
         with contextlib.suppress(OSError):
             while os.read(sys.stdin.fileno(), 1):
                 pass
-        os.killpg(0, signal.SIGKILL) if hasattr(os, "killpg") else os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
