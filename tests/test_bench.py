@@ -487,3 +487,42 @@ def test_a_check_that_does_not_hold_is_a_problem():
 
     result = correctness.compiled_against_eager(Trial, 10, torch.bfloat16)
     assert result["checks"][0]["value"] == 0.5 and "compiled against eager" in result["problem"]
+
+
+def test_packing_for_a_machine_without_a_network(monkeypatch, tmp_path, capsys):
+    import importlib.util
+
+    import numpy as np
+
+    from support.shards import find_shards, open_shard
+
+    spec = importlib.util.spec_from_file_location("pack", ROOT / "examples" / "pack.py")
+    pack = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pack)
+    monkeypatch.setattr(pack, "fetch_wheels", lambda folder, packages, python: folder.mkdir())
+    rng = np.random.default_rng(0)
+    (tmp_path / "shards").mkdir()
+    for name in ("val_000000", "train_000001", "train_000002"):
+        tokens = rng.integers(0, 50256, 400_000).astype(np.uint16)
+        tokens[::1000] = 50256
+        np.save(tmp_path / "shards" / f"x_{name}.npy", tokens)
+    (tmp_path / "peer").mkdir()
+    (tmp_path / "peer" / "train_gpt2.py").write_text(PEER)
+    (tmp_path / "tasks.jsonl").write_text("{}\n")
+    args = [str(tmp_path / "carry"), "--shards", str(tmp_path / "shards"), "--hellaswag", str(tmp_path / "tasks.jsonl"),
+            "--peer", f"build-nanogpt={tmp_path / 'peer'}", "--limit", "1"]
+    pack.main(args)
+    carry = tmp_path / "carry"
+    assert 0.7 * 2**20 < pack.size_of(carry) <= 2**20 and "MiB" in capsys.readouterr().out
+    for split in ("train", "val"):
+        shards = [open_shard(path) for path in find_shards(carry / "shards", split)]
+        assert sum(map(len, shards)) > 20_000 and all(shard[0] == 50256 and len(shard) % 1000 == 0 for shard in shards)
+    (command,) = [line for line in (carry / "commands.txt").read_text().splitlines() if "bench.py" in line]
+    monkeypatch.chdir(tmp_path)
+    config = bench.parse_args(BenchConfig, args=command.split()[2:])
+    assert config.minutes == 5 and config.data == "carry/shards" and bench.peers.parse_peers(config.peer)
+    with pytest.raises(bench.InputError, match="there already"):
+        pack.main(args)
+    with pytest.raises(bench.InputError, match="--limit 0"):
+        pack.main([str(tmp_path / "other"), *args[1:-1], "0"])
+    assert not (tmp_path / "other").exists()

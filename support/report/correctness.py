@@ -4,6 +4,7 @@ Each function returns {"checks": [{"what", "value", "bound", "ok"}, …]} and ad
 are given `script`, the module train_gpt2, and what else they need of it.
 """
 
+import importlib.util
 import math
 import os
 import re
@@ -234,7 +235,11 @@ def resumed(script: Any, args: list[object], deterministic: bool) -> dict[str, A
 
 def gpu_tests(root: Path) -> dict[str, Any]:
     """tests/test_gpu.py, in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "tests/test_gpu.py", "-n", "0", "-p", "no:cacheprovider"]
+    if importlib.util.find_spec("pytest") is None:
+        checks = Checks()
+        checks.missing("tests/test_gpu.py", "pytest is not installed")
+        return checks.result()
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "tests/test_gpu.py"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     text = done.stdout.strip() or done.stderr.strip()
     last = text.splitlines()[-1] if text else f"status {done.returncode}"
