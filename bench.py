@@ -34,6 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
+from tyro.conf import UseAppendAction
 
 import hellaswag
 import train_gpt2
@@ -76,6 +77,7 @@ RUNGS: dict[str, tuple[str, int | None]] = {
 }
 
 
+ReportPart = Literal["machine", "right", "speed", "where", "peers", "around", "ladder", "run"]
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, seq_len=128)  # the model of a report where there is no GPU
 
 
@@ -111,11 +113,11 @@ class BenchConfig:
     """File for the results; empty: none."""
     report: str = ""
     """Folder for a report on everything about this machine; a report that was cut off goes on where it stopped."""
-    only: tuple[Literal["machine", "right", "speed", "where", "peers", "around", "ladder", "run"], ...] = ()
-    """Parts of the report to work on; what failed in them is tried again."""
+    only: UseAppendAction[tuple[ReportPart, ...]] = ()
+    """Parts of the report to work on, one or several; what failed in them is tried again."""
     minutes: float = 0.0
     """Start no new work of a report after so many minutes; 0: work until it is complete."""
-    peer: tuple[str, ...] = ()
+    peer: UseAppendAction[tuple[str, ...]] = ()
     """Other code to measure beside ours: build-nanogpt=FOLDER, nanogpt=FOLDER (checkouts), llm.c=FILE (its output)."""
     data: str = ""
     """Folder of token shards or a .txt file; empty: edu_fineweb10B where that is, or else input.txt."""
@@ -367,6 +369,8 @@ def command_of(config: BenchConfig) -> list[str]:
             continue
         if isinstance(value, bool):
             command.append(flag(name) if value else flag(f"no_{name}"))
+        elif name == "peer":
+            command += [word for pair in value for word in ("--peer", pair)]
         else:
             command += [flag(name), *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     return command
@@ -557,8 +561,8 @@ def jobs_of(config: BenchConfig, device: torch.device) -> list[Job]:
     batches = [config.micro_batch_size] if config.micro_batch_size else [64, 16, 32, 128] if gpu else [2, 1]
     rare = [] if config.micro_batch_size or not gpu else [256, 8]
     compiles = "" if config.compile else "--no-compile"
-    absent = missing(config, device) if gpu else {**missing(replace(config, compile=False), device),
-                                                  "compile": "slow without a GPU; --ladder alone has it"}
+    absent = missing(replace(config, compile=False), device)  # whether compiling works is for that job to find out
+    absent["compile"] = compiles if gpu else "slow without a GPU; --ladder alone has it"
     given = peers.parse_peers(config.peer)
     return [
         Job("machine", "machine"),
@@ -636,6 +640,8 @@ def make_report(config: BenchConfig, dist: Distributed) -> None:
                 continue
             row = row or store.result_row(job.part, job.name, store.TIMED_OUT, time.time(), "unfinished after 20 goes")
         tried.add(job)
+        if job.name.startswith("B=") and "out of memory" in row["reason"]:
+            row["status"] = store.SKIPPED  # no failure: not every B fits
         if row["status"] in (store.FAILED, store.TIMED_OUT):
             say(f"         {row['status']}: {row['reason']}")
         store.append_result(folder, row)
@@ -710,7 +716,10 @@ def run_job(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
             loader = DataLoaderLite(train.data, "train", B, T, seed=train.seed)
             return around.files(trial(), loader, dist, 5.0 if gpu else 0.5)
         case "ladder", _:
-            names = [rung for rung in RUNGS if rung not in missing(config, device) and rung != "ours"]
+            absent = missing(config, device)
+            if name in absent:
+                raise RunError(absent[name])
+            names = [rung for rung in RUNGS if rung not in absent and rung != "ours"]
             rung = ("ours",) if name == "ours" else tuple(names[: names.index(name) + 1])
             return measure(replace(config, rung=rung), dist, warmup=warmup)
         case "run", _:
@@ -796,8 +805,22 @@ def short_run(config: BenchConfig, script: list[object], gpu: bool, tokens: int)
     return around.real_run(Path(train_gpt2.__file__), args, Path(config.report, "run"), steps, 240)
 
 
+def repeat_flags(args: list[str]) -> list[str]:
+    """--only A B as --only A --only B, which is how tyro reads a flag that may come several times; --peer likewise."""
+    repeated, last = [], ""
+    for i, arg in enumerate(args):
+        if arg in ("--only", "--peer"):
+            last = arg
+            if i + 1 < len(args) and not args[i + 1].startswith("--"):
+                continue
+        elif arg.startswith("--"):
+            last = ""
+        repeated += [last, arg] if last and arg != last else [arg]
+    return repeated
+
+
 def main(args: list[str] | None = None) -> None:
-    config = parse_args(BenchConfig, args=args)
+    config = parse_args(BenchConfig, args=repeat_flags(sys.argv[1:] if args is None else args))
     if config.steps < 1:
         raise InputError(f"--steps {config.steps}: at least 1")
     if config.picture and Path(config.picture).suffix not in (".png", ".svg", ".pdf"):

@@ -174,6 +174,20 @@ def test_bad_flags(args, part):
         bench.main([*TINY, *args])
 
 
+def test_only_and_peer_may_come_several_times_or_with_several_values():
+    def read(*args):
+        return bench.parse_args(BenchConfig, args=bench.repeat_flags([*TINY, "--report", "r", *args]))
+
+    one = read("--only", "speed", "right", "--minutes", "5", "--peer", "llm.c=a", "--peer", "nanogpt=b")
+    assert one == read("--only", "speed", "--only", "right", "--minutes", "5", "--peer", "llm.c=a", "nanogpt=b")
+    assert one.only == ("speed", "right") and one.peer == ("llm.c=a", "nanogpt=b") and one.minutes == 5
+    command = bench.command_of(bench.replace(one, job="peers/nanogpt"))
+    child = bench.parse_args(BenchConfig, args=command[2:])
+    assert child.peer == one.peer and child.n_embd == 16 and child.only == () and not child.compile
+    with pytest.raises(bench.InputError, match="--only"):
+        read("--only")
+
+
 def test_a_bad_flag_has_status_2():
     assert_one_error_line(script("bench.py", "--steps", "0"), "--steps 0")
 
@@ -363,7 +377,8 @@ def test_a_report_that_is_cut_off_goes_on(jobs_in_this_process, monkeypatch, tmp
     args = [*TINY, "--n-layer", "2", "--seq-len", "64", "--dtype", "float32", "--report", str(tmp_path), "--only",
             "machine", "where", "speed", "around", "right"]
     skipped = ("resumed", "resumed-deterministic", "first-step", "files", "float16", "evaluation")  # take seconds
-    jobs = [job for job in bench.jobs_of(bench.parse_args(BenchConfig, args=args), torch.device("cpu"))
+    config = bench.parse_args(BenchConfig, args=bench.repeat_flags(args))
+    jobs = [job for job in bench.jobs_of(config, torch.device("cpu"))
             if job.part in args and job.name not in skipped]
     monkeypatch.setattr(bench, "jobs_of", lambda *_: jobs)
     run_job, killed = store.run_job, []
@@ -519,7 +534,7 @@ def test_packing_for_a_machine_without_a_network(monkeypatch, tmp_path, capsys):
         assert sum(map(len, shards)) > 20_000 and all(shard[0] == 50256 and len(shard) % 1000 == 0 for shard in shards)
     (command,) = [line for line in (carry / "commands.txt").read_text().splitlines() if "bench.py" in line]
     monkeypatch.chdir(tmp_path)
-    config = bench.parse_args(BenchConfig, args=command.split()[2:])
+    config = bench.parse_args(BenchConfig, args=bench.repeat_flags(command.split()[2:]))
     assert config.minutes == 5 and config.data == "carry/shards" and bench.peers.parse_peers(config.peer)
     with pytest.raises(bench.InputError, match="there already"):
         pack.main(args)

@@ -7,6 +7,7 @@ Their files are read, never changed or copied: the definitions of their model fi
 
 import ast
 import contextlib
+import importlib.util
 import re
 import statistics
 import sys
@@ -42,17 +43,18 @@ def parse_peers(pairs: tuple[str, ...]) -> dict[str, Path]:
 def definitions(path: Path, **names: Any) -> types.ModuleType:
     """A module of the classes, functions and imports at the top level of a file, `names` among its globals.
 
-    What else stands there, a training run say, is not executed; imports of files beside it are left out.
+    What else stands there, a training run say, is not executed; imports of files beside it, and of packages that are
+    not installed, are left out.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     beside = {other.stem for other in path.parent.glob("*.py")}
 
     def wanted(node: ast.stmt) -> bool:
-        if isinstance(node, ast.ImportFrom):
-            return node.module not in beside
-        if isinstance(node, ast.Import):
-            return not any(alias.name in beside for alias in node.names)
-        return isinstance(node, ast.ClassDef | ast.FunctionDef)
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            return isinstance(node, ast.ClassDef | ast.FunctionDef)
+        names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        packages = {name.split(".")[0] for name in names}
+        return not packages & beside and all(map(importlib.util.find_spec, packages))
 
     tree.body = [node for node in tree.body if wanted(node)]
     module = types.ModuleType(f"peer_{path.parent.name.replace('-', '_')}_{path.stem}")
