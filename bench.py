@@ -45,6 +45,7 @@ from support.files import atomic_path, atomic_write, check_writable
 from support.report import around, correctness, peers, store
 from support.report.ceilings import ceiling_of, device_name, measure_machine, products
 from support.report.page import write_report
+from support.report.store import Job
 from support.report.trace import largest_kernels, record, time_by_part
 from train_gpt2 import (
     GPT,
@@ -545,16 +546,6 @@ def scaling(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
 # The report
 
 
-@dataclass(frozen=True)
-class Job:
-    """A piece of a report that is measured in one process: it is done or not."""
-
-    part: str
-    name: str
-    limit: float = 180.0  # seconds until it is killed
-    skip: str = ""  # why this machine leaves it out
-
-
 def jobs_of(config: BenchConfig, device: torch.device) -> list[Job]:
     """A report's jobs in the order of what would be missed most if the machine were gone (docs/gpu.md)."""
     gpu = device.type == "cuda"
@@ -603,52 +594,21 @@ def micro_batch_of(job: Job, rows: list[dict[str, Any]], config: BenchConfig, de
 
 
 def make_report(config: BenchConfig, dist: Distributed) -> None:
-    """Runs the jobs that the report in config.report has no result of, one process each, and writes report.md after
-    each, the pictures after each part. Raises InputError for a folder with another machine's results."""
-    began, folder, device = time.monotonic(), Path(config.report), dist.device
+    """Completes the report in config.report. Raises InputError for a folder with another machine's results."""
+    folder, device, train = Path(config.report), dist.device, train_config(config)
     if dist.world_size > 1:
         raise InputError("--report: of one device; start it without torchrun")
-    train = train_config(config)
     shape = {name: getattr(train, name) for name in ("preset", "n_layer", "n_head", "n_embd", "seq_len", "compile")}
     header = {"report": 1, "device": device_name(device), "kind": device.type,
               "dtype": str(dist.dtype).removeprefix("torch."), **shape}
     rows = store.open_results(folder, header)
     jobs = [job for job in jobs_of(config, device) if not config.only or job.part in config.only]
-    tried: set[Job] = set()
-    unfinished = 0
-    while True:
-        known = store.newest(rows)
-        done = {key for key, row in known.items() if not config.only or row["status"] in (store.DONE, store.SKIPPED)}
-        left = [job for job in jobs if (job.part, job.name) not in done and job not in tried]
-        if not left:
-            break
-        job, spent = left[0], time.monotonic() - began
-        if config.minutes and spent > 60 * config.minutes:
-            say(f"{config.minutes:g} minutes are over; the same command goes on with {job.part}/{job.name}, "
-                f"{len(left)} jobs are left")
-            break
-        if job.skip:
-            row = store.result_row(job.part, job.name, store.SKIPPED, time.time(), job.skip)
-        else:
-            say(f"{spent:5.0f} s  {job.part}/{job.name}")
-            B = micro_batch_of(job, rows, config, device)
-            steps = 30 if device.type == "cuda" else 6
-            one = replace(config, job=f"{job.part}/{job.name}", micro_batch_size=B, steps=steps)
-            row = store.run_job(command_of(one), job.part, job.name, job.limit)
-            if row is None and (unfinished := unfinished + 1) < 20:  # it was cut at its bound and goes on from there
-                say(f"         goes on: {job.part}/{job.name}")
-                continue
-            row = row or store.result_row(job.part, job.name, store.TIMED_OUT, time.time(), "unfinished after 20 goes")
-        tried.add(job)
-        if job.name.startswith("B=") and "out of memory" in row["reason"]:
-            row["status"] = store.SKIPPED  # no failure: not every B fits
-        if row["status"] in (store.FAILED, store.TIMED_OUT):
-            say(f"         {row['status']}: {row['reason']}")
-        store.append_result(folder, row)
-        rows.append(row)
-        if row["status"] != store.SKIPPED:
-            write_report(folder, rows, draw=len(left) > 1 and left[1].part != job.part)
-    write_report(folder, rows)
+
+    def command_for(job: Job) -> list[str]:
+        B, steps = micro_batch_of(job, rows, config, device), 30 if device.type == "cuda" else 6
+        return command_of(replace(config, job=f"{job.part}/{job.name}", micro_batch_size=B, steps=steps))
+
+    store.work_through(folder, rows, jobs, command_for, write_report, bool(config.only), config.minutes)
     say(f"report: {folder / 'report.md'}")
 
 

@@ -9,14 +9,26 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.cli import InputError
+from support.cli import InputError, say
 from support.runlog import git_commit
 
 FILE = "results.jsonl"
 DONE, FAILED, SKIPPED, TIMED_OUT = "done", "failed", "skipped", "timed out"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A piece of a report that is measured in one process: it is done or not."""
+
+    part: str
+    name: str
+    limit: float = 180.0  # seconds until it is killed
+    skip: str = ""  # why this machine leaves it out
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
@@ -109,6 +121,46 @@ def run_job(command: list[str], part: str, job: str, limit: float) -> dict[str, 
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         last = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "")
         return result_row(part, job, FAILED, began, last.removeprefix("error: ")[:300] or f"ended with status {status}")
+
+
+def work_through(
+    folder: Path, rows: list[dict[str, Any]], jobs: list[Job], command_for: Callable[[Job], list[str]],
+    write: Callable[..., None], retry: bool, minutes: float,
+) -> None:
+    """Runs, one after another, the jobs that have no line among `rows` (with `retry`: or one that failed), and adds
+    their lines there and in the folder. `write` makes the page after each job, the pictures after each part. No job is
+    started after `minutes` (0: whenever)."""
+    began, tried, unfinished = time.monotonic(), set(), 0
+    while True:
+        known = newest(rows)
+        done = {key for key, row in known.items() if not retry or row["status"] in (DONE, SKIPPED)}
+        left = [job for job in jobs if (job.part, job.name) not in done and job not in tried]
+        if not left:
+            break
+        job, spent = left[0], time.monotonic() - began
+        if minutes and spent > 60 * minutes:
+            say(f"{minutes:g} minutes are over; the same command goes on with {job.part}/{job.name}, {len(left)} jobs "
+                "are left")
+            break
+        if job.skip:
+            row = result_row(job.part, job.name, SKIPPED, time.time(), job.skip)
+        else:
+            say(f"{spent:5.0f} s  {job.part}/{job.name}")
+            row = run_job(command_for(job), job.part, job.name, job.limit)
+            if row is None and (unfinished := unfinished + 1) < 20:  # it was cut at its bound and goes on from there
+                say(f"         goes on: {job.part}/{job.name}")
+                continue
+            row = row or result_row(job.part, job.name, TIMED_OUT, time.time(), "unfinished after 20 goes")
+        tried.add(job)
+        if job.name.startswith("B=") and "out of memory" in row["reason"]:
+            row["status"] = SKIPPED  # no failure: not every B fits
+        if row["status"] in (FAILED, TIMED_OUT):
+            say(f"         {row['status']}: {row['reason']}")
+        append_result(folder, row)
+        rows.append(row)
+        if row["status"] != SKIPPED:
+            write(folder, rows, draw=len(left) > 1 and left[1].part != job.part)
+    write(folder, rows)
 
 
 def kill_group(child: subprocess.Popen) -> None:
