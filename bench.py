@@ -730,7 +730,8 @@ def peer_race(
     result = {"B": train.micro_batch_size, "T": train.seq_len, "rows": rows}
     if train.micro_batch_size > 8 and any("memory" in row.get("problem", "") for row in rows):
         smaller = replace(train, micro_batch_size=train.micro_batch_size // 2)  # a batch that all of them can hold
-        return peer_race(name, path, smaller, dist, warmup, count) | {"at_most": rows}
+        result = peer_race(name, path, smaller, dist, warmup, count)
+        result["too_large"] = [{"B": train.micro_batch_size, "rows": rows}, *result.get("too_large", [])]
     return result
 
 

@@ -228,7 +228,8 @@ def made_up_results():
         ("peers", "build-nanogpt", "done", "", {"B": 64, "T": 1024, "rows": [
             {"kind": "build-nanogpt, compiled", "ms": 180.0, "first_s": 60.0, "peak_memory": 70e9},
             {"kind": "build-nanogpt, as shipped", "problem": "CUDA out of memory"},
-            {"kind": "ours", "ms": 120.0, "first_s": 40.0, "peak_memory": 40e9}]}),
+            {"kind": "ours", "ms": 120.0, "first_s": 40.0, "peak_memory": 40e9}],
+            "too_large": [{"B": 128, "rows": [{"kind": "ours, too", "problem": "no room for 128"}]}]}),
         ("around", "evaluation", "done", "", {
             "validation_tokens": 1_048_576, "tasks": 1000, "sample_tokens": 128, "tasks_from": "tasks.jsonl",
             "validation_s": [3.0, 2.0], "hellaswag_s": [9.0, 5.0], "samples_s": [2.0, 1.0]}),
@@ -266,7 +267,7 @@ def test_the_page_is_made_from_the_results_alone(tmp_path):
     rate = 64 * 1024 / 0.12
     for part in (f"{rate:,.0f} (B = 64)", f"{855e6 * rate / 790e12:.1%}", f"{855e6 * rate / 989e12:.1%}", "**no**",
                  "1.50 (build-nanogpt, compiled)", "1.50 times ours", "CUDA out of memory", "40.0 GB",
-                 "out of memory at --micro-batch-size 128", "stopped after 270 s", "Not measured yet",
+                 "no room for 128", "out of memory at --micro-batch-size 128", "stopped after 270 s", "Not measured yet",
                  "at $3.00 a GPU hour"):
         assert part in text, part
     assert "**The largest gap: matmuls of the blocks" in text and "Not a GPU" not in text

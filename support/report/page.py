@@ -251,6 +251,8 @@ def peers_section(results: Results) -> list[str]:
             rows.append([result["kind"], f"{result['ms']:,.1f}", f"{result['tok_per_s']:,.0f}", "", "n/a", ""])
         else:
             ours = next((r for r in result["rows"] if r["kind"] == "ours" and "ms" in r), None)
+            rows += [[f"{r['kind']}, B = {larger['B']}", "", "", "", "", r["problem"]]
+                     for larger in result.get("too_large", []) for r in larger["rows"] if r.get("problem")]
             for r in result["rows"]:
                 if "ms" not in r:
                     rows.append([r["kind"], "", "", "", "", r["problem"]])
@@ -261,7 +263,8 @@ def peers_section(results: Results) -> list[str]:
                              f"{r['first_s']:.1f}", gigabytes(r["peak_memory"]), ratio])
     if rows:
         lines.insert(0, table(["step", "ms", "tok/s", "first step, s", "peak memory", ""], rows))
-        lines.insert(0, "In turns in one process, a step of each on a batch of the same size; median.")
+        sizes = dict.fromkeys(f"B = {r['B']}, T = {r['T']}" for r in results.done("peers").values() if "B" in r)
+        lines.insert(0, "; ".join(["In turns in one process, a step of each; median", *sizes]) + ".")
     return lines
 
 
