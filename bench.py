@@ -582,10 +582,10 @@ def jobs_of(config: BenchConfig, device: torch.device) -> list[Job]:
 
 
 def micro_batch_of(job: Job, rows: list[dict[str, Any]], config: BenchConfig, device: torch.device) -> int:
-    """B for a job: its own; the ladder's; or 64, or less where that did not fit, or what --micro-batch-size says."""
+    """B for a job: its own; on a GPU the ladder's; 64, or less where that did not fit; what --micro-batch-size says."""
     if job.name.startswith("B="):
         return int(job.name.removeprefix("B="))
-    if job.part == "ladder" or config.micro_batch_size:
+    if (job.part == "ladder" and device.type == "cuda") or config.micro_batch_size:
         return config.micro_batch_size
     tried = {row["result"]["B"] for row in rows if row.get("part") == "speed" and row["job"].startswith("B=")
              and row["status"] == store.DONE}

@@ -267,8 +267,8 @@ def test_the_page_is_made_from_the_results_alone(tmp_path):
     rate = 64 * 1024 / 0.12
     for part in (f"{rate:,.0f} (B = 64)", f"{855e6 * rate / 790e12:.1%}", f"{855e6 * rate / 989e12:.1%}", "**no**",
                  "1.50 (build-nanogpt, compiled)", "1.50 times ours", "CUDA out of memory", "40.0 GB",
-                 "no room for 128", "out of memory at --micro-batch-size 128", "stopped after 270 s", "Not measured yet",
-                 "at $3.00 a GPU hour"):
+                 "no room for 128", "out of memory at --micro-batch-size 128", "stopped after 270 s",
+                 "Not measured yet", "at $3.00 a GPU hour"):
         assert part in text, part
     assert "**The largest gap: matmuls of the blocks" in text and "Not a GPU" not in text
     predicted = predict("bf16-stream", GPT2, HOPPER)[0]
