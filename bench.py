@@ -577,7 +577,7 @@ def jobs_of(config: BenchConfig, device: torch.device) -> list[Job]:
         Job("around", "evaluation", 270),
         Job("around", "files"),
         *(Job("ladder", name, skip=absent.get(name, "")) for name in RUNGS),
-        Job("run", "run", 270),
+        Job("run", "run", 270, goes_on=True),
     ]
 
 
@@ -767,7 +767,7 @@ def short_run(config: BenchConfig, script: list[object], gpu: bool, tokens: int)
             source = f"{folder}/tasks.jsonl"
             Path(source).write_text("".join(json.dumps(task) + "\n" for task in hellaswag_examples(config, 8)))
         args += ["--hellaswag-every", steps // 2 if source.endswith(".jsonl") else 0, "--hellaswag-data", source]
-        return around.real_run(Path(train_gpt2.__file__), args, Path(config.report, "run"), steps, 240)
+        return around.real_run(Path(train_gpt2.__file__), args, Path(config.report, "run"), steps, 180)
 
 
 def repeat_flags(args: list[str]) -> list[str]:

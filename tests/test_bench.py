@@ -305,6 +305,18 @@ def test_a_torn_last_line_is_dropped(tmp_path):
         store.open_results(tmp_path, header)
 
 
+def test_what_keeps_its_progress_goes_on_at_its_bound(monkeypatch, tmp_path, capsys):
+    """A run that is cut has no line until it is done; another job that is cut has one, and is not tried again."""
+    statuses = iter([store.TIMED_OUT, store.TIMED_OUT, None, store.DONE])
+    monkeypatch.setattr(store, "run_job", lambda command, part, job, limit: (
+        status := next(statuses)) and store.result_row(part, job, status, time.time(), "reason"))
+    rows = store.open_results(tmp_path, {"report": 1})
+    jobs = [store.Job("speed", "B=1"), store.Job("run", "run", goes_on=True)]
+    store.work_through(tmp_path, rows, jobs, lambda job: [], lambda *args, **options: None, False, 0.0)
+    assert [row["status"] for row in store.read_results(tmp_path)[1:]] == [store.TIMED_OUT, store.DONE]
+    assert capsys.readouterr().out.count("goes on: run/run") == 2
+
+
 def alive(pid):
     """Whether a process runs; one that has ended and waits for its parent does not."""
     try:

@@ -29,6 +29,7 @@ class Job:
     name: str
     limit: float = 180.0  # seconds until it is killed
     skip: str = ""  # why this machine leaves it out
+    goes_on: bool = False  # whether it keeps what it has done: killed at its bound, it is started again
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
@@ -147,7 +148,8 @@ def work_through(
         else:
             say(f"{spent:5.0f} s  {job.part}/{job.name}")
             row = run_job(command_for(job), job.part, job.name, job.limit)
-            if row is None and (unfinished := unfinished + 1) < 20:  # it was cut at its bound and goes on from there
+            cut = row is None or (job.goes_on and row["status"] == TIMED_OUT)
+            if cut and (unfinished := unfinished + 1) < 20:
                 say(f"         goes on: {job.part}/{job.name}")
                 continue
             row = row or result_row(job.part, job.name, TIMED_OUT, time.time(), "unfinished after 20 goes")
