@@ -671,7 +671,7 @@ def run_job(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
             loader = DataLoaderLite(train.data, "val", B, T, shuffle=False)
             examples = hellaswag_examples(config, 1000 if gpu else 8)
             result = around.evaluation(train_gpt2, Trial(train, dist), loader, hellaswag.prepare(examples, T), dist)
-            return result | {"tasks_from": hellaswag_source(config)}
+            return result | {"tasks_from": Path(hellaswag_source(config)).name}
         case "around", "files":
             loader = DataLoaderLite(train.data, "train", B, T, seed=train.seed)
             return around.files(trial(), loader, dist, 5.0 if gpu else 0.5)
