@@ -5,6 +5,7 @@
     python bench.py --ladder                               # from plain float32 up to train_gpt2.py, one rung at a time
     torchrun --standalone --nproc_per_node=8 bench.py --ladder      # and how the speed grows with the ranks
     python bench.py --rung tf32 bf16 compile               # one rung, measured in this process
+    python bench.py --report bench/NAME                    # everything, into a folder: goes on where it was cut off
 
 A step is train_gpt2.py's, with a single micro-batch of B x T tokens a rank: autocast, backward, clipping, update. Every
 measurement runs in a fresh process, so that memory, compiled code and settings of one don't reach the next.
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -32,19 +33,20 @@ import torch.distributed
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import profile, record_function
+from torch.profiler import record_function
+from tyro.conf import UseAppendAction
 
-from support.cli import InputError, RunError, flag, parse_args, run
-from support.devices import (
-    choose_device,
-    copy_bytes,
-    cpu_has_bfloat16,
-    data_sheet_flops,
-    matmul_flops,
-    why_not_compile,
-)
+import hellaswag
+import train_gpt2
+from support.cli import InputError, RunError, flag, parse_args, run, say
+from support.devices import choose_device, copy_bytes, cpu_has_bfloat16, data_sheet_flops, why_not_compile
 from support.distributed import Distributed
 from support.files import atomic_path, atomic_write, check_writable
+from support.report import around, correctness, peers, store
+from support.report.ceilings import ceiling_of, device_name, measure_machine, products
+from support.report.page import write_report
+from support.report.store import Job
+from support.report.trace import largest_kernels, record, time_by_part
 from train_gpt2 import (
     GPT,
     PRESETS,
@@ -59,6 +61,7 @@ from train_gpt2 import (
     choose_loss,
     configure_optimizer,
     get_lr,
+    next_token_loss,
 )
 
 # The ladder. Each rung keeps what those before it have changed. Published: ms a step on one A100, B = 16, T = 1024
@@ -73,6 +76,10 @@ RUNGS: dict[str, tuple[str, int | None]] = {
     "fused": ("fused AdamW", 90),
     "ours": ("train_gpt2.py as it is", None),
 }
+
+
+ReportPart = Literal["machine", "right", "speed", "where", "peers", "around", "ladder", "run"]
+SMALL = dict(n_layer=2, n_head=2, n_embd=32, seq_len=128)  # the model of a report where there is no GPU
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,20 @@ class BenchConfig:
     """Picture of the ladder, .png, .svg or .pdf; empty: none."""
     json: str = ""
     """File for the results; empty: none."""
+    report: str = ""
+    """Folder for a report on everything about this machine; a report that was cut off goes on where it stopped."""
+    only: UseAppendAction[tuple[ReportPart, ...]] = ()
+    """Parts of the report to work on, one or several; what failed in them is tried again."""
+    minutes: float = 0.0
+    """Start no new work of a report after so many minutes; 0: work until it is complete."""
+    peer: UseAppendAction[tuple[str, ...]] = ()
+    """Other code to measure beside ours: build-nanogpt=FOLDER, nanogpt=FOLDER (checkouts), llm.c=FILE (its output)."""
+    data: str = ""
+    """Folder of token shards or a .txt file; empty: edu_fineweb10B where that is, or else input.txt."""
+    hellaswag_data: str = ""
+    """Local HellaSwag .jsonl for a report; empty: the downloaded one if it is there, or tasks cut from input.txt."""
+    job: str = ""
+    """Run one job of a report in this process, PART/NAME (that is what --report starts)."""
     rung: tuple[Literal["float32", "tf32", "bf16", "compile", "flash", "padded", "fused", "ours"], ...] = ()
     """Measure one step in this process with these changes to the plain one, or ours."""
 
@@ -118,10 +139,12 @@ def train_config(config: BenchConfig) -> TrainConfig:
         dtype = "bfloat16" if "bf16" in config.rung else "float32"
     names = ("micro_batch_size", "seq_len", "n_layer", "n_head", "n_embd")
     chosen = {name: getattr(config, name) for name in names if getattr(config, name)}
+    if (config.report or config.job) and not gpu and config.preset == "auto":
+        chosen = SMALL | chosen
     values = PRESETS[preset] | chosen | dict(preset=preset, device=config.device, dtype=dtype)
     values |= dict(compile=config.compile and gpu)
     train = replace(TrainConfig(), **values)
-    data = train.data if Path(train.data).is_dir() else SHAKESPEARE["data"]
+    data = config.data or (train.data if Path(train.data).is_dir() else SHAKESPEARE["data"])
     check_config(train)
     most = min(16 if gpu else 1024 // train.seq_len, train.total_batch_size // train.seq_len)
     train = replace(train, micro_batch_size=train.micro_batch_size or max(most, 1))
@@ -164,88 +187,146 @@ def build(shape: GPTConfig, rung: Collection[str]) -> GPT:
 # ---------------------------------------------------------------------------------------------------------------------
 # A measurement, in a process of its own
 
+# What a report changes about the step that train_gpt2.py makes, one at a time. name -> (what it is, where it applies)
+SWITCHES: dict[str, tuple[str, str]] = {
+    "bf16-stream": ("residual stream in bfloat16", "cuda"),
+    "whole": ("the whole model compiled, loss included, instead of its blocks", "cuda"),
+    "mix-order": ("inductor's triton.mix_order_reduction the other way round", "cuda"),
+    "coordinate-descent": ("inductor's coordinate_descent_tuning", "cuda"),
+    "cudnn": ("attention: cuDNN alone", "cuda"),
+    "flash": ("attention: flash alone", "cuda"),
+    "efficient": ("attention: memory-efficient alone", "cuda"),
+    "math": ("attention: T x T matrices", "cpu"),
+    "chunked": ("the loss in pieces (--low-memory)", "cuda"),
+    "plain-loss": ("the loss from the logits in full", "cpu"),
+    "cudagraphs": ("the whole model compiled with CUDA graphs", "cuda"),
+    "autotune": ("blocks compiled with max-autotune-no-cudagraphs", "cuda"),
+    "eager": ("nothing compiled", "cuda"),
+    "compiled": ("blocks compiled", "cpu"),
+}
+ATTENTIONS = ("cudnn", "flash", "efficient", "math")
 
-def measure(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
-    """Measures the step of `config.rung`, after three that don't count.
+
+def loss_in_full(*args: torch.Tensor) -> tuple[None, torch.Tensor]:
+    """next_token_loss without its logits, which a compiled graph then need not keep."""
+    return None, next_token_loss(*args)[1]
+
+
+class Trial:
+    """A model in training on this device: an update at a time, as in train_gpt2.train, of one micro-batch a rank.
+
+    rung: what the ladder changes about the plainest model, or "ours"; switch: a change to ours, one of SWITCHES.
+    """
+
+    def __init__(self, train: TrainConfig, dist: Distributed, rung: Collection[str] = ("ours",), switch: str = ""):
+        device, ours = dist.device, "ours" in rung
+        if switch in ("eager", "compiled"):
+            train = replace(train, compile=switch == "compiled")
+        train = replace(train, low_memory=train.low_memory or switch == "chunked")
+        self.train, self.dist, self.losses = train, dist, []
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if ours or "tf32" in rung else "highest")
+        if switch in ATTENTIONS:
+            for name in ATTENTIONS:
+                enable = {"efficient": "mem_efficient"}.get(name, name)
+                getattr(torch.backends.cuda, f"enable_{enable}_sdp")(name == switch)
+        torch.manual_seed(train.seed)
+        self.model = build(GPTConfig(train.seq_len, VOCAB_SIZE, train.n_layer, train.n_head, train.n_embd), rung)
+        self.model.to(device)
+        if switch == "bf16-stream":
+            self.model.h[0].register_forward_pre_hook(lambda _, args: (args[0].bfloat16(), *args[1:]))
+        self.loader = DataLoaderLite(train.data, "train", train.micro_batch_size, train.seq_len, dist.rank,
+                                     dist.world_size, train.seed)
+        self.optimizer = configure_optimizer(self.model, train)
+        if not (ours or "fused" in rung):
+            for group in self.optimizer.param_groups:
+                group["fused"] = None  # torch's own choice: one tensor after another on a CPU, _foreach_ on a GPU
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dist.dtype == torch.float16)
+        self.eager = "" if "compile" in rung else "not compiled"  # or why
+        if ours and train.compile:
+            self.eager = why_not_compile(device)
+        self.loss_function: LossFunction = choose_loss(train, device, not self.eager) if ours else plain_loss
+        self.replica: nn.Module = torch.compile(self.model) if "compile" in rung else self.model
+        if ours and not self.eager:
+            self._compile(switch)
+        if switch == "plain-loss":
+            self.loss_function = loss_in_full
+        if dist.world_size > 1:
+            device_ids = [device.index] if device.type == "cuda" else None
+            self.replica = DistributedDataParallel(self.replica, device_ids=device_ids, gradient_as_bucket_view=True)
+
+    def _compile(self, switch: str) -> None:
+        """Compiles the model as training does, or as a switch has it."""
+        import torch._inductor.config as inductor
+
+        if switch == "coordinate-descent":
+            inductor.coordinate_descent_tuning = True
+        if switch == "mix-order":
+            if not hasattr(inductor.triton, "mix_order_reduction"):
+                raise RunError(f"torch {torch.__version__} has no triton.mix_order_reduction")
+            inductor.triton.mix_order_reduction = not inductor.triton.mix_order_reduction
+        if switch in ("whole", "cudagraphs"):
+            self.loss_function = loss_in_full
+            self.replica = torch.compile(self.model, mode="reduce-overhead" if switch == "cudagraphs" else None)
+        elif switch == "autotune":
+            for block in self.model.h:
+                block.compile(dynamic=False, mode="max-autotune-no-cudagraphs")
+        else:
+            self.model.compile_blocks()
+
+    def step(self, number: int) -> float:
+        """One update. Returns its seconds; the loss is the last one of `losses`."""
+        began = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = get_lr(number, self.train)
+        with record_function("data"):
+            x, y = (t.to(self.dist.device, non_blocking=True) for t in self.loader.next_batch())
+        with self.dist.autocast():
+            _, loss = self.replica(x, y, self.loss_function)
+        self.scaler.scale(loss).backward()
+        with record_function("optimizer"):
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.train.grad_clip or math.inf)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(self.dist.sum(loss.detach()).item())
+        return time.perf_counter() - began
+
+
+def measure(config: BenchConfig, dist: Distributed, switch: str = "", warmup: int = 3) -> dict[str, Any]:
+    """Measures the step of `config.rung`, or ours with a switch, after `warmup` that don't count.
 
     In the result ms is the median, ms_quartiles the quartiles beside it; tok_per_s that of all ranks at the median;
     peak_memory in bytes (see there); first_step_at the time of day, in seconds, at which the first step was done;
     parts_ms what time_by_part makes of two more steps under the profiler, for "ours" alone.
     """
-    rung, train, device = config.rung, train_config(config), dist.device
-    B, T, ours = train.micro_batch_size, train.seq_len, "ours" in rung
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if ours or "tf32" in rung else "highest")
-    elif device.type == "cpu":
+    rung, train, device = config.rung or ("ours",), train_config(config), dist.device
+    B, T = train.micro_batch_size, train.seq_len
+    if device.type == "cpu":
         import torch._inductor.config as inductor
 
         inductor.cpp.enable_kernel_profile = True  # or the profiler would not see compiled kernels
-    torch.manual_seed(train.seed)
-    model = build(GPTConfig(T, VOCAB_SIZE, train.n_layer, train.n_head, train.n_embd), rung).to(device)
-    loader = DataLoaderLite(train.data, "train", B, T, dist.rank, dist.world_size, train.seed)
-    optimizer = configure_optimizer(model, train)
-    if not (ours or "fused" in rung):
-        for group in optimizer.param_groups:
-            group["fused"] = None  # torch's own choice: one tensor after another on a CPU, _foreach_ on a GPU
-    scaler = torch.amp.GradScaler(device.type, enabled=dist.dtype == torch.float16)
-    eager = "" if "compile" in rung or train.compile else "not compiled"  # or why
-    loss_function: LossFunction = plain_loss
-    if ours:
-        if train.compile and not (eager := why_not_compile(device)):
-            model.compile_blocks()
-        loss_function = choose_loss(train, device, compiled=not eager)
-    replica = torch.compile(model) if "compile" in rung else model
-    if dist.world_size > 1:
-        device_ids = [device.index] if device.type == "cuda" else None
-        replica = DistributedDataParallel(replica, device_ids=device_ids, gradient_as_bucket_view=True)
-
-    def step(number: int) -> float:
-        """One update, as in train_gpt2.train. Returns its seconds."""
-        began = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = get_lr(number, train)
-        with record_function("data"):
-            x, y = (t.to(device, non_blocking=True) for t in loader.next_batch())
-        with dist.autocast():
-            _, loss = replica(x, y, loss_function)
-        scaler.scale(loss).backward()
-        with record_function("optimizer"):
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip or math.inf)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
-        dist.sum(loss.detach()).item()
-        return time.perf_counter() - began
-
     try:
-        step(0)
+        trial = Trial(train, dist, rung, switch)
+        trial.step(0)
         first_step_at = time.time()
-        for number in (1, 2):
-            step(number)
-        seconds = [step(number) for number in range(3, 3 + config.steps)]
+        for number in range(1, warmup):
+            trial.step(number)
+        seconds = [trial.step(number) for number in range(warmup, warmup + config.steps)]
     except torch.OutOfMemoryError:
         raise RunError(f"out of memory at --micro-batch-size {B}, --seq-len {T}: lower one") from None
     low, median, high = np.percentile(seconds, [25, 50, 75]).tolist()
     result = {
-        "rung": list(rung), "device": dist.description, "eager": eager, "torch": torch.__version__,
+        "rung": list(rung), "device": dist.description, "eager": trial.eager, "torch": torch.__version__,
         "preset": train.preset, "B": B, "T": T, "world_size": dist.world_size,
-        "parameters": model.num_parameters(), "flops_per_token": model.flops_per_token(T),
+        "parameters": trial.model.num_parameters(), "flops_per_token": trial.model.flops_per_token(T),
         "first_step_at": first_step_at, "steps": config.steps,
         "ms": 1e3 * median, "ms_quartiles": [1e3 * low, 1e3 * high],
         "tok_per_s": B * T * dist.world_size / median, "peak_memory": peak_memory(device),
     }
-    if ours:
-        with profile():
-            step(0)  # the first is slower
-        with profile(record_shapes=True) as profiler:
-            began = time.perf_counter()
-            step(1)
-            step(2)
-            result["profiled_ms"] = 1e3 * (time.perf_counter() - began) / 2
-        with tempfile.TemporaryDirectory() as folder:
-            profiler.export_chrome_trace(f"{folder}/trace.json")
-            events = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    if "ours" in rung and not config.job:
+        events, result["profiled_ms"] = record(trial.step, 2)
         result["parts_ms"] = time_by_part(events, 2, result["profiled_ms"])
     return result
 
@@ -261,75 +342,6 @@ def peak_memory(device: torch.device) -> int | None:
     except ImportError:  # Windows
         return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-
-
-COMMUNICATION, ATTENTION, MATMULS, HEAD, OTHERS, OPTIMIZER, DATA, GAPS = PARTS = (
-    "communication", "attention", "matmuls of the blocks", "head and loss", "norms, GELU, residual", "optimizer",
-    "data", "gaps",
-)
-
-
-def part_of(name: str, sizes: str, parent: str) -> str:
-    """The part that an operator or a kernel belongs to: by its name and its inputs' sizes, or else its parent's."""
-    if OPTIMIZER in (name, parent) or DATA in (name, parent):
-        return OPTIMIZER if OPTIMIZER in (name, parent) else DATA
-    if re.search("nccl|gloo|c10d|all_?reduce", name, re.IGNORECASE):
-        return COMMUNICATION
-    if re.search(rf"\b({VOCAB_SIZE}|50304)\b", sizes) or re.search("log_softmax|nll_loss|cross_entropy", name):
-        return HEAD
-    if re.search("cpp_fused|triton_", name):  # compiled: these bear the names of all operators that went in
-        return OTHERS
-    if re.search("attention|flash|fmha|sdp|bmm", name, re.IGNORECASE):
-        return ATTENTION
-    if re.search("(mm|linear)(Backward|$)", name, re.IGNORECASE):
-        return MATMULS
-    return OTHERS if parent == GAPS and name.startswith("aten::") else parent
-
-
-def time_by_part(events: list[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
-    """Milliseconds a step by part, from the profiler's trace of `steps` steps of `step_ms` each. They sum to step_ms.
-
-    On a CPU an operator counts with its own time, without that of the operators it calls; on a GPU every kernel counts
-    for the operator that launched it. Head and loss: whatever has the vocabulary among its inputs' sizes (the token
-    embedding is the same matrix) or a loss's name. Attention: the products of queries, keys and values. Matmuls: the
-    other products. What compilation has fused is the loss, or else norms, GELU, residual (with casts and copies).
-    Optimizer: from clipping to zero_grad. Communication: only while nothing else runs. Gaps: the rest of the step,
-    in which Python, autograd or the launch of kernels is waited for.
-    """
-    events = [e for e in events if e.get("ph") == "X"]
-    spans = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
-    work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    open_spans: list[dict[str, Any]] = []
-    for e in sorted(spans, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
-        while open_spans and (open_spans[-1]["tid"] != e["tid"] or e["ts"] >= open_spans[-1]["end"]):
-            open_spans.pop()
-        parent = open_spans[-1] if open_spans else {"part": GAPS, "own": 0.0}
-        name = "" if e["name"].startswith("##") else e["name"]  # a compiled graph's, with letters at random
-        e["part"] = part_of(name, str(e.get("args", {}).get("Input Dims", "")), parent["part"])
-        e["own"], e["end"] = e["dur"], e["ts"] + e["dur"]
-        parent["own"] -= e["dur"]
-        open_spans.append(e)
-    launched = {e["args"]["External id"]: e["part"] for e in spans if "External id" in e.get("args", {})}
-    for e in work:
-        part = launched.get(e["args"].get("External id"), OTHERS)
-        e["part"] = part if part not in (GAPS, OTHERS) else part_of(e["name"], "", OTHERS)
-        e["own"] = e["dur"]
-    if not work:
-        main = next(e["tid"] for e in spans if e["name"] == OPTIMIZER)
-        work = [e for e in spans if e["tid"] == main or e["part"] == COMMUNICATION]
-    parts = {part: sum(e["own"] for e in work if e["part"] == part) / 1e3 / steps for part in PARTS}
-    alone = covered(work) - covered([e for e in work if e["part"] != COMMUNICATION])
-    parts |= {COMMUNICATION: alone / 1e3 / steps, GAPS: 0.0}
-    return parts | {GAPS: step_ms - sum(parts.values())}
-
-
-def covered(events: list[dict[str, Any]]) -> float:
-    """Microseconds in which at least one of the events ran."""
-    total, reached = 0.0, -math.inf
-    for e in sorted(events, key=lambda e: e["ts"]):
-        total += max(e["ts"] + e["dur"] - max(e["ts"], reached), 0.0)
-        reached = max(reached, e["ts"] + e["dur"])
-    return total
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -350,6 +362,21 @@ def coordinate(config: BenchConfig) -> Distributed:
     return Distributed(rank, local_rank, world_size, *place)
 
 
+def command_of(config: BenchConfig) -> list[str]:
+    """The command that measures in one process what `config` says."""
+    command = [sys.executable, str(Path(__file__).resolve())]
+    for name, value in vars(replace(config, ladder=False, picture="", only=(), minutes=0.0)).items():
+        if name == "json" or (value in ("", ()) and name != "picture"):
+            continue
+        if isinstance(value, bool):
+            command.append(flag(name) if value else flag(f"no_{name}"))
+        elif name == "peer":
+            command += [word for pair in value for word in ("--peer", pair)]
+        else:
+            command += [flag(name), *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return command
+
+
 def measure_in_subprocess(
     config: BenchConfig, rung: Collection[str], dist: Distributed | None = None, **env: str
 ) -> dict[str, Any]:
@@ -366,14 +393,8 @@ def measure_in_subprocess(
     else:
         environment = {k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE")}
     with tempfile.TemporaryDirectory() as folder:
-        config = replace(config, rung=tuple(rung), json=f"{folder}/result.json", ladder=False, picture="")
-        command = [sys.executable, str(Path(__file__).resolve())]
-        for name in (field.name for field in fields(config)):
-            value = getattr(config, name)
-            if isinstance(value, bool):
-                command.append(flag(name) if value else flag(f"no_{name}"))
-            else:
-                command += [flag(name), *(value if isinstance(value, tuple) else [str(value)])]
+        config = replace(config, rung=tuple(rung), json=f"{folder}/result.json")
+        command = [*command_of(config), "--json", config.json]
         began = time.time()
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -397,25 +418,9 @@ def gigabytes(size: int | None) -> str:
     return f"{size / 1e9:.2f} GB" if size else "n/a"
 
 
-def ceilings(device: torch.device) -> dict[str, float]:
-    """FLOP/s of a product of large random matrices, by precision."""
-    if device.type != "cuda":
-        n = 256 if device.type == "cpu" and not cpu_has_bfloat16() else 1024  # emulated, a hundred times slower
-        sizes = {"float32": 1024, "bfloat16": n}
-        return {name: matmul_flops(device, getattr(torch, name), n) for name, n in sizes.items()}
-    ampere = torch.cuda.get_device_capability(device) >= (8, 0)
-    names = ("float32", "float16", *["bfloat16"] * ampere)
-    found = {name: matmul_flops(device, getattr(torch, name), 8192) for name in names}
-    if ampere:
-        torch.set_float32_matmul_precision("high")
-        found["tf32"] = matmul_flops(device, torch.float32, 8192)
-    torch.cuda.empty_cache()
-    return found
-
-
-def report(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
+def print_summary(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
     """Ceilings, then the step of train_gpt2.py: with an empty compile cache, and again with the one that left."""
-    peaks, copy = ceilings(dist.device), copy_bytes(dist.device, 2**30 if dist.device.type == "cuda" else 2**28)
+    peaks, copy = products(dist.device), copy_bytes(dist.device, 2**30 if dist.device.type == "cuda" else 2**28)
     with tempfile.TemporaryDirectory() as cache:
         env = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=f"{cache}/triton")
         cold = None
@@ -423,7 +428,7 @@ def report(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
             cold = measure_in_subprocess(replace(config, steps=1), ["ours"], dist, **env)
         result = measure_in_subprocess(config, ["ours"], dist, **env)
     precision = str(dist.dtype).removeprefix("torch.")
-    ceiling = max(peaks.get(name, 0.0) for name in (precision, "float32", *["tf32"] * (precision == "float32")))
+    ceiling = ceiling_of(peaks, precision)
     sheet = data_sheet_flops(dist.device, dist.dtype)
     per_device = result["flops_per_token"] * result["tok_per_s"] / dist.world_size
     result |= {
@@ -537,33 +542,287 @@ def scaling(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
     return {"alone_tok_per_s": rates, "together_tok_per_s": together, "scaling": ratio}
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+
+
+def jobs_of(config: BenchConfig, device: torch.device) -> list[Job]:
+    """A report's jobs in the order of what would be missed most if the machine were gone (docs/gpu.md)."""
+    gpu = device.type == "cuda"
+    batches = [config.micro_batch_size] if config.micro_batch_size else [64, 16, 32, 128] if gpu else [2, 1]
+    rare = [] if config.micro_batch_size or not gpu else [256, 8]
+    compiles = "" if config.compile else "--no-compile"
+    absent = missing(replace(config, compile=False), device)  # whether compiling works is for that job to find out
+    absent["compile"] = compiles if gpu else "slow without a GPU; --ladder alone has it"
+    given = peers.parse_peers(config.peer)
+    return [
+        Job("machine", "machine"),
+        Job("right", "transformers"),
+        Job("right", "compiled", 240, compiles),
+        Job("speed", f"B={batches[0]}", 240),
+        Job("where", "kernels"),
+        *(Job("speed", f"B={B}") for B in batches[1:]),
+        *(Job("peers", name, 270) for name in given),
+        *(Job("peers", "hellaswag", 240) for name in given if name == "build-nanogpt"),
+        Job("right", "hellaswag"),
+        *(Job("speed", name, 270 if name == "autotune" else 180, "" if kind == device.type else f"not on {device.type}")
+          for name, (_, kind) in SWITCHES.items() if name != "compiled"),
+        Job("right", "recompilations", 240, compiles),
+        Job("right", "resumed", 240),
+        Job("right", "resumed-deterministic", 240),
+        Job("right", "float16"),
+        Job("right", "tests", 270, "" if gpu else "needs a CUDA GPU"),
+        Job("speed", "first-step", 270),
+        *(Job("speed", f"B={B}") for B in rare),
+        Job("around", "evaluation", 270),
+        Job("around", "files"),
+        *(Job("ladder", name, skip=absent.get(name, "")) for name in RUNGS),
+        Job("run", "run", 270, goes_on=True),
+    ]
+
+
+def micro_batch_of(job: Job, rows: list[dict[str, Any]], config: BenchConfig, device: torch.device) -> int:
+    """B for a job: its own; on a GPU the ladder's; 64, or less where that did not fit; what --micro-batch-size says."""
+    if job.name.startswith("B="):
+        return int(job.name.removeprefix("B="))
+    if (job.part == "ladder" and device.type == "cuda") or config.micro_batch_size:
+        return config.micro_batch_size
+    tried = {row["result"]["B"] for row in rows if row.get("part") == "speed" and row["job"].startswith("B=")
+             and row["status"] == store.DONE}
+    usual = 64 if device.type == "cuda" else 2
+    return max(tried & set(range(usual + 1)), default=16 if device.type == "cuda" else 2)
+
+
+def make_report(config: BenchConfig, dist: Distributed) -> None:
+    """Completes the report in config.report. Raises InputError for a folder with another machine's results."""
+    folder, device, train = Path(config.report), dist.device, train_config(config)
+    if dist.world_size > 1:
+        raise InputError("--report: of one device; start it without torchrun")
+    shape = {name: getattr(train, name) for name in ("preset", "n_layer", "n_head", "n_embd", "seq_len", "compile")}
+    header = {"report": 1, "device": device_name(device), "kind": device.type,
+              "dtype": str(dist.dtype).removeprefix("torch."), **shape}
+    rows = store.open_results(folder, header)
+    jobs = [job for job in jobs_of(config, device) if not config.only or job.part in config.only]
+
+    def command_for(job: Job) -> list[str]:
+        B, steps = micro_batch_of(job, rows, config, device), 30 if device.type == "cuda" else 6
+        return command_of(replace(config, job=f"{job.part}/{job.name}", micro_batch_size=B, steps=steps))
+
+    store.work_through(folder, rows, jobs, command_for, write_report, bool(config.only), config.minutes)
+    say(f"report: {folder / 'report.md'}")
+
+
+def run_job(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
+    """One job of a report, in this process: its result, with a "problem" where something is not as it should be."""
+    store.die_with_parent()
+    part, _, name = config.job.partition("/")
+    train, device = train_config(config), dist.device
+    gpu = device.type == "cuda"
+    B, T = train.micro_batch_size, train.seq_len
+    warmup = 10 if gpu else 2
+    script = ["--preset", train.preset, "--data", train.data, "--seq-len", T, "--n-layer", train.n_layer, "--n-head",
+              train.n_head, "--n-embd", train.n_embd, "--device", config.device, "--dtype", config.dtype,
+              "--compile" if train.compile else "--no-compile", "--micro-batch-size", B]
+    one_batch = [*script, "--total-batch-size", B * T, "--hellaswag-every", 0, "--eval-tokens", 4 * B * T]
+
+    def trial(switch: str = "", place: Distributed = dist) -> Trial:
+        return Trial(replace(train, warmup_steps=10), place, switch=switch)  # so that it learns in a few steps
+
+    match part, name:
+        case "machine", _:
+            return measure_machine(device, dist.dtype)
+        case "right", "transformers":
+            return correctness.against_transformers(train_gpt2, train, dist)
+        case "right", "hellaswag":
+            tasks = hellaswag.prepare(hellaswag_examples(config, 40 if gpu else 8), T)
+            return correctness.hellaswag_against_cpu(train_gpt2, hellaswag, train, tasks, dist)
+        case "right", "compiled":
+            return correctness.compiled_against_eager(trial, 50 if gpu else 10, dist.dtype)
+        case "right", "recompilations":
+            return correctness.recompilations(train_gpt2, one_batch)
+        case "right", "resumed" | "resumed-deterministic":
+            return correctness.resumed(train_gpt2, one_batch, name.endswith("deterministic"))
+        case "right", "float16":
+            half = replace(dist, dtype=torch.float16)
+            return correctness.float16_run(trial(place=half), 200 if gpu else 3)
+        case "right", "tests":
+            return correctness.gpu_tests(Path(__file__).parent)
+        case "speed", "first-step":
+            return first_steps(replace(config, job="", steps=1), cold=train.compile)
+        case "speed", _:
+            return measure(config, dist, switch="" if name.startswith("B=") else name, warmup=warmup)
+        case "where", _:
+            one = trial()
+            for number in range(warmup):
+                one.step(number)
+            steps = 5 if gpu else 2
+            events, ms = record(one.step, steps)
+            return {"B": B, "T": T, "ms": ms, "parts_ms": time_by_part(events, steps, ms), "steps": steps,
+                    "kernels": largest_kernels(events, steps)}
+        case "peers", "llm.c":
+            return peers.read_llmc(peers.parse_peers(config.peer)["llm.c"])
+        case "peers", "hellaswag":
+            return hellaswag_race(config, train, dist)
+        case "peers", _:
+            return peer_race(name, peers.parse_peers(config.peer)[name], train, dist, warmup, config.steps)
+        case "around", "evaluation":
+            if not gpu:
+                train = replace(train, eval_tokens=16 * T)
+            loader = DataLoaderLite(train.data, "val", B, T, shuffle=False)
+            examples = hellaswag_examples(config, 1000 if gpu else 8)
+            result = around.evaluation(train_gpt2, Trial(train, dist), loader, hellaswag.prepare(examples, T), dist)
+            return result | {"tasks_from": Path(hellaswag_source(config)).name}
+        case "around", "files":
+            loader = DataLoaderLite(train.data, "train", B, T, seed=train.seed)
+            return around.files(trial(), loader, dist, 5.0 if gpu else 0.5)
+        case "ladder", _:
+            absent = missing(config, device)
+            if name in absent:
+                raise RunError(absent[name])
+            names = [rung for rung in RUNGS if rung not in absent and rung != "ours"]
+            rung = ("ours",) if name == "ours" else tuple(names[: names.index(name) + 1])
+            return measure(replace(config, rung=rung), dist, warmup=warmup)
+        case "run", _:
+            return short_run(config, script, gpu, B * T)
+    raise InputError(f"--job {config.job}: no such job")
+
+
+def hellaswag_source(config: BenchConfig) -> str:
+    """The file that HellaSwag's tasks are from; input.txt for those that are cut from it."""
+    if config.hellaswag_data:
+        return config.hellaswag_data
+    return str(hellaswag.DOWNLOADED if hellaswag.DOWNLOADED.exists() else SHAKESPEARE["data"])
+
+
+def hellaswag_examples(config: BenchConfig, count: int) -> list[dict[str, Any]]:
+    path = Path(hellaswag_source(config))
+    return around.made_up_tasks(path, count) if path.suffix == ".txt" else hellaswag.load_examples(path)[:count]
+
+
+def first_steps(config: BenchConfig, cold: bool) -> dict[str, Any]:
+    """Seconds from the command to the first step done: with an empty compile cache (None where nothing is compiled),
+    and with the one that this left."""
+    with tempfile.TemporaryDirectory() as cache:
+        env = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=f"{cache}/triton")
+        seconds = [measure_in_subprocess(config, ["ours"], **env)["time_to_first_step"] for _ in range(1 + cold)]
+    return {"cold_s": seconds[0] if cold else None, "warm_s": seconds[-1]}
+
+
+def peer_race(
+    name: str, path: Path, train: TrainConfig, dist: Distributed, warmup: int, count: int
+) -> dict[str, Any]:
+    """A peer's step as shipped, the same compiled (where ours is), and ours, in turns in this process."""
+    shape = dict(block_size=train.seq_len, n_layer=train.n_layer, n_head=train.n_head, n_embd=train.n_embd)
+    loader = DataLoaderLite(train.data, "train", train.micro_batch_size, train.seq_len, seed=train.seed)
+
+    def ours() -> peers.Contestant:
+        trial, steps = Trial(train, dist), iter(range(10**9))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            trial.step(next(steps))  # on a batch of its own, whose loading counts
+
+        return peers.Contestant("ours", trial.model, step)
+
+    compiled = [False, True] if train.compile and not why_not_compile(dist.device) else [False]
+    makers = {f"{name}, compiled" if fast else f"{name}, as shipped" if name == "build-nanogpt" else f"{name}, eager":
+              lambda fast=fast: peers.peer_contestant(name, path, shape, dist, fast) for fast in compiled}
+    rows = peers.race({**makers, "ours": ours}, loader.next_batch, count, warmup, dist.device)
+    result = {"B": train.micro_batch_size, "T": train.seq_len, "rows": rows}
+    if train.micro_batch_size > 8 and any("memory" in row.get("problem", "") for row in rows):
+        smaller = replace(train, micro_batch_size=train.micro_batch_size // 2)  # a batch that all of them can hold
+        result = peer_race(name, path, smaller, dist, warmup, count)
+        result["too_large"] = [{"B": train.micro_batch_size, "rows": rows}, *result.get("too_large", [])]
+    return result
+
+
+def hellaswag_race(config: BenchConfig, train: TrainConfig, dist: Distributed) -> dict[str, Any]:
+    """HellaSwag as build-nanogpt evaluates it in training, and as we do, with the same weights."""
+    examples = hellaswag_examples(config, 100 if dist.device.type == "cuda" else 8)
+    torch.manual_seed(train.seed)
+    model = GPT(train_gpt2.model_config(train)).to(dist.device).eval()
+    shape = dict(block_size=train.seq_len, n_layer=train.n_layer, n_head=train.n_head, n_embd=train.n_embd)
+    path = peers.parse_peers(config.peer)["build-nanogpt"]
+    theirs, expected = peers.peer_hellaswag(path, model.state_dict(), shape, examples, dist)
+    tasks = hellaswag.prepare(examples, train.seq_len)
+    with dist.autocast():
+        for _ in range(2):  # the first one is not counted
+            began = time.perf_counter()
+            score = hellaswag.score(model.hidden, model.wte.weight, tasks, dist.device)
+            seconds = time.perf_counter() - began
+    found = dict(zip(score.index, (score.losses / score.lengths).argmin(1).tolist(), strict=True))
+    same = sum(found[i] == prediction for i, prediction in enumerate(expected))
+    return {"tasks": len(tasks), "theirs_per_s": theirs, "ours_per_s": len(tasks) / seconds, "same_predictions": same}
+
+
+def short_run(config: BenchConfig, script: list[object], gpu: bool, tokens: int) -> dict[str, Any]:
+    """300 steps of the gpt2 preset, shrunk only in steps; where there is no GPU 20 of a small one."""
+    steps = 300 if gpu else 20
+    args = [*script, "--warmup-steps", steps // 10, "--eval-every", steps // 2, "--sample-every", steps // 2,
+            "--save-every", steps // 3]
+    if not gpu:
+        args += ["--total-batch-size", 2 * tokens, "--eval-tokens", 2 * tokens]
+    source = hellaswag_source(config)
+    with tempfile.TemporaryDirectory() as folder:
+        if not gpu:  # a few tasks
+            source = f"{folder}/tasks.jsonl"
+            Path(source).write_text("".join(json.dumps(task) + "\n" for task in hellaswag_examples(config, 8)))
+        args += ["--hellaswag-every", steps // 2 if source.endswith(".jsonl") else 0, "--hellaswag-data", source]
+        return around.real_run(Path(train_gpt2.__file__), args, Path(config.report, "run"), steps, 180)
+
+
+def repeat_flags(args: list[str]) -> list[str]:
+    """--only A B as --only A --only B, which is how tyro reads a flag that may come several times; --peer likewise."""
+    repeated, last = [], ""
+    for i, arg in enumerate(args):
+        if arg in ("--only", "--peer"):
+            last = arg
+            if i + 1 < len(args) and not args[i + 1].startswith("--"):
+                continue
+        elif arg.startswith("--"):
+            last = ""
+        repeated += [last, arg] if last and arg != last else [arg]
+    return repeated
+
+
 def main(args: list[str] | None = None) -> None:
-    config = parse_args(BenchConfig, args=args)
+    config = parse_args(BenchConfig, args=repeat_flags(sys.argv[1:] if args is None else args))
     if config.steps < 1:
         raise InputError(f"--steps {config.steps}: at least 1")
     if config.picture and Path(config.picture).suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--picture {config.picture}: a name that ends in .png, .svg or .pdf")
     for path in filter(None, (config.json, config.ladder and config.picture)):
         check_writable(path)
+    for path in filter(None, (config.data, config.hellaswag_data)):
+        if not Path(path).exists():
+            raise InputError(f"{path}: no such data")
+    if (config.only or config.minutes or config.peer) and not (config.report or config.job):
+        raise InputError("--only, --minutes and --peer are a report's: add --report FOLDER")
+    peers.parse_peers(config.peer)
     train = train_config(config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the process that measures, too
-    dist = Distributed.start(train) if config.rung else coordinate(config)
+    alone = config.rung or config.job
+    dist = Distributed.start(train) if alone else coordinate(config)
     try:
-        if config.rung:
+        if config.job:
+            result = run_job(config, dist)
+        elif config.rung:
             result = measure(config, dist)
+        elif config.report:
+            return make_report(config, dist)
         elif config.ladder:
             result = climb(config, dist) if dist.rank == 0 else {}
             dist.gather(None)
             result |= scaling(config, dist) if dist.world_size > 1 else {}
         else:
-            result = report(config, dist)
+            result = print_summary(config, dist)
     finally:
         dist.stop()
-    if config.json and (config.rung or dist.rank == 0):
+    if config.json and (alone or dist.rank == 0):
         with atomic_write(config.json, "w") as file:
             json.dump(result, file, indent=1)
-    elif config.rung:
+    elif alone:
         print(json.dumps(result, indent=1))
+    return None
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def add_run_entry(log_dir: Path, config: dict[str, Any], **details: Any) -> None
     entry = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": sys.argv,
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
         "versions": {"python": sys.version.split()[0]} | {name: _version(name) for name in PACKAGES},
         **details,
         "config": config,
@@ -123,7 +123,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """The commit of this code, with a `+` when tracked files have changed since; None outside a git checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:

@@ -10,7 +10,7 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-MODULES = {module_name(path): path for path in [*ROOT.glob("*.py"), *ROOT.glob("support/*.py")]}
+MODULES = {module_name(path): path for path in [*ROOT.glob("*.py"), *ROOT.glob("support/**/*.py")]}
 
 
 def imports_of(path: Path) -> set[str]:
