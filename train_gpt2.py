@@ -510,23 +510,28 @@ def get_lr(step: int, config: TrainConfig) -> float:
 
 
 @torch.no_grad()
-def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, dist: Distributed) -> float:
+def validation_loss(
+    model: GPT, loader: DataLoaderLite, tokens: int, dist: Distributed,
+    loss_function: LossFunction = chunked_next_token_loss,
+) -> float:
     """Mean loss in nats over the first `tokens` tokens of the loader's split, each weighing the same.
 
     The ranks share the sequences; the losses are summed over all, then divided, so that neither the batch size nor
-    the number of ranks matters.
+    the number of ranks matters. Batches of B sequences may run compiled; a smaller one, at the end, does not.
     """
     B, T = loader.B, loader.T
     sequences = min(tokens, loader.stream.total_tokens - 1) // T
-    total = torch.zeros((), dtype=torch.float64)
+    losses, sizes = [torch.zeros((), device=dist.device)], [0]
     for first in range(dist.rank * B, sequences, dist.world_size * B):
         n = min(B, sequences - first)
         buffer = torch.from_numpy(loader.stream.read(first * T, n * T + 1).astype(np.int64)).to(dist.device)
-        with dist.autocast():
+        with dist.autocast(), torch.compiler.set_stance("default" if n == B else "force_eager"):
             x = model.hidden(buffer[:-1].view(n, T))  # (n, T, C)
-            _, loss = chunked_next_token_loss(x, model.wte.weight, buffer[1:])
-        total += loss.cpu().double() * n  # in this order: not every device has float64
-    return dist.sum(total).item() / sequences
+            losses.append(loss_function(x, model.wte.weight, buffer[1:].view(n, T))[1])
+            sizes.append(n)
+    # The one wait for the device. The sum is made on the host, in float64, which not every device has.
+    total = sum(loss * n for loss, n in zip(torch.stack(losses).tolist(), sizes, strict=True))
+    return dist.sum(torch.tensor(total, dtype=torch.float64)).item() / sequences
 
 
 def print_samples(model: GPT, prompt: str, dist: Distributed) -> None:
@@ -547,20 +552,19 @@ def is_due(every: int, step: int, config: TrainConfig) -> bool:
 
 def evaluate(
     step: int, model: GPT, val_loader: DataLoaderLite | None, tasks: list[Any] | None, config: TrainConfig,
-    dist: Distributed, log: runlog.Log,
+    dist: Distributed, log: runlog.Log, loss_function: LossFunction = chunked_next_token_loss,
 ) -> float:
     """Evaluates the weights that `step` updates have made, as far as it is due: validation loss, HellaSwag, samples.
 
-    Compiled code is set aside, since these shapes come once; dropout, which GPT-2 is trained without but a fork may
-    have, is off. Returns the validation loss, inf where none was due.
+    Dropout, which GPT-2 is trained without but a fork may have, is off. Returns the validation loss, inf if not due.
     """
     model.eval()
     val = math.inf
-    with torch.compiler.set_stance("force_eager"):
-        if is_due(config.eval_every, step, config):
-            val = validation_loss(model, val_loader, config.eval_tokens, dist)
-            say(f"step {step:5d} validation loss {val:.4f}")
-            log.write(step, val=f"{val:.6f}")
+    if is_due(config.eval_every, step, config):
+        val = validation_loss(model, val_loader, config.eval_tokens, dist, loss_function)
+        say(f"step {step:5d} validation loss {val:.4f}")
+        log.write(step, val=f"{val:.6f}")
+    with torch.compiler.set_stance("force_eager"):  # nothing is compiled for shapes that come once
         if is_due(config.hellaswag_every, step, config) and tasks:
             accuracy = hellaswag.evaluate(model.hidden, model.wte.weight, tasks, dist)
             say(f"step {step:5d} HellaSwag {accuracy:.4f}")
@@ -580,7 +584,6 @@ def evaluate(
 @dataclass
 class Progress:
     """How far a run has come: what a checkpoint keeps besides weights, optimizer, data position and random state."""
-
     step: int = 0  # updates made
     best_val: float = math.inf  # nats
     elapsed: float = 0.0  # seconds spent in updates
@@ -805,7 +808,8 @@ def train(config: TrainConfig, dist: Distributed) -> int:
     with StopSignals() as signals, bar, writer:
         for step in range(start, config.max_steps + 1):
             last = step == config.max_steps
-            progress.best_val = min(progress.best_val, evaluate(step, model, val_loader, tasks, config, dist, log))
+            val = evaluate(step, model, val_loader, tasks, config, dist, log, loss_function)
+            progress.best_val = min(progress.best_val, val)
             if is_due(config.save_every, step, config) and (step > start or last):
                 save(wait=last)
             if last:

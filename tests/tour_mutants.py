@@ -36,7 +36,7 @@ class Mutant(NamedTuple):
 
 TRAIN, DISTRIBUTED, HELLASWAG, MUON = "train_gpt2.py", "support/distributed.py", "hellaswag.py", "support/muon.py"
 MUTANTS = [
-    Mutant(1, "targets not shifted", TRAIN, "buffer[1:].view", "buffer[:-1].view"),
+    Mutant(1, "targets not shifted", TRAIN, "buffer[1:].view(self", "buffer[:-1].view(self"),
     Mutant(1, "a space no longer belongs to the word after it", "support/tokenizer.py", r"| ?\p{L}++", r"|\p{L}++"),
     Mutant(2, "attention without 1/√head size", TRAIN, "is_causal=mask is None)", "is_causal=mask is None, scale=1.0)"),
     Mutant(2, "attention not causal", TRAIN, "is_causal=mask is None)", "is_causal=False)"),
@@ -52,14 +52,15 @@ MUTANTS = [
     Mutant(5, "std 0.2 instead of 0.02", TRAIN, "else 0.02", "else 0.2"),
     Mutant(6, "residual projections scaled by 1/√2", TRAIN, "math.sqrt(2 * self.config.n_layer)", "math.sqrt(2)"),
     Mutant(7, "the optimizer lacks the matrices", TRAIN, "if p.dim() >= 2]", "if p.dim() > 2]"),
-    Mutant(8, "targets not shifted", TRAIN, "buffer[1:].view", "buffer[:-1].view"),
+    Mutant(8, "targets not shifted", TRAIN, "buffer[1:].view(self", "buffer[:-1].view(self"),
     Mutant(8, "the loader stands still", TRAIN, "        self.position += tokens\n", ""),
     Mutant(9, "biases and LayerNorms decayed, too", TRAIN, '"weight_decay": 0.0}',
            '"weight_decay": config.weight_decay}'),
     Mutant(9, "Adam's usual second beta, 0.999", TRAIN, "betas=(0.9, 0.95)", "betas=(0.9, 0.999)"),
     Mutant(10, "a line instead of the cosine", TRAIN, "0.5 * (1 + math.cos(math.pi * progress))", "1 - progress"),
     Mutant(10, "the first rate is 0", TRAIN, "(step + 1) / config.warmup_steps", "step / config.warmup_steps"),
-    Mutant(11, "no division by the micro-steps", TRAIN, "scaler.scale(loss / micro_steps)", "scaler.scale(loss)"),
+    Mutant(11, "no division by the micro-steps", TRAIN, "scaler.scale(loss / (micro_batches / dist.world_size))",
+           "scaler.scale(loss)"),
     Mutant(12, "all ranks read the same tokens", TRAIN, " + self.rank * self.B * self.T", ""),
     Mutant(12, "the gradients of DDP's first pass are left", TRAIN,
            "    replica.zero_grad(set_to_none=True)\n    return replica", "    return replica"),
