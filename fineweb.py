@@ -468,20 +468,20 @@ def tokenize_source(config: ShardConfig, out: Path, rank: int, world_size: int) 
     if not config.shard_size:
         whole = not (config.input or config.dataset)
         config = replace(config, shard_size=100_000_000 if whole else automatic_shard_size(expected))
-    options = {
-        "source": source.name,
+    options = {"source": source.name}
+    if config.dataset:
+        options |= {key: getattr(source, key) for key in DATASET_KEYS}
+        options["repository"] = source.commit and source.dataset
+    if layout.template:
+        options["template"] = layout.template
+    options |= {
+        "text_column": layout.column,
         "commit": source.commit,
         "files": [[name if source.commit else Path(name).name, size] for name, size in source.files],
-        "text_column": layout.column,
         "shard_size": config.shard_size,
         "world_size": world_size,
         "tokenizer": SHA256,
     }
-    if layout.template:
-        options["template"] = layout.template
-    if config.dataset:
-        options |= {key: getattr(source, key) for key in DATASET_KEYS}
-        options["repository"] = source.commit and source.dataset
     here = Folder(out, options, rank, world_size)
     finished = here.finished(config.max_shards)
     expected = min(expected, config.max_shards * config.shard_size or sys.maxsize)

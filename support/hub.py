@@ -212,11 +212,12 @@ class Stream:
     """The texts of a split, in order. Of several ranks each has some of the files, or of their rows."""
 
     def __init__(self, source: Source, split: str, rank: int, world_size: int):
-        datasets = import_datasets()
-        builder = datasets.load_dataset_builder(source.dataset, source.config, revision=source.commit)
+        builder = import_datasets().load_dataset_builder(source.dataset, source.config, revision=source.commit)
         self.rows = builder.as_streaming_dataset(split).select_columns(source.layout.columns)
         if world_size > 1:
-            self.rows = datasets.distributed.split_dataset_by_node(self.rows, rank, world_size)
+            from datasets.distributed import split_dataset_by_node
+
+            self.rows = split_dataset_by_node(self.rows, rank, world_size)
         self.document = source.layout.document
         self.piece = -1  # the next one; none before seek() and after an error
 
@@ -270,7 +271,9 @@ def make_piece(file: tuple[int, str], source: Source, state: Any, share: tuple[i
     """
     index, _ = file
     path, before = folder / f"{index:06d}.parquet", folder / f"{index - 1:06d}.parquet"
-    split, first = (source.split, source.first_train) if index >= source.first_train else (source.validation, 0)
+    split, first = source.split, source.first_train
+    if index < source.first_train:
+        split, first, share = source.validation, 0, (0, 1)
 
     def make() -> bool:
         stream = open_stream(source, split, *share)

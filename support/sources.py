@@ -224,6 +224,8 @@ def read_text(span: Span, layout: Layout) -> Iterator[str]:
 def read_lines(span: Span, layout: Layout) -> Iterator[str]:
     """The lines of a .txt file, each a document, as `datasets` reads it: \\r, too, ends a line. Raises InputError."""
     at, data, more = read_bytes(span, layout)
+    if not data:  # the span lies within a line
+        return
     begin = 1 if span.start else 0  # past the end of the line before
     try:
         text = data[begin:].decode("utf-8") + ("\n" if more else "")

@@ -56,7 +56,7 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length", 0))
         body = parse_qs(self.rfile.read(length).decode()) if length else {}
         url = urlsplit(self.path)
-        path, recursive = unquote(url.path), "recursive=True" in url.query
+        path, recursive = unquote(url.path), "recursive=true" in url.query.lower()
         for repository in self.server.files:
             api, resolve = f"/api/datasets/{repository}", f"/datasets/{repository}/resolve/"
             if path == api or path.startswith((f"{api}/", resolve)):

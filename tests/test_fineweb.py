@@ -76,9 +76,9 @@ def make(*args):
 class InlinePool:
     """Stands in for a pool of processes where starting one would take longer than the test."""
 
-    def submit(self, function, item):
+    def submit(self, function, *items):
         future = Future()
-        future.set_result(function(item))
+        future.set_result(function(*items))
         return future
 
 
