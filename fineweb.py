@@ -26,19 +26,14 @@ and keeps its own manifest.N.json; they share a folder and need not talk. At the
 
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,19 +46,21 @@ import numpy as np
 from support import hub
 from support.cli import InputError, is_rank_zero, parse_args, run
 from support.files import atomic_write, sha256
+from support.processes import in_order, processes
 from support.shards import open_shard
 from support.sources import (
     COMPRESSED,
     DISK_FULL,
     Layout,
     Source,
+    Span,
     cut_file,
     local_files,
     row_groups,
     template_columns,
     tokenize,
 )
-from support.tokenizer import EOT, SHA256, bpe_files
+from support.tokenizer import EOT, SHA256
 
 DATASET_KEYS = ("config", "split", "validation", "first_train", "stream")  # of a Source, in the manifest
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"
@@ -126,52 +123,6 @@ class ShardConfig:
         column = self.text_column or ("" if self.dataset or self.template else "text")
         template = self.template.replace("\\n", "\n").replace("\\t", "\t")  # what a shell hands over as it stands
         return Layout(column, template, datasets=bool(self.dataset))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes
-
-
-@contextmanager
-def processes(count: int, stop: bool = False) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes that end with the block, or with this process, however it ends.
-
-    stop: in the middle of what they do then; only for tasks with small results, see concurrent.futures.
-    """
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(count, initializer=begin_process)
-    try:
-        pool.submit(bpe_files).result()  # start them now: a fork copies one thread, and soon there are more
-        yield pool
-    except BrokenProcessPool:
-        raise InputError("a worker was killed, for want of memory perhaps: run the same command again to go on; "
-                         "fewer --workers need less") from None
-    finally:
-        for child in set(multiprocessing.active_children()) - others if stop else ():
-            child.terminate()
-        pool.shutdown(cancel_futures=True)
-
-
-def begin_process() -> None:
-    def end_with_parent() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-
-
-def in_order(pool: ProcessPoolExecutor, function: Callable, items: Iterable, ahead: int) -> Iterator[tuple]:
-    """(item, function(item)) of every item, in order, with `ahead` more under way or waiting to be asked for."""
-    pending: deque = deque()
-    for item in items:
-        pending.append((item, pool.submit(function, item)))
-        if len(pending) > ahead:
-            item, future = pending.popleft()
-            yield item, future.result()
-    while pending:
-        item, future = pending.popleft()
-        yield item, future.result()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -335,6 +286,28 @@ def check_disk(source: Source, shard_size: int, tokens: int, out: Path) -> None:
               f"shards of {shard_size:,}", flush=True)
 
 
+def open_files(source: Source, here: Folder, copiers: ProcessPoolExecutor | None) -> Iterator[tuple[int, Path]]:
+    """(index, path) of a rank's source files from the manifest's position on; with `copiers` of copies, one ahead."""
+    begin, rank, world_size = here.manifest["position"][0], here.rank, here.world_size
+    mine: Iterator[tuple[int, str]]
+    if source.stream:
+        mine = ((i, "") for i in itertools.count(max(begin, source.first_train) if rank else begin))
+        share, state = (rank, world_size), here.manifest.get("state")
+        make_copy = partial(hub.make_piece, source=source, state=state, share=share, folder=here.copies)
+    else:
+        owners = [0] * source.first_train + [i % world_size for i in range(len(source.files) - source.first_train)]
+        mine = ((i, name) for i, (name, _) in enumerate(source.files) if i >= begin and owners[i] == rank)
+        make_copy = partial(hub.make_local, source=source, folder=here.copies)
+    if not copiers:
+        yield from ((i, Path(name)) for i, name in mine)
+        return
+    here.copies.mkdir(exist_ok=True)
+    for (i, _), path in in_order(copiers, make_copy, mine, ahead=1):
+        if not path:  # the stream's end
+            return
+        yield i, path
+
+
 def make_shards(config: ShardConfig, source: Source, here: Folder, expected: int) -> None:
     """Goes on with the shards of a rank until its files end or config.max_shards are there. Raises InputError.
 
@@ -342,70 +315,53 @@ def make_shards(config: ShardConfig, source: Source, here: Folder, expected: int
     """
     from tqdm import tqdm
 
-    rank, world_size = here.rank, here.world_size
-    workers = config.workers or max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
     layout = Layout("text") if source.stream else source.layout  # of the files that the workers read
-    copied = source.commit or source.stream or any(name.endswith(COMPRESSED) for name, _ in source.files)
-    (file, start, done), skipped = here.manifest["position"], here.manifest["skipped"]
-    copies: dict[int, Path] = {}
+    (begin, start, done), skipped = here.manifest["position"], here.manifest["skipped"]
+    paths: dict[int, Path] = {}  # of the source files that are being read
     parts: list[np.ndarray] = []  # of the shard to come
     room = 0  # tokens that it still lacks
 
-    def local_paths() -> Iterator[tuple[int, Path]]:
-        """(index, path) of this rank's source files from `file` on: those here, or copies made one ahead."""
-        if source.stream:
-            mine = ((i, "") for i in itertools.count(max(file, source.first_train) if rank else file))
-            share, state = (rank, world_size), here.manifest.get("state")
-            make_copy = partial(hub.make_piece, source=source, state=state, share=share, folder=here.copies)
-        else:
-            owners = [0] * source.first_train + [i % world_size for i in range(len(source.files) - source.first_train)]
-            mine = ((i, name) for i, (name, _) in enumerate(source.files) if i >= file and owners[i] == rank)
-            make_copy = partial(hub.make_local, source=source, folder=here.copies)
-        if not copied:
-            yield from ((i, Path(name)) for i, name in mine)
-            return
-        here.copies.mkdir(exist_ok=True)
-        for (i, name), path in in_order(copiers, make_copy, mine, ahead=1):
-            if path is None:  # the stream's end
-                return
-            if path != Path(name):
-                copies[i] = path
-            yield i, path
+    def cut_files(copiers: ProcessPoolExecutor | None) -> Iterator[Span]:
+        for i, path in open_files(source, here, copiers):
+            paths[i] = path
+            yield from cut_file(i, path, layout, start if i == begin else 0)
 
     def begin_shard() -> None:
         nonlocal room
+        parts.clear()
         room = config.shard_size if here.next_index or not source.first_train else sys.maxsize
 
-    def finish(position: list[int], complete: bool = False) -> None:
-        """Writes the shard. position: [source file, its span's start, tokens of the span] where the next one begins."""
-        here.manifest |= {"complete": complete, "position": position, "skipped": skipped}
+    def finish(file: int, start: int, taken: int, complete: bool = False) -> bool:
+        """Writes the shard; the next one begins after `taken` tokens of the span at `start`. True: it was the last."""
+        here.manifest |= {"complete": complete, "position": [file, start, taken], "skipped": skipped}
         here.manifest.pop("state", None)
         if source.stream and not complete:
-            here.manifest["state"] = hub.read_states(copies[position[0]])[0]
+            here.manifest["state"] = hub.read_states(paths[file])[0]
         if not parts:
             here.save()
-            return
+            return True
         here.write(parts)
-        parts.clear()
         begin_shard()
         last, rate = here.shards[-1], (here.tokens - before) / (time.perf_counter() - began)
         tqdm.write(f"{last['name']}: {last['tokens']:,} tokens, {last['documents']:,} documents; {rate:,.0f} tokens/s")
         sys.stdout.flush()
-        for i in [i for i in copies if i < position[0]]:
-            copies.pop(i).unlink(missing_ok=True)
+        for path in [paths.pop(i) for i in list(paths) if i < file]:
+            if path.is_relative_to(here.copies):
+                path.unlink(missing_ok=True)
+        return here.finished(config.max_shards)
 
     begin_shard()
-    before, began, total = here.tokens, time.perf_counter(), expected // world_size
+    before, began, total = here.tokens, time.perf_counter(), expected // here.world_size
     bar = tqdm(total=total, initial=before, unit="token", unit_scale=True, disable=None)
+    workers = config.workers or max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+    copied = source.commit or source.stream or any(name.endswith(COMPRESSED) for name, _ in source.files)
     with (processes(1, stop=True) if copied else nullcontext()) as copiers, processes(workers) as pool, bar:
-        spans = (span for i, path in local_paths() for span in cut_file(i, path, layout, start if i == file else 0))
         task = partial(tokenize, layout=layout)
-        for span, (tokens, passed) in in_order(pool, task, spans, ahead=2 * workers):
-            if here.next_index == 0 and span.file >= source.first_train > 0:  # the validation split has ended
+        for span, (tokens, passed) in in_order(pool, task, cut_files(copiers), ahead=2 * workers):
+            if here.next_index == 0 and span.file >= source.first_train > 0:  # here the validation split has ended
                 if not parts:
-                    raise InputError(f"no text in the split {source.validation!r}")
-                finish([span.file, 0, 0])
-                if here.finished(config.max_shards):
+                    raise InputError(f"no text in the split {source.validation!r}: name another dataset or --split")
+                if finish(span.file, 0, 0):
                     return
             taken = min(done, len(tokens))  # so many of them are in finished shards
             done -= taken
@@ -413,14 +369,12 @@ def make_shards(config: ShardConfig, source: Source, here: Folder, expected: int
                 parts.append(tokens[taken : taken + room])
                 taken, room = taken + len(parts[-1]), room - len(parts[-1])
                 bar.update(len(parts[-1]))
-                if room == 0:
-                    finish([span.file, span.start, taken])
-                    if here.finished(config.max_shards):
-                        return
+                if room == 0 and finish(span.file, span.start, taken):
+                    return
             skipped = [sum(pair) for pair in zip(skipped, passed, strict=True)]
     if not (parts or here.shards or here.rank):
         raise InputError("no text in the input: nothing to tokenize")
-    finish([len(source.files), 0, 0], complete=True)
+    finish(len(source.files), 0, 0, complete=True)
 
 
 def fetch_pretokenized(number: int, here: Folder) -> None:

@@ -39,6 +39,7 @@ class Hub(http.server.ThreadingHTTPServer):
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body in one go
 
     def answer(self, status, content=b"", cut=None, **headers):
         content = content if isinstance(content, bytes) else json.dumps(content).encode()
