@@ -49,11 +49,16 @@ class Layout(NamedTuple):
         return template_columns(self.template) if self.template else [self.column]
 
     def document(self, row: Mapping[str, Any]) -> str | None:
-        """A row's text; None for a null. In a template a null is empty, unless all are null."""
+        """A row's text; None for a null. In a template a null is empty, unless all are null. Raises InputError."""
         if not self.template:
             return row[self.column]
         values = {column: "" if row[column] is None else row[column] for column in self.columns}
-        return None if all(row[column] is None for column in values) else self.template.format_map(values)
+        if all(row[column] is None for column in values):
+            return None
+        try:
+            return self.template.format_map(values)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise InputError(f"--template {self.template!r}: a row does not fit it ({first_line(error)})") from None
 
 
 @functools.cache

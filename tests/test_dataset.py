@@ -184,6 +184,10 @@ def test_templates_of_input_files(inline, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines(rows_of(["a", "b"])))
     make("--input", tmp_path / "a.jsonl", "--template", "{text}; {note}", "--shard-size", 99, "--out", tmp_path / "out")
     assert shard_tokens(tmp_path / "out").tolist() == expected_tokens(["a; note 0", "b; ", "; note 3"])
+    for template in ("{text:d}", "{text.size}", "{text[x]}"):
+        with pytest.raises(InputError, match="a row does not fit it"):
+            Layout(template=template).document({"text": "a"})
+    assert Layout(template="{name[en]} {n:.1f}").document({"name": {"en": "a"}, "n": 2}) == "a 2.0"
     with pytest.raises(InputError, match="begun with text_column , now text"):
         make("--input", tmp_path / "a.jsonl", "--shard-size", 99, "--out", tmp_path / "out")
 

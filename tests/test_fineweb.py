@@ -35,7 +35,6 @@ from support.sources import Layout, Span
 from support.tokenizer import EOT, get_tokenizer
 from tests.conftest import ROOT, SHARED, TINY, assert_one_error_line, losses, script
 from tests.hub import Hub
-from train_gpt2 import DataLoaderLite
 
 EVERY_PLANE = "".join(chr(plane * 0x10000 + 0x3A9) for plane in range(17))
 CONTROLS = "".join(map(chr, range(0xA0))) + "\u2028\u2029\u3000\ufeff\u200b"
@@ -215,6 +214,8 @@ def test_small_inputs_make_small_shards(tokens, size):
 @needs_data
 def test_educational_sample_to_a_trained_model(tmp_path):
     """Real parquet files -> shards, of which the first is about a tenth -> 20 steps of a small model."""
+    from train_gpt2 import DataLoaderLite  # here, since it imports torch
+
     out = tmp_path / "shards"
     done = script("fineweb.py", "--input", *EDU[:2], "--out", out)
     assert done.returncode == 0, done.stderr
@@ -582,6 +583,8 @@ def test_without_a_network(hub, tmp_path):
 
 def test_pretokenized(hub, tmp_path):
     """Ready shards, checked; a later run fetches more; the loader reads them."""
+    from train_gpt2 import DataLoaderLite  # here, since it imports torch
+
     out = tmp_path / "edu_fineweb10B"
     for number in (1, 3):
         done = script("fineweb.py", "--pretokenized", number, cwd=tmp_path, env=hub.env)
