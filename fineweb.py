@@ -410,7 +410,7 @@ def find_source(config: ShardConfig, begun: dict[str, Any]) -> Source:
                       begun["commit"], **recorded | flags)
     if not config.dataset:
         return hub.find_fineweb(config.name, config.layout)
-    with processes(1) as pool:  # its library would slow this process down
+    with processes(1, stop=True) as pool:  # its library would slow this process down
         return pool.submit(hub.find_dataset, config.dataset, config.config, config.split, config.layout).result()
 
 

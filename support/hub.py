@@ -21,7 +21,7 @@ from support.sources import COMPRESSED, DISK_FULL, SPAN_BYTES, Layout, Source, u
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 RETRY_SECONDS = (1, 4, 16, 64)  # the waits before the Hub is asked again in the middle of a run; at its start: 1
 VALIDATION = ("validation", "valid", "val", "dev")  # what a split for validation is called
-TEXT_TYPES = ("string", "large_string")
+TEXT_TYPES = ("string", "large_string", "string_view")
 # `datasets`' module for files of a kind that we read ourselves -> how their names end
 READ_HERE = {"parquet": (".parquet",)} | {module: tuple(suffix + end for end in ("", *COMPRESSED))
                                           for module, suffix in (("json", ".jsonl"), ("text", ".txt"))}
@@ -47,10 +47,10 @@ def ask_hub(what: str, call: Callable[[], Any], waits: tuple[int, ...] = RETRY_S
             raise InputError(f"{what}: its owner gives access on its page on the Hub, to those who ask for it there; "
                              "then `hf auth login`, or set HF_TOKEN") from None
         except errors.RepositoryNotFoundError:
-            raise InputError(f"{what}: not on the Hub (404), or private: `hf auth login`, or set HF_TOKEN, as somebody "
-                             "who may read it") from None
+            raise InputError(f"{what}: no folder here, and not on the Hub, or private there: then `hf auth login`, or "
+                             "set HF_TOKEN, as somebody who may read it") from None
         except errors.HFValidationError:
-            raise InputError(f"{what}: neither a folder here nor a name that the Hub could have") from None
+            raise InputError(f"{what}: no folder here, and no name that the Hub could have") from None
         except Exception as error:  # the Hub's, its HTTP library's, the socket's: they share no base
             if getattr(error, "errno", None) in DISK_FULL:
                 raise
@@ -230,6 +230,8 @@ class Stream:
         """The texts from here on, about SPAN_BYTES at a time."""
         texts, size = [], 0
         for text in self.texts:
+            if not isinstance(text, str | None):
+                raise TypeError(f"a row has no text but {type(text).__name__} {text!r:.40}; name another --text-column")
             texts.append(text)
             size += len(text or "") + 1
             if size >= SPAN_BYTES:

@@ -331,6 +331,13 @@ def test_killed_at_any_moment(kind, tmp_path):
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
+def test_rows_without_a_text(small, inline, tmp_path):
+    """The first rows promise texts, later ones hold numbers."""
+    folder = write_folder(tmp_path / "folder", {"a.csv": b"text\n" + b"word\n" * 20_000 + b"17\n" * 20_000})
+    with pytest.raises(InputError, match="--dataset folder: a row has no text but int 17; name another --text-column"):
+        make("--dataset", folder, "--out", tmp_path / "out")
+
+
 def test_ranks_share_a_stream(small, inline, tmp_path, monkeypatch):
     """The validation split is rank 0's; each document of train is in the shards of one rank."""
     folder = write_folder(tmp_path / "folder", files_of("csv"))
@@ -412,13 +419,13 @@ def be_with_the_hub(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"begun with template None, now \{text\}"):
             make(*args, "--template", "{text}")
         assert not hub.requests
-    assert "not on the Hub (404), or private" in refused("--dataset", "me/none")
-    assert "neither a folder here nor a name" in refused("--dataset", "./no/such/folder")
+    assert "no folder here, and not on the Hub, or private" in refused("--dataset", "me/none")
+    assert "no folder here, and no name that the Hub could have" in refused("--dataset", "./no/such/folder")
     assert "scripts are no longer supported, but found script.py" in refused("--dataset", "me/script")
     assert "no split 'test'; --split names one of: train, val" in refused("--dataset", "me/csv", "--split", "test")
     assert "BuilderConfig 'x' not found" in refused("--dataset", "me/csv", "--config", "x")
     assert "me/gated: its owner gives access on its page" in refused("--dataset", "me/gated")
-    assert "me/private: not on the Hub (404), or private: `hf auth login`" in refused("--dataset", "me/private")
+    assert "private there: then `hf auth login`, or set HF_TOKEN" in refused("--dataset", "me/private")
     os.environ["HF_TOKEN"] = Hub.TOKEN
     for name in ("me/gated", "me/private"):
         make("--dataset", name, "--shard-size", 100, "--out", tmp_path / name)
