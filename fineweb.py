@@ -88,13 +88,13 @@ class ShardConfig:
     out: str = "edu_fineweb10B"
     """Folder for the shards."""
     shard_size: int = 0
-    """Tokens a shard, the last one is shorter; 0: 100 million, or about a tenth of --input where that is less."""
+    """Tokens a shard, the last one is shorter; 0: 100 million, or about a tenth of the text where that is less."""
     workers: int = 0
     """Processes that tokenize; 0: one a core."""
     max_shards: int = 0
     """Stop after this many shards, validation included; 0: no limit. A later run may go on to more."""
     pretokenized: int = 0
-    """Instead of text: hub.fetch this many ready .bin shards of FineWeb-Edu, validation included, 100M tokens each."""
+    """Instead of text: fetch this many ready .bin shards of FineWeb-Edu, validation included, 100M tokens each."""
     verify: bool = False
     """Only check the shards in --out against its manifest.json."""
 
