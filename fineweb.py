@@ -3,13 +3,16 @@
     python fineweb.py                                   # FineWeb-Edu, 10 billion tokens -> edu_fineweb10B/
     python fineweb.py --max-shards 3                    # a taste of it: one validation and two training shards
     python fineweb.py --input books/*.parquet notes.jsonl a.txt --out my_shards
+    python fineweb.py --dataset roneneldan/TinyStories --out tiny    # any text dataset of the Hub, or a local folder
     python fineweb.py --pretokenized 3                  # three ready shards of FineWeb-Edu instead of text
     python fineweb.py --verify --out my_shards          # is every shard still what was written?
     torchrun --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 fineweb.py    # on four machines
 
-A document is a row of a parquet file, a line of .jsonl, or a whole .txt file; it is written as 50256 and its tokens.
+A document is a row of a parquet file or of a dataset, a line of .jsonl, or a whole .txt or .md file; it is written as
+50256 and its tokens.
 Documents follow each other across shard ends and none is dropped; nulls and empty texts are passed over and counted.
-Shard 0 is for validation. FineWeb-Edu: Penedo et al. 2024, huggingface.co/datasets/HuggingFaceFW/fineweb-edu.
+Shard 0 is for validation: a dataset's validation split if it has one, else the first documents.
+FineWeb-Edu: Penedo et al. 2024, huggingface.co/datasets/HuggingFaceFW/fineweb-edu.
 
 Parallel: workers read and tokenize spans of files on their own; this process only lays the results end to end. So the
 shards are the same bytes whatever the number of workers.
@@ -23,19 +26,14 @@ and keeps its own manifest.N.json; they share a folder and need not talk. At the
 
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,25 +43,26 @@ if __name__ == "__main__":  # otherwise numpy starts a thread a core for matrix 
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
+from support import hub
 from support.cli import InputError, is_rank_zero, parse_args, run
 from support.files import atomic_write, sha256
+from support.processes import in_order, processes
 from support.shards import open_shard
 from support.sources import (
     COMPRESSED,
     DISK_FULL,
-    REPOSITORY,
-    File,
-    ask_hub,
+    Layout,
+    Source,
+    Span,
     cut_file,
-    fetch,
-    hub_files,
     local_files,
-    make_local,
     row_groups,
+    template_columns,
     tokenize,
 )
-from support.tokenizer import EOT, SHA256, bpe_files
+from support.tokenizer import EOT, SHA256
 
+DATASET_KEYS = ("config", "split", "validation", "first_train", "stream")  # of a Source, in the manifest
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"
 TEXT_A_TOKEN, TEXT_A_HUB_BYTE, TEXT_A_COMPRESSED_BYTE = 4.5, 1.6, 4  # bytes of English, to estimate what is to come
 
@@ -75,13 +74,21 @@ class ShardConfig:
     name: str = "sample-10BT"
     """Part of FineWeb-Edu: sample-10BT, sample-100BT, sample-350BT, or a crawl such as CC-MAIN-2024-10."""
     input: tuple = ()  # of str; said barely, since tyro checks a tuple[str, ...] with a library that is slow to load
-    """Instead of FineWeb-Edu: .parquet, .jsonl, .txt files (the latter two also .gz, .zst), folders or patterns."""
-    text_column: str = "text"
-    """Where a parquet row or a jsonl object keeps its text."""
+    """Instead of FineWeb-Edu: .parquet, .jsonl, .txt, .md (the last three also .gz, .zst), folders or patterns."""
+    dataset: str = ""
+    """Instead of FineWeb-Edu: any text dataset of the Hub, by name, or a local folder in its layout."""
+    config: str = ""
+    """The dataset's configuration, where it has several; without it, its own default."""
+    split: str = ""
+    """The dataset's split; without it, train. Beside train a validation split makes shard 0."""
+    text_column: str = ""
+    """Where a row keeps its text; without it `text`, or a dataset's only column of text."""
+    template: str = ""
+    """Instead of one column: joins several, as in "{question}\\n{answer}"."""
     out: str = "edu_fineweb10B"
     """Folder for the shards."""
     shard_size: int = 0
-    """Tokens a shard, the last one is shorter; 0: 100 million, or about a tenth of --input where that is less."""
+    """Tokens a shard, the last one is shorter; 0: 100 million, or about a tenth of the text where that is less."""
     workers: int = 0
     """Processes that tokenize; 0: one a core."""
     max_shards: int = 0
@@ -97,57 +104,25 @@ class ShardConfig:
         problems = [f"{flag} {count}: not below 0" for flag, count in counts.items() if count < 0]
         if not 0 <= self.shard_size <= 2**31:
             problems.append(f"--shard-size {self.shard_size}: from 1 to {2**31}, or 0")
-        if self.pretokenized and self.input:
-            problems.append("--pretokenized and --input: one of them")
+        pairs = {"--pretokenized": self.pretokenized, "--input": self.input, "--dataset": self.dataset}
+        if len(given := [flag for flag, value in pairs.items() if value]) > 1:
+            problems.append(f"{' and '.join(given)}: one of them")
+        if (self.config or self.split) and not self.dataset:
+            problems.append("--config and --split: of a --dataset")
+        if self.text_column and self.template:
+            problems.append("--text-column and --template: one of them")
         if problems:
             raise InputError("; ".join(problems))
+        if self.template:
+            template_columns(self.template)
         return self
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes
-
-
-@contextmanager
-def processes(count: int, stop: bool = False) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes that end with the block, or with this process, however it ends.
-
-    stop: in the middle of what they do then; only for tasks with small results, see concurrent.futures.
-    """
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(count, initializer=begin_process)
-    try:
-        pool.submit(bpe_files).result()  # start them now: a fork copies one thread, and soon there are more
-        yield pool
-    except BrokenProcessPool:
-        raise InputError("a worker was killed, for want of memory perhaps: run the same command again to go on; "
-                         "fewer --workers need less") from None
-    finally:
-        for child in set(multiprocessing.active_children()) - others if stop else ():
-            child.terminate()
-        pool.shutdown(cancel_futures=True)
-
-
-def begin_process() -> None:
-    def end_with_parent() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-
-
-def in_order(pool: ProcessPoolExecutor, function: Callable, items: Iterable, ahead: int) -> Iterator[tuple]:
-    """(item, function(item)) of every item, in order, with `ahead` more under way or waiting to be asked for."""
-    pending: deque = deque()
-    for item in items:
-        pending.append((item, pool.submit(function, item)))
-        if len(pending) > ahead:
-            item, future = pending.popleft()
-            yield item, future.result()
-    while pending:
-        item, future = pending.popleft()
-        yield item, future.result()
+    @property
+    def layout(self) -> Layout:
+        """What the flags say of it. A dataset's column may still be found."""
+        column = self.text_column or ("" if self.dataset or self.template else "text")
+        template = self.template.replace("\\n", "\n").replace("\\t", "\t")  # what a shell hands over as it stands
+        return Layout(column, template, datasets=bool(self.dataset))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,13 +255,12 @@ def merge(here: Folder, options: dict[str, Any], max_shards: int) -> Folder:
 # Main
 
 
-def text_bytes(config: ShardConfig, name: str, size: int) -> float:
-    """About how much text a file holds, given its size."""
-    if name.endswith(".parquet") and config.input:
-        return sum(size for _, size in row_groups(Path(name), config.text_column))
-    if config.input:
-        return size * (TEXT_A_COMPRESSED_BYTE if name.endswith(COMPRESSED) else 1)
-    return size * TEXT_A_HUB_BYTE
+def text_bytes(source: Source, name: str, size: int) -> float:
+    """About how much text a source file holds, given its size."""
+    if name.endswith(".parquet"):
+        here = not (source.commit or source.stream)
+        return sum(size for _, size in row_groups(Path(name), source.layout)) if here else size * TEXT_A_HUB_BYTE
+    return size * (TEXT_A_COMPRESSED_BYTE if name.endswith((*COMPRESSED, ".zip")) else 1)
 
 
 def automatic_shard_size(tokens: int) -> int:
@@ -296,118 +270,168 @@ def automatic_shard_size(tokens: int) -> int:
     return min(tenth // unit * unit, 100_000_000)
 
 
-def check_disk(config: ShardConfig, files: list[File], tokens: int, out: Path) -> None:
+def check_disk(source: Source, shard_size: int, tokens: int, out: Path) -> None:
     """Says what is about to come. Raises InputError when the shards, and the copies, don't fit the disk."""
-    copies = [size * (TEXT_A_COMPRESSED_BYTE if config.input else 1) for name, size in files
-              if not config.input or name.endswith(COMPRESSED)]
+    copies = [size * (TEXT_A_COMPRESSED_BYTE if name.endswith(COMPRESSED) else 1) for name, size in source.files
+              if source.commit or name.endswith(COMPRESSED)]
+    copy = hub.PIECE_BYTES if source.stream else max(copies, default=0)
     there = sum(path.stat().st_size for path in out.glob("*.npy"))
-    need = max(2 * tokens - there, 0) + max(copies, default=0) * min(3, len(files))
+    need = max(2 * tokens - there, 0) + copy * min(3, len(source.files))
     free = shutil.disk_usage(next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())).free
     report = f"{out}: about {need / 1e9:,.2f} GB of disk needed, {free / 1e9:,.2f} GB free"
     if need > free:
         raise InputError(f"{report}; make room, name a folder elsewhere with --out, or take less with --max-shards")
     if is_rank_zero():
         print(f"{report}; about {tokens / 1e6:,.1f} million tokens in all, {there / 2e6:,.1f} there; "
-              f"shards of {config.shard_size:,}", flush=True)
+              f"shards of {shard_size:,}", flush=True)
 
 
-def make_shards(config: ShardConfig, files: list[File], commit: str | None, here: Folder, expected: int) -> None:
+def open_files(source: Source, here: Folder, copiers: ProcessPoolExecutor | None) -> Iterator[tuple[int, Path]]:
+    """(index, path) of a rank's source files from the manifest's position on; with `copiers` of copies, one ahead."""
+    begin, rank, world_size = here.manifest["position"][0], here.rank, here.world_size
+    mine: Iterator[tuple[int, str]]
+    if source.stream:
+        mine = ((i, "") for i in itertools.count(max(begin, source.first_train) if rank else begin))
+        share, state = (rank, world_size), here.manifest.get("state")
+        make_copy = partial(hub.make_piece, source=source, state=state, share=share, folder=here.copies)
+    else:
+        owners = [0] * source.first_train + [i % world_size for i in range(len(source.files) - source.first_train)]
+        mine = ((i, name) for i, (name, _) in enumerate(source.files) if i >= begin and owners[i] == rank)
+        make_copy = partial(hub.make_local, source=source, folder=here.copies)
+    if not copiers:
+        yield from ((i, Path(name)) for i, name in mine)
+        return
+    here.copies.mkdir(exist_ok=True)
+    for (i, _), path in in_order(copiers, make_copy, mine, ahead=1):
+        if not path:  # the stream's end
+            return
+        yield i, path
+
+
+def make_shards(config: ShardConfig, source: Source, here: Folder, expected: int) -> None:
     """Goes on with the shards of a rank until its files end or config.max_shards are there. Raises InputError.
 
     expected: tokens of all ranks, for the progress bar.
     """
     from tqdm import tqdm
 
-    workers = config.workers or max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
-    copied = commit or any(name.endswith(COMPRESSED) for name, _ in files)
-    (file, start, done), skipped = here.manifest["position"], here.manifest["skipped"]
-    copies: dict[int, Path] = {}
+    layout = Layout("text") if source.stream else source.layout  # of the files that the workers read
+    (begin, start, done), skipped = here.manifest["position"], here.manifest["skipped"]
+    paths: dict[int, Path] = {}  # of the source files that are being read
+    parts: list[np.ndarray] = []  # of the shard to come
+    room = 0  # tokens that it still lacks
 
-    def local_paths() -> Iterator[tuple[int, Path]]:
-        mine = [(i, name) for i, (name, _) in enumerate(files) if i % here.world_size == here.rank and i >= file]
-        if not copied:
-            yield from ((i, Path(name)) for i, name in mine)
-            return
-        here.copies.mkdir(exist_ok=True)
-        for (i, name), path in in_order(copiers, partial(make_local, commit=commit, folder=here.copies), mine, 1):
-            if path != Path(name):
-                copies[i] = path
-            yield i, path
+    def cut_files(copiers: ProcessPoolExecutor | None) -> Iterator[Span]:
+        for i, path in open_files(source, here, copiers):
+            paths[i] = path
+            yield from cut_file(i, path, layout, start if i == begin else 0)
 
-    def finish() -> None:
-        here.write(parts)
+    def begin_shard() -> None:
+        nonlocal room
         parts.clear()
+        room = config.shard_size if here.next_index or not source.first_train else sys.maxsize
+
+    def finish(file: int, start: int, taken: int, complete: bool = False) -> bool:
+        """Writes the shard; the next one begins after `taken` tokens of the span at `start`. True: it was the last."""
+        here.manifest |= {"complete": complete, "position": [file, start, taken], "skipped": skipped}
+        here.manifest.pop("state", None)
+        if source.stream and not complete:
+            here.manifest["state"] = hub.read_states(paths[file])[0]
+        if not parts:
+            here.save()
+            return True
+        here.write(parts)
+        begin_shard()
         last, rate = here.shards[-1], (here.tokens - before) / (time.perf_counter() - began)
         tqdm.write(f"{last['name']}: {last['tokens']:,} tokens, {last['documents']:,} documents; {rate:,.0f} tokens/s")
         sys.stdout.flush()
-        for i in [i for i in copies if i < here.manifest["position"][0]]:
-            copies.pop(i).unlink(missing_ok=True)
+        for path in [paths.pop(i) for i in list(paths) if i < file]:
+            if path.is_relative_to(here.copies):
+                path.unlink(missing_ok=True)
+        return here.finished(config.max_shards)
 
-    parts: list[np.ndarray] = []  # of the shard to come
-    room = config.shard_size  # tokens that it still lacks
+    begin_shard()
     before, began, total = here.tokens, time.perf_counter(), expected // here.world_size
     bar = tqdm(total=total, initial=before, unit="token", unit_scale=True, disable=None)
+    workers = config.workers or max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+    copied = source.commit or source.stream or any(name.endswith(COMPRESSED) for name, _ in source.files)
     with (processes(1, stop=True) if copied else nullcontext()) as copiers, processes(workers) as pool, bar:
-        spans = (span for i, path in local_paths()
-                 for span in cut_file(i, path, config.text_column, start if i == file else 0))
-        task = partial(tokenize, text_column=config.text_column)
-        for span, (tokens, passed) in in_order(pool, task, spans, ahead=2 * workers):
+        task = partial(tokenize, layout=layout)
+        for span, (tokens, passed) in in_order(pool, task, cut_files(copiers), ahead=2 * workers):
+            if here.next_index == 0 and span.file >= source.first_train > 0:  # here the validation split has ended
+                if not parts:
+                    raise InputError(f"no text in the split {source.validation!r}: name another dataset or --split")
+                if finish(span.file, 0, 0):
+                    return
             taken = min(done, len(tokens))  # so many of them are in finished shards
             done -= taken
             while taken < len(tokens):
                 parts.append(tokens[taken : taken + room])
                 taken, room = taken + len(parts[-1]), room - len(parts[-1])
                 bar.update(len(parts[-1]))
-                if room == 0:
-                    here.manifest |= {"position": [span.file, span.start, taken], "skipped": skipped}
-                    finish()
-                    room = config.shard_size
-                    if here.finished(config.max_shards):
-                        return
+                if room == 0 and finish(span.file, span.start, taken):
+                    return
             skipped = [sum(pair) for pair in zip(skipped, passed, strict=True)]
     if not (parts or here.shards or here.rank):
         raise InputError("no text in the input: nothing to tokenize")
-    here.manifest |= {"complete": True, "position": [len(files), 0, 0], "skipped": skipped}
-    if parts:
-        finish()
-    else:
-        here.save()
+    finish(len(source.files), 0, 0, complete=True)
 
 
 def fetch_pretokenized(number: int, here: Folder) -> None:
     """The first shards of PRETOKENIZED, each checked before it is put in its place. Raises InputError."""
     from huggingface_hub import HfApi
 
-    commit = here.begun.get("commit") or ask_hub(PRETOKENIZED, lambda: HfApi().dataset_info(PRETOKENIZED).sha)
+    commit = here.begun.get("commit") or hub.ask_hub(PRETOKENIZED, lambda: HfApi().dataset_info(PRETOKENIZED).sha)
     here.manifest["commit"] = commit
     here.begin()
     for index in range(here.next_index, number):
         name = f"finewebedu_{'train' if index else 'val'}_{index:06d}.bin"
-        path = fetch(PRETOKENIZED, commit, name, here.copies)
+        path = hub.fetch(PRETOKENIZED, commit, name, here.copies)
         tokens = open_shard(path)
         os.replace(path, here.out / name)
         here.enter(name, [tokens])
         print(f"{name}: {len(tokens):,} tokens", flush=True)
 
 
+def find_source(config: ShardConfig, begun: dict[str, Any]) -> Source:
+    """Where the text comes from. Raises InputError.
+
+    begun: a manifest. One of the same part of the Hub is gone on with, at its commit and without asking again.
+    """
+    if config.input:
+        return Source("files", tuple(local_files(config.input)), config.layout)
+    name = config.dataset or f"{hub.REPOSITORY} {config.name}"
+    if begun.get("source") == name and begun["commit"]:
+        layout = Layout(config.text_column or begun["text_column"], config.layout.template or begun.get("template", ""),
+                        datasets=bool(config.dataset))
+        recorded = {key: begun[key] for key in DATASET_KEYS if key in begun}
+        flags = {key: getattr(config, key) for key in ("config", "split") if getattr(config, key)}
+        return Source(name, tuple(map(tuple, begun["files"])), layout, begun.get("repository", hub.REPOSITORY),
+                      begun["commit"], **recorded | flags)
+    if not config.dataset:
+        return hub.find_fineweb(config.name, config.layout)
+    with processes(1, stop=True) as pool:  # its library would slow this process down
+        return pool.submit(hub.find_dataset, config.dataset, config.config, config.split, config.layout).result()
+
+
 def tokenize_source(config: ShardConfig, out: Path, rank: int, world_size: int) -> Folder:
     """The folder of config's shards, finished as far as this rank goes; on rank 0, of all. Raises InputError."""
-    source, commit = "files" if config.input else f"{REPOSITORY} {config.name}", None
-    begun = read_manifest(out / ("manifest.json" if world_size == 1 else f"manifest.{rank}.json"))
-    if config.input:
-        files = local_files(config.input)
-    elif begun.get("source") == source:  # at its commit, whatever the Hub's newest is by now
-        commit, files = begun["commit"], begun["files"]
-    else:
-        commit, files = hub_files(config.name)
-    expected = int(sum(text_bytes(config, name, size) for name, size in files) / TEXT_A_TOKEN)
+    source = find_source(config, read_manifest(out / ("manifest.json" if world_size == 1 else f"manifest.{rank}.json")))
+    layout = source.layout
+    expected = int(sum(text_bytes(source, name, size) for name, size in source.files) / TEXT_A_TOKEN)
     if not config.shard_size:
-        config = replace(config, shard_size=automatic_shard_size(expected) if config.input else 100_000_000)
-    options = {
-        "source": source,
-        "commit": commit,
-        "files": [[name if commit else Path(name).name, size] for name, size in files],
-        "text_column": config.text_column,
+        whole = not (config.input or config.dataset)
+        config = replace(config, shard_size=100_000_000 if whole else automatic_shard_size(expected))
+    options = {"source": source.name}
+    if config.dataset:
+        options |= {key: getattr(source, key) for key in DATASET_KEYS}
+        options["repository"] = source.commit and source.dataset
+    if layout.template:
+        options["template"] = layout.template
+    options |= {
+        "text_column": layout.column,
+        "commit": source.commit,
+        "files": [[name if source.commit else Path(name).name, size] for name, size in source.files],
         "shard_size": config.shard_size,
         "world_size": world_size,
         "tokenizer": SHA256,
@@ -416,13 +440,13 @@ def tokenize_source(config: ShardConfig, out: Path, rank: int, world_size: int) 
     finished = here.finished(config.max_shards)
     expected = min(expected, config.max_shards * config.shard_size or sys.maxsize)
     if not finished:
-        check_disk(config, files, expected, out)
+        check_disk(source, config.shard_size, expected, out)
     here.begin()
     if finished:
         print(f"{out}: finished already")
     else:
         try:
-            make_shards(config, files, commit, here, expected)
+            make_shards(config, source, here, expected)
         except InputError as error:
             if rank:  # its files are its own, and rank 0 knows nothing of them
                 print(f"error: rank {rank}: {error}", file=sys.stderr)

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import gzip
 import hashlib
-import http.server
 import itertools
 import json
 import multiprocessing
@@ -16,11 +15,9 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -31,12 +28,13 @@ from hypothesis import strategies as st
 
 import fineweb
 from support import files as support_files
+from support import hub as support_hub
 from support import sources
 from support.cli import InputError
-from support.sources import Span
+from support.sources import Layout, Span
 from support.tokenizer import EOT, get_tokenizer
 from tests.conftest import ROOT, SHARED, TINY, assert_one_error_line, losses, script
-from train_gpt2 import DataLoaderLite
+from tests.hub import Hub
 
 EVERY_PLANE = "".join(chr(plane * 0x10000 + 0x3A9) for plane in range(17))
 CONTROLS = "".join(map(chr, range(0xA0))) + "\u2028\u2029\u3000\ufeff\u200b"
@@ -77,9 +75,9 @@ def make(*args):
 class InlinePool:
     """Stands in for a pool of processes where starting one would take longer than the test."""
 
-    def submit(self, function, item):
+    def submit(self, function, *items):
         future = Future()
-        future.set_result(function(item))
+        future.set_result(function(*items))
         return future
 
 
@@ -107,7 +105,8 @@ def files(tmp_path):
     write_jsonl(folder / "d.jsonl.zst", DOCUMENTS, lambda data: pa.compress(data, codec="zstd", asbytes=True))
     (folder / "books/e.txt").write_bytes(EVERY_PLANE.encode())
     (folder / "books/f.txt").write_bytes(b"")
-    (folder / "books/g.txt").write_bytes(b"line\r\nline\n")
+    (folder / "books/g.md").write_bytes(b"line\r\nline\n")
+    (folder / "books/README.md").write_bytes(b"about the books, none of them")
     return [folder / name for name in ("a.parquet", "b.jsonl", "[cd].*", "books")]
 
 
@@ -156,7 +155,7 @@ def test_a_text_may_be_cut_between_words(tmp_path_factory, text, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "SPAN_BYTES", size)
         patch.setattr(sources, "PIECE_CHARS", size)
-        tokens = [sources.tokenize(span, "")[0].tolist() for span in sources.cut_file(0, path, "")]
+        tokens = [sources.tokenize(span, Layout())[0].tolist() for span in sources.cut_file(0, path, Layout())]
         pieces = list(sources.encode(text))
     assert [token for part in tokens for token in part] == expected_tokens([text])
     assert [token for piece in pieces for token in piece.tolist()] == get_tokenizer().encode_ordinary(text)
@@ -166,7 +165,7 @@ def test_a_million_spaces(tmp_path):
     """tiktoken overflows its stack on them."""
     path = tmp_path / "a.txt"
     path.write_bytes(b"start" + b" " * 1_200_000 + b"end" + b"\n" * 1_200_000 + b"end")
-    tokens, _ = sources.tokenize(Span(0, path, 0, path.stat().st_size), "")
+    tokens, _ = sources.tokenize(Span(0, path, 0, path.stat().st_size), Layout())
     assert get_tokenizer().decode_bytes(tokens[1:].tolist()) == path.read_bytes()
 
 
@@ -181,9 +180,9 @@ def test_each_document_is_in_one_span(tmp_path_factory, documents, size, rows, e
     pq.write_table(pa.table({"t": pa.array(documents, pa.string())}), parquet, row_group_size=rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "SPAN_BYTES", size)
-        for path in (jsonl, parquet):
-            spans = list(sources.cut_file(0, path, "t"))
-            assert [text for span in spans for text in sources.READERS[path.suffix](span, "t")] == documents
+        for path, read in ((jsonl, sources.read_json), (parquet, sources.read_rows)):
+            spans = list(sources.cut_file(0, path, Layout("t")))
+            assert [text for span in spans for text in read(span, Layout("t"))] == documents
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
@@ -215,6 +214,8 @@ def test_small_inputs_make_small_shards(tokens, size):
 @needs_data
 def test_educational_sample_to_a_trained_model(tmp_path):
     """Real parquet files -> shards, of which the first is about a tenth -> 20 steps of a small model."""
+    from train_gpt2 import DataLoaderLite  # here, since it imports torch
+
     out = tmp_path / "shards"
     done = script("fineweb.py", "--input", *EDU[:2], "--out", out)
     assert done.returncode == 0, done.stderr
@@ -413,11 +414,14 @@ MISTAKES = {
     "missing": (lambda tmp: tmp / "none.parquet", "none.parquet: no such file"),
     "empty pattern": (lambda tmp: tmp / "*.jsonl", "*.jsonl: no such file"),
     "suffix": (lambda tmp: write(tmp / "a.docx", b""), "a.docx: read are .parquet, .jsonl"),
+    "csv": (lambda tmp: write(tmp / "a.csv", b"a,b"), "a.csv: read are .parquet, .jsonl, .jsonl.gz"),
+    "html": (lambda tmp: write(tmp / "a.html", b""), "--dataset FOLDER reads .csv and others, too; turn .html, .pdf"),
     "empty folder": (lambda tmp: tmp, "no such file, or no .parquet"),
     "no parquet": (lambda tmp: write(tmp / "a.parquet", b"PAR1 not really"), "a.parquet: no parquet file"),
     "damaged parquet": (lambda tmp: damaged_parquet(tmp / "a.parquet"), "a.parquet: damaged near row 0"),
     "no column": (lambda tmp: pq.write_table(pa.table({"b": ["x"], "id": [1]}), tmp / "a.parquet") or tmp / "a.parquet",
                   "a.parquet: no text in a column 'text'; --text-column names one of: b (string), id (int64)"),
+    "lists": (lambda tmp: parquet_of(tmp / "a.parquet", [["a"], ["b"]]), "no text in a column 'text'"),
     "numbers": (lambda tmp: parquet_of(tmp / "a.parquet", [1, 2]), "no text in a column 'text'"),
     "UTF-8 in parquet": (lambda tmp: parquet_of(tmp / "a.parquet", not_utf8), "a.parquet, row 1 from 0: not UTF-8"),
     "UTF-8 in txt": (lambda tmp: write(tmp / "a.txt", b"abc\xff"), "a.txt: not UTF-8 at byte 3"),
@@ -490,7 +494,7 @@ def test_disk(files, tmp_path, inline, monkeypatch):
 
 def test_a_killed_worker(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", ["text"] * 10)
-    monkeypatch.setitem(sources.READERS, ".jsonl", lambda span, column: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setitem(sources.READERS, "json", lambda span, layout: os.kill(os.getpid(), signal.SIGKILL))
     multiprocessing.set_start_method("fork", force=True)  # so that the worker has this reader, too
     with pytest.raises(InputError, match="a worker was killed"):
         make("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--workers", 1)
@@ -498,66 +502,6 @@ def test_a_killed_worker(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The Hub
-
-
-class Hub(http.server.ThreadingHTTPServer):
-    """Answers on this machine as the Hub does, with `files` {repository: {path: bytes}} at one commit."""
-
-    commit = "0123456789abcdef" * 2 + "01234567"
-
-    def __init__(self, files):
-        super().__init__(("127.0.0.1", 0), HubHandler)
-        self.files, self.requests, self.failures = files, [], []  # failures: what the next requests for a file get
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.env = {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-
-
-class HubHandler(http.server.BaseHTTPRequestHandler):
-    def answer(self, status, content=b"", cut=None, **headers):
-        self.send_response(status)
-        for key, value in ({"Content-Length": len(content)} | headers).items():
-            self.send_header(key.replace("_", "-"), str(value))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content[:cut])
-
-    def do_GET(self):
-        path, commit = unquote(urlsplit(self.path).path), self.server.commit
-        for repository, files in self.server.files.items():
-            tree = f"/api/datasets/{repository}/tree/{commit}"
-            file = path.removeprefix(f"/datasets/{repository}/resolve/{commit}/")
-            if path == f"/api/datasets/{repository}":
-                return self.answer(200, json.dumps({"id": repository, "sha": commit, "tags": []}).encode())
-            if path.startswith(tree):
-                found = [{"type": "file", "path": name, "size": len(files[name]), "oid": "0" * 40} for name in files
-                         if str(Path(name).parent) == path[len(tree) + 1 :]]
-                if found:
-                    return self.answer(200, json.dumps(found).encode())
-            if file in files:
-                return self.send_file(file, files[file])
-        self.answer(404, b'{"error": "Not found"}', X_Error_Code="EntryNotFound")
-
-    do_HEAD = do_GET
-
-    def send_file(self, name, content):
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
-        self.server.requests.append((self.command, name, start))
-        headers = {"ETag": hashlib.sha256(content).hexdigest(), "X-Repo-Commit": self.server.commit}
-        failure = self.server.failures.pop(0) if self.command == "GET" and self.server.failures else None
-        if failure == "error":
-            self.answer(500)
-        elif failure == "break off":
-            self.answer(200, content, cut=len(content) // 2, **headers)
-            self.close_connection = True
-        elif start:
-            total = f"bytes {start}-{len(content) - 1}/{len(content)}"
-            self.answer(206, content[start:], Content_Range=total, **headers)
-        else:
-            self.answer(200, content, **headers)
-
-    def log_message(self, *args):
-        pass
 
 
 HUB_TEXTS = [text for i in range(3) for text in (f"text {i} {'of some length ' * 2000}", "the <|endoftext|>")]
@@ -573,8 +517,7 @@ def hub(tmp_path):
     header[:3] = 20240520, 1, 1000
     ready = header.tobytes() + np.full(1000, EOT, "<u2").tobytes()
     bins = {f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin": ready for i in range(3)}
-    server = Hub({sources.REPOSITORY: stored, fineweb.PRETOKENIZED: bins})
-    server.env["HF_HOME"] = str(tmp_path / "cache")
+    server = Hub({support_hub.REPOSITORY: stored, fineweb.PRETOKENIZED: bins}, tmp_path / "cache")
     yield server
     server.shutdown()
     server.server_close()
@@ -599,17 +542,16 @@ def test_from_the_hub(hub, failures, tmp_path):
 def test_a_transfer_goes_on_where_it_broke_off(hub, tmp_path):
     """And when the Hub keeps failing, the run ends with one line."""
     name = "sample/10BT/000_00000.parquet"
-    content = hub.files[sources.REPOSITORY][name]
+    content = hub.files[support_hub.REPOSITORY][name]
     code = f"""if True:
-        import huggingface_hub.constants, pathlib
-        from support import cli, sources
-        huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE, sources.RETRY_SECONDS = 100, (0, 0)
-        fetch = lambda: sources.fetch({sources.REPOSITORY!r}, {hub.commit!r}, {name!r}, pathlib.Path("copies"))
+        import huggingface_hub.constants, pathlib, sys
+        from support import cli, hub
+        huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE, hub.RETRY_SECONDS = 100, (0, 0)
+        fetch = lambda: hub.fetch({support_hub.REPOSITORY!r}, {hub.commit!r}, {name!r}, pathlib.Path(sys.argv[1]))
         cli.run(lambda: print(fetch()))
     """
-    env = os.environ | hub.env | {"PYTHONPATH": str(ROOT)}
     for hub.failures[:], status in ((["error"] * 3, 2), (["error", "break off"], 0)):
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = hub.python(code, tmp_path / "copies")
         assert done.returncode == status, done.stderr
         if status:
             assert_one_error_line(done, name, "the Hub could not be asked (Server error '500", "tries again")
@@ -641,6 +583,8 @@ def test_without_a_network(hub, tmp_path):
 
 def test_pretokenized(hub, tmp_path):
     """Ready shards, checked; a later run fetches more; the loader reads them."""
+    from train_gpt2 import DataLoaderLite  # here, since it imports torch
+
     out = tmp_path / "edu_fineweb10B"
     for number in (1, 3):
         done = script("fineweb.py", "--pretokenized", number, cwd=tmp_path, env=hub.env)
