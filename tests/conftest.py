@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,9 @@ def script(name: str, *args: str, processes: int = 1, **options) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, **options)
 
 
-def be_a_rank(env: dict[str, str], folder: Path, output: Path, args: list[str], gpus: int, bfloat16: bool) -> None:
+def be_a_rank(
+    env: dict[str, str], folder: Path, output: Path, args: list[str], gpus: int, bfloat16: bool, disturbance: str
+) -> None:
     import torch
 
     import train_gpt2
@@ -56,17 +59,18 @@ def be_a_rank(env: dict[str, str], folder: Path, output: Path, args: list[str], 
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    exec(disturbance, {})
     run(lambda: train_gpt2.main(args))
 
 
 def start_ranks(
     world_size: int, folder: Path, *args: object, folders: list[Path] | None = None, gpus: int = 0,
-    bfloat16_on: Sequence[int] = (),
+    bfloat16_on: Sequence[int] = (), disturbance: str = "",
 ) -> tuple[list[int], list[str]]:
     """train_gpt2.py on several ranks, without torchrun: forked off a process that has imported torch, once for all.
 
     folders: where each is started. gpus: how many each believes to have. bfloat16_on: ranks that believe that their CPU
-    computes in bfloat16. Returns exit statuses and outputs.
+    computes in bfloat16. disturbance: code for each to run first. Returns exit statuses and outputs.
     """
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["train_gpt2", "torch._dynamo"])
@@ -81,16 +85,16 @@ def start_ranks(
         env = {key: str(value) for key, value in env.items()}
         where = folders[rank] if folders else Path.cwd()
         ranks.append(forks.Process(target=be_a_rank, args=(env, where, output, [*TINY, *map(str, args)], gpus,
-                                                           rank in bfloat16_on)))
+                                                           rank in bfloat16_on, disturbance)))
         ranks[-1].start()
     for rank in ranks:
         rank.join(100)
     return [rank.exitcode for rank in ranks], [output.read_text() for output in outputs]
 
 
-def train_on_ranks(world_size: int, folder: Path, *args: object) -> list[str]:
+def train_on_ranks(world_size: int, folder: Path, *args: object, **options: Any) -> list[str]:
     """The same where all must go well. Returns what each printed; AssertionError if one failed."""
-    codes, texts = start_ranks(world_size, folder, *args)
+    codes, texts = start_ranks(world_size, folder, *args, **options)
     assert codes == [0] * world_size, texts
     return texts
 

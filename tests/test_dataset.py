@@ -416,7 +416,8 @@ def be_with_the_hub(tmp_path: Path) -> None:
             os.waitpid(run, 0)
         make(*args)
         assert made_tokens(out) == library_tokens(dataset), name
-        assert copies[0] - copies[-1], (copies[0], copies[-1])  # some are no longer needed in the end
+        if len(copies) > 2:  # those that were killed had not come to the end already
+            assert copies[0] - copies[-1], (copies[0], copies[-1])  # some are no longer needed there
         copies.clear()
         assert read_manifest(out)["commit"] == hub.commit
         hub.requests.clear()

@@ -149,14 +149,16 @@ with StandIn():
 def test_a_device_without_float64(text, tmp_path):
     """A whole run on a stand-in that refuses float64 as Apple's GPU does: validation, HellaSwag, samples, both
     optimizers, a checkpoint, a resumption; with the losses of the CPU."""
-    tasks = ROOT / "tests" / "hellaswag_sample.jsonl"
+    tasks = tmp_path / "tasks.jsonl"
+    lines = (ROOT / "tests" / "hellaswag_sample.jsonl").read_text().splitlines(keepends=True)
+    tasks.write_text("".join(lines[:4]))
     args = ["--data", text, "--eval-every", 2, "--hellaswag-every", 2, "--hellaswag-data", tasks, "--seq-len", 64,
-            "--sample-every", 2, "--save-every", 2, "--optimizer", "muon", "--micro-batch-size", 1, "--min-lr", 5e-3]
+            "--sample-every", 4, "--save-every", 2, "--optimizer", "muon", "--micro-batch-size", 1, "--min-lr", 5e-3]
     code = WITHOUT_FLOAT64.format(root=str(ROOT), dtype="float32", args=[
         *TINY, *map(str, args), "--log-dir", str(tmp_path / "device"), "--resume"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("rank 0 sample") == 12 and "resumed from" in done.stdout
+    assert done.stdout.count("rank 0 sample") == 8 and "resumed from" in done.stdout
     train(*args, "--max-steps", 4, "--log-dir", tmp_path / "cpu")
     for stream in ("train", "val", "hella"):
         assert losses(tmp_path / "device", stream) == pytest.approx(losses(tmp_path / "cpu", stream), abs=1e-5)

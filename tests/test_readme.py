@@ -68,6 +68,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     pq.write_table(pa.table({"text": [words]}), tmp_path / "books" / "one.parquet")
     shutil.copytree(ROOT / "reference", tmp_path / "reference")
     fineweb.main(["--input", "a.txt", "--out", "edu_fineweb10B", "--workers", "1"])  # as though downloaded
+    shutil.copytree("edu_fineweb10B", "tiny")
     done = []
     for command in filter(lambda command: reason(command) is None, commands()):
         _, script, *args = shlex.split(command)
@@ -115,7 +116,7 @@ def test_links_lead_somewhere(page):
             continue
         other = page.parent / target if target else page
         assert other.exists(), target
-        if heading:
+        if heading and other.suffix == ".md":  # test_notebook.py knows the anchors of notebooks
             titles = re.findall(r"^#+ (.+)$", other.read_text(encoding="utf-8"), flags=re.MULTILINE)
             anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
             assert heading in anchors, (target, heading, anchors)

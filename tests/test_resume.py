@@ -195,27 +195,24 @@ def test_bad_steps_are_left_out_when_allowed(text, tmp_path, monkeypatch, capsys
         train(*args, "--skip-bad-steps", 2, "--max-steps", 7, "--resume")
 
 
-WRAPPER = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
+DISTURBANCE = """
+import os, signal
 import train_gpt2
-from support.cli import run
 
-rank, restarts, calls = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], iter(range(10**9))
+rank, calls = os.environ["RANK"], iter(range(10**9))
+first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 original = train_gpt2.chunked_next_token_loss
 
 def disturbed(*args):
     logits, loss = original(*args)
     call = next(calls)  # one before the first step, then two a step
-    if rank == "1" and call == 3 and restarts == "0":  # step 1
+    if rank == "1" and call == 3 and first_start:  # step 1
         loss = loss * float("nan")
-    if rank == "1" and call == 11 and restarts == "0" and os.environ["KILL"] == "True":  # step 5
+    if rank == "1" and call == 11 and first_start and "KILL" in os.environ:  # step 5
         os.kill(os.getpid(), signal.SIGKILL)
     return logits, loss
 
 train_gpt2.chunked_next_token_loss = disturbed
-if __name__ == "__main__":
-    run(train_gpt2.main)
 """
 
 
@@ -223,17 +220,19 @@ def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_pa
     """Rank 1 alone sees an undefined loss in step 1; in one of two runs it is killed in step 5, torchrun starts all
     ranks again, and they resume from step 4. With three ranks a sum depends on the order of its terms, and that on how
     gradients are packed for the exchange: both runs must end with the same bits."""
-    (tmp_path / "disturbed.py").write_text(WRAPPER.format(root=str(ROOT)))
-    args = [*TINY, "--data", text, "--total-batch-size", 96, "--micro-batch-size", 1, "--max-lr", 3e-2,
-            "--max-steps", 8, "--save-every", 4, "--skip-bad-steps", 1, "--keep-checkpoints", 0]
+    head, tail = f"import sys; sys.path.insert(0, {str(ROOT)!r})", "from support.cli import run; run(train_gpt2.main)"
+    (tmp_path / "disturbed.py").write_text(head + DISTURBANCE + tail)
+    args = ["--data", text, "--total-batch-size", 96, "--micro-batch-size", 1, "--max-lr", 3e-2, "--max-steps", 8,
+            "--save-every", 4, "--skip-bad-steps", 1, "--keep-checkpoints", 0]
+    texts = train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "straight", disturbance=DISTURBANCE)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "--max-restarts=2"]
-    for name in ("straight", "killed"):
-        command = [*torchrun, tmp_path / "disturbed.py", *args, "--log-dir", tmp_path / name]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "KILL": str(name == "killed")}
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("update left out, 1 of 1") == 1
-        assert (f"resumed from {tmp_path}/killed/step_000004" in done.stdout) == (name == "killed")
+    command = [*torchrun, tmp_path / "disturbed.py", *TINY, *args, "--log-dir", tmp_path / "killed"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "KILL": ""}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for output, resumed in ((texts[0], False), (done.stdout, True)):
+        assert output.count("update left out, 1 of 1") == 1
+        assert (f"resumed from {tmp_path}/killed/step_000004" in output) == resumed
     assert len(losses(tmp_path / "killed")) == 8
     assert read_log(tmp_path / "killed", "train", "norm") == read_log(tmp_path / "straight", "train", "norm")
     weights = [sha256(tmp_path / name / "step_000008/model.safetensors") for name in ("straight", "killed")]

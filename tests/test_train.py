@@ -23,14 +23,16 @@ def train(*args: object) -> int:
 
 
 def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
-    """128 tokens a step as 8 micro-batches of 1, 4 of 2, 2 of 4, one of 8; alone, and on two ranks."""
+    """128 tokens a step as 8 micro-batches of 1, 4 of 2, 2 of 4, one of 8; alone, and the 4 of 2 dealt out to three
+    ranks, of which two have nothing to do in the last round."""
     common = ["--data", text, "--max-steps", 12, "--eval-every", 6, "--max-lr", 1e-2]
     for B in (1, 2, 4, 8):
         train(*common, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
-    train_on_ranks(2, tmp_path, *common, "--micro-batch-size", 2, "--log-dir", tmp_path / "two_2")
+    texts = train_on_ranks(3, tmp_path, *common, "--micro-batch-size", 2, "--log-dir", tmp_path / "three_2")
+    assert "4 micro-batches, dealt out to 3 ranks" in texts[0]
     expected = losses(tmp_path / "alone_8")
     assert len(expected) == 12 and expected[-1] < expected[0] - 1
-    for name in ("alone_1", "alone_2", "alone_4", "two_2"):
+    for name in ("alone_1", "alone_2", "alone_4", "three_2"):
         assert losses(tmp_path / name) == pytest.approx(expected, abs=1e-4), name
         assert losses(tmp_path / name, "val") == pytest.approx(losses(tmp_path / "alone_8", "val"), abs=1e-4), name
         norms = losses(tmp_path / name, "norm")

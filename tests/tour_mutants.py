@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant(6, "residual projections scaled by 1/√2", TRAIN, "math.sqrt(2 * self.config.n_layer)", "math.sqrt(2)"),
     Mutant(7, "the optimizer lacks the matrices", TRAIN, "if p.dim() >= 2]", "if p.dim() > 2]"),
     Mutant(8, "targets not shifted", TRAIN, "buffer[1:].view(self", "buffer[:-1].view(self"),
-    Mutant(8, "the loader stands still", TRAIN, "        self.position += tokens\n", ""),
+    Mutant(8, "the loader stands still", TRAIN, "        self.position = self._after(self.position)\n", ""),
     Mutant(9, "biases and LayerNorms decayed, too", TRAIN, '"weight_decay": 0.0}',
            '"weight_decay": config.weight_decay}'),
     Mutant(9, "Adam's usual second beta, 0.999", TRAIN, "betas=(0.9, 0.95)", "betas=(0.9, 0.999)"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from support.files import atomic_write
-from support.plan import DOLLARS_PER_GPU_HOUR, duration
+from support.plan import CLOUD_GPUS, duration
 from support.report.ceilings import ceiling_of
 from support.report.floors import Ceilings, Shape, predict, step_floors, total_ms
 from support.report.pictures import PICTURES, draw_pictures
@@ -197,7 +197,7 @@ def where_section(results: Results) -> list[str]:
 
 def price_of(chip: str) -> tuple[str, float] | None:
     """(name, dollars an hour) that --plan assumes for a chip."""
-    return next(((name, price) for name, price in DOLLARS_PER_GPU_HOUR.items() if re.search(rf"\b{name}\b", chip)),
+    return next(((name, price) for name, (_, price) in CLOUD_GPUS.items() if re.search(rf"\b{name}\b", chip)),
                 None)
 
 
