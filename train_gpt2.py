@@ -517,7 +517,7 @@ def validation_loss(
     """Mean loss in nats over the first `tokens` tokens of the loader's split, each weighing the same.
 
     The ranks share the sequences; the losses are summed over all, then divided, so that neither the batch size nor
-    the number of ranks matters. Batches of B sequences may run compiled; a smaller one, at the end, does not.
+    the number of ranks matters. Where training runs compiled on a GPU, so do full batches.
     """
     B, T = loader.B, loader.T
     sequences = min(tokens, loader.stream.total_tokens - 1) // T
@@ -525,11 +525,12 @@ def validation_loss(
     for first in range(dist.rank * B, sequences, dist.world_size * B):
         n = min(B, sequences - first)
         buffer = torch.from_numpy(loader.stream.read(first * T, n * T + 1).astype(np.int64)).to(dist.device)
-        with dist.autocast(), torch.compiler.set_stance("default" if n == B else "force_eager"):
+        stance = "default" if n == B and dist.device.type != "cpu" else "force_eager"
+        with dist.autocast(), torch.compiler.set_stance(stance):
             x = model.hidden(buffer[:-1].view(n, T))  # (n, T, C)
             losses.append(loss_function(x, model.wte.weight, buffer[1:].view(n, T))[1])
             sizes.append(n)
-    # The one wait for the device. The sum is made on the host, in float64, which not every device has.
+    # The one wait for the device. The sum is made on the host in float64, which not every device has.
     total = sum(loss * n for loss, n in zip(torch.stack(losses).tolist(), sizes, strict=True))
     return dist.sum(torch.tensor(total, dtype=torch.float64)).item() / sequences
 
@@ -651,8 +652,9 @@ def restore(
         if changes := differences(state["config"], config):
             raise InputError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
         loader.load_state_dict(state["loader"])
-    # A GPU copies what it loads; a CPU would go on using the file's own pages.
-    optimizer.load_state_dict(on_host(state["optimizer"]) if dist.device.type == "cpu" else state["optimizer"])
+    if dist.device.type == "cpu":  # a GPU copies what it loads; a CPU would go on using the file's own pages
+        state["optimizer"] = on_host(state["optimizer"])
+    optimizer.load_state_dict(state["optimizer"])
     if state["scaler"]:  # only float16 has one; a run that comes to float16 from another precision begins it anew
         scaler.load_state_dict(state["scaler"])
     if (before := state.get("dtype", str(dist.dtype))) != str(dist.dtype):
@@ -722,10 +724,10 @@ def announce(
         order = "another" if config.shuffle else "the same"
         say(f"data: from step {tokens // config.total_batch_size:,} on they repeat, in {order} order")
     micro_batches = config.total_batch_size // (loader.B * loader.T)
-    shares = f"{dist.world_size} ranks x {micro_batches // dist.world_size} micro-steps"
-    if micro_batches % dist.world_size:
-        shares = f"{micro_batches} micro-batches, dealt out to {dist.world_size} ranks"
-    say(f"batch: {config.total_batch_size:,} tokens = {loader.B} sequences x {loader.T} tokens x {shares}")
+    micro_steps, rest = divmod(micro_batches, dist.world_size)
+    shares = f"{micro_batches} micro-batches, dealt out to" if rest else f"{micro_steps} micro-steps x"
+    say(f"batch: {config.total_batch_size:,} tokens = {loader.B} sequences x {loader.T} tokens x {shares} "
+        f"{dist.world_size} ranks")
     say(f"log and checkpoints: {config.log_dir}/" + (f"; resumed from {checkpoint}" if checkpoint else ""))
 
 
@@ -882,8 +884,6 @@ def train(config: TrainConfig, dist: Distributed) -> int:
 
 def main(args: list[str] | None = None) -> int:
     config = read_config(args)
-    with contextlib.suppress(AttributeError):  # of a stand-in for stdout, a notebook's say
-        sys.stdout.reconfigure(line_buffering=True)  # a log file that can be followed
     if config.plan:
         with torch.device("meta"):  # shapes without memory
             model = GPT(model_config(config)) if config.init == "scratch" else None

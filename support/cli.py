@@ -114,6 +114,7 @@ def run(main: Callable[[], int | None]) -> None:
     Of a torchrun job rank 0 alone speaks, unless the mistake is another rank's own (InputError.rank). Everything that
     is not foreseen keeps its traceback (status 1).
     """
+    sys.stdout.reconfigure(line_buffering=True)  # a file that it goes to can be followed
     try:
         sys.exit(main() or 0)
     except KeyboardInterrupt:

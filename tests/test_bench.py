@@ -14,7 +14,7 @@ from support.plan import memory_of
 from support.report import around, correctness, page, peers, store
 from support.report.floors import Ceilings, Shape, predict, step_floors, total_ms
 from support.report.trace import PARTS, part_of, time_by_part
-from tests.conftest import ROOT, assert_one_error_line, script
+from tests.conftest import ROOT, script
 from train_gpt2 import GPT, CausalSelfAttention, Distributed, GPTConfig, next_token_loss
 
 TINY = ["--preset", "shakespeare", "--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--seq-len", "16",
@@ -186,10 +186,6 @@ def test_only_and_peer_may_come_several_times_or_with_several_values():
     assert child.peer == one.peer and child.n_embd == 16 and child.only == () and not child.compile
     with pytest.raises(bench.InputError, match="--only"):
         read("--only")
-
-
-def test_a_bad_flag_has_status_2():
-    assert_one_error_line(script("bench.py", "--steps", "0"), "--steps 0")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_a_rank_says_what_it_alone_met():
 def test_a_damaged_shard_that_one_rank_reads(tmp_path):
     """Rank 1 alone meets the token: its line, with its rank, status 2; the other notices, without a traceback."""
     tokens = np.arange(12_000, dtype=np.uint16)
-    tokens[5000 + 128 + 90] = 60_000  # neither on the first page nor on the last; in rank 1's half of a step
+    tokens[2048 + 128 + 98] = 60_000  # neither on the first page nor on the last; in rank 1's half of a step
     (tmp_path / "s").mkdir()
     np.save(tmp_path / "s/x_train_000000.npy", tokens)
     args = ["--data", tmp_path / "s", "--no-shuffle", "--max-steps", 99, "--log-dir", tmp_path / "log"]

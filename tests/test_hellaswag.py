@@ -236,7 +236,5 @@ def test_download_is_retried_and_verified(server, tmp_path, monkeypatch):
     assert not list(path.parent.iterdir())
 
 
-def test_mistakes_from_the_terminal(model, tmp_path):
-    _, folder = model
+def test_mistakes_from_the_terminal(tmp_path):
     assert_one_error_line(script("hellaswag.py", "-m", tmp_path), "neither a model")
-    assert_one_error_line(script("hellaswag.py", "-m", folder, "--data", tmp_path / "none.jsonl"), "none.jsonl")

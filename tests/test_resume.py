@@ -21,7 +21,7 @@ from support.cli import InputError, RunError
 from support.files import sha256
 from support.rundir import list_checkpoints, step_of
 from tests.conftest import ROOT, TINY, losses, read_log, train_on_ranks
-from tests.torture import torture
+from tests.torture import ARGS, torture
 
 
 def train(*args: object) -> int:
@@ -31,7 +31,8 @@ def train(*args: object) -> int:
 def test_a_run_killed_while_it_saves_equals_one_that_never_was(tmp_path):
     """tests/torture.py does this at length, and at other moments, too."""
     random.seed(1)
-    assert torture(tmp_path, kills=1, steps=12) == 1
+    finish = lambda log_dir, steps: train_gpt2.main([*ARGS, "--max-steps", str(steps), "--log-dir", str(log_dir)])  # noqa: E731
+    assert torture(tmp_path, kills=1, steps=12, finish=finish) == 1
 
 
 def test_two_ranks_then_one_then_three(text, tmp_path):

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 
@@ -25,13 +26,13 @@ def train(*args: object) -> int:
 def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     """128 tokens a step as 8 micro-batches of 1, 4 of 2, 2 of 4, one of 8; alone, and the 4 of 2 dealt out to three
     ranks, of which two have nothing to do in the last round."""
-    common = ["--data", text, "--max-steps", 12, "--eval-every", 6, "--max-lr", 1e-2]
+    common = ["--data", text, "--max-steps", 8, "--eval-every", 8, "--max-lr", 1e-2]
     for B in (1, 2, 4, 8):
         train(*common, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
     texts = train_on_ranks(3, tmp_path, *common, "--micro-batch-size", 2, "--log-dir", tmp_path / "three_2")
     assert "4 micro-batches, dealt out to 3 ranks" in texts[0]
     expected = losses(tmp_path / "alone_8")
-    assert len(expected) == 12 and expected[-1] < expected[0] - 1
+    assert len(expected) == 8 and expected[-1] < expected[0] - 0.5
     for name in ("alone_1", "alone_2", "alone_4", "three_2"):
         assert losses(tmp_path / name) == pytest.approx(expected, abs=1e-4), name
         assert losses(tmp_path / name, "val") == pytest.approx(losses(tmp_path / "alone_8", "val"), abs=1e-4), name
@@ -174,13 +175,6 @@ def test_learning_rate():
     assert all(a > b for a, b in itertools.pairwise(lrs[715:]))
 
 
-def test_samples_do_not_disturb_training(text, tmp_path):
-    for name, every in (("with", 1), ("without", 0)):
-        args = ["--max-steps", 4, "--sample-every", every, "--eval-every", every]
-        train("--data", text, *args, "--log-dir", tmp_path / name)
-    assert read_log(tmp_path / "with", "train", "norm") == read_log(tmp_path / "without", "train", "norm")
-
-
 def test_samples_have_a_generator_of_their_own(capsys):
     """Training's would be moved on by them: a fork with dropout, or a resumed run, would see it."""
     dist = train_gpt2.Distributed(0, 0, 1, torch.device("cpu"), torch.float32, "")
@@ -232,8 +226,8 @@ def test_a_run_is_checked_against_a_reference(text, tmp_path, capsys):
         train(*args, "--seed", seed, "--log-dir", tmp_path / str(seed))
     reference = tmp_path / "reference"
     reference.mkdir()
-    make_check = [sys.executable, ROOT / "reference/make_check.py", reference, *(tmp_path / str(s) for s in (1, 2, 3))]
-    subprocess.run(list(map(str, make_check)), check=True)
+    make_check = runpy.run_path(str(ROOT / "reference/make_check.py"))["main"]
+    make_check(str(reference), *(str(tmp_path / str(seed)) for seed in (1, 2, 3)))
     lines = (reference / "check.txt").read_text().splitlines()
     assert [line.split()[:2] for line in lines[4:]] == [["0", "val"], ["512", "val"], ["1024", "val"]]
     for line in lines[4:]:

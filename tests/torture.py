@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -73,8 +74,11 @@ def same_state(a: object, b: object) -> bool:
     return all(map(same_state, a, b)) if isinstance(a, list) else a == b
 
 
-def torture(folder: Path, kills: int, steps: int) -> int:
-    """Runs both and compares them. Returns how many kills left a checkpoint half written. AssertionError if unequal."""
+def torture(folder: Path, kills: int, steps: int, finish: Callable[[Path, int], None] = finish) -> int:
+    """Runs both and compares them. Returns how many kills left a checkpoint half written. AssertionError if unequal.
+
+    finish(log_dir, steps): lets a run come to its end.
+    """
     finish(folder / "straight", steps)
     half_written = 0
     for i in range(kills):
