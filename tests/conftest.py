@@ -23,6 +23,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach the hub; those of hub co
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 
+@pytest.fixture(autouse=True)
+def other_cpu(monkeypatch):
+    """CPU_BFLOAT16=yes python -m pytest: as on a CPU that computes in bfloat16; =no: as on one that does not."""
+    if (forced := os.environ.get("CPU_BFLOAT16")) in ("yes", "no"):
+        from support import devices
+
+        monkeypatch.setattr(devices, "cpu_has_bfloat16", lambda: forced == "yes")
+        monkeypatch.setattr(devices, "matmul_flops", lambda *args: 1e10)  # emulated, it would take a minute
+
+
 @pytest.fixture
 def text(tmp_path):
     """A text of about 3,000 tokens."""

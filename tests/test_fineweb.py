@@ -275,6 +275,18 @@ def test_resumed_shards_equal_uninterrupted_ones(tmp_path_factory, inline, docum
     assert contents(folder / "steps") == contents(folder / "whole")
 
 
+def test_stopped_late_in_a_span(tmp_path, inline):
+    """Documents of some size, all in one span, of which each run goes on where the last one stopped."""
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")[:200_000]
+    path = write_jsonl(tmp_path / "a.jsonl", [text[:90_000], text[90_000:]])
+    args = ["--input", path, "--shard-size", 7000, "--workers", 1, "--out"]
+    make(*args, tmp_path / "whole")
+    assert shard_tokens(tmp_path / "whole").tolist() == expected_tokens([text[:90_000], text[90_000:]])
+    for shards in (2, 5, 7, 0):
+        make(*args, tmp_path / "steps", "--max-shards", shards)
+    assert contents(tmp_path / "steps") == contents(tmp_path / "whole")
+
+
 @needs_data
 def test_killed_at_any_moment(tmp_path):
     """kill -9, the same command again: the same bytes; finished shards stay; no process is left behind."""

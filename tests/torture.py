@@ -1,6 +1,6 @@
 """Kills a training run at random moments, again and again, and asks whether anyone could tell from what it leaves.
 
-    python tests/torture.py                    # 50 times kill -9, about ten minutes on two cores
+    python tests/torture.py                    # 50 times kill -9, seven minutes on two cores
     python tests/torture.py --kills 3 --seed 7
 
 A small CPU run that saves every fourth step is started with --resume and killed (SIGKILL) until it has been killed as
