@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
+posix = pytest.mark.skipif(os.name == "nt", reason="Windows neither forks nor has these signals")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="about Linux's /proc")
 TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--total-batch-size", "128",
         "--micro-batch-size", "2", "--warmup-steps", "2", "--eval-tokens", "512", "--device", "cpu", "--no-compile",
         "--preset", "shakespeare", "--dtype", "float32", "--save-every", "0", "--sample-every", "0", "--eval-every",
@@ -43,6 +45,8 @@ def text(tmp_path):
 
 def script(name: str, *args: str, processes: int = 1, **options) -> subprocess.CompletedProcess:
     """Runs a script as a user would; under torchrun when there is more than one process."""
+    if processes > 1 and os.name == "nt":
+        pytest.skip("torchrun on Windows needs another store")
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [sys.executable, *(torchrun if processes > 1 else []), str(ROOT / name), *map(str, args)]
     env = os.environ | options.pop("env", {})
@@ -82,6 +86,8 @@ def start_ranks(
     folders: where each is started. gpus: how many each believes to have. bfloat16_on: ranks that believe that their CPU
     computes in bfloat16. disturbance: code for each to run first. Returns exit statuses and outputs.
     """
+    if os.name == "nt":
+        pytest.skip("Windows does not fork")
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["train_gpt2", "torch._dynamo"])
     with socket.socket() as free:

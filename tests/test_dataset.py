@@ -32,9 +32,11 @@ from support import hub as support_hub
 from support import sources
 from support.cli import InputError
 from support.sources import Layout
-from tests.conftest import ROOT, script
+from tests.conftest import ROOT, posix, script
 from tests.hub import Hub
 from tests.test_fineweb import InlinePool, contents, expected_tokens, inline, make, read_manifest, shard_tokens
+
+pytestmark = posix
 
 assert inline  # a fixture
 SPLITS = {"validation": ["to validate", "naïve 世界 🙂"],

@@ -33,8 +33,10 @@ from support import sources
 from support.cli import InputError
 from support.sources import Layout, Span
 from support.tokenizer import EOT, get_tokenizer
-from tests.conftest import ROOT, SHARED, TINY, assert_one_error_line, losses, script
+from tests.conftest import ROOT, SHARED, TINY, assert_one_error_line, losses, posix, script
 from tests.hub import Hub
+
+pytestmark = posix
 
 EVERY_PLANE = "".join(chr(plane * 0x10000 + 0x3A9) for plane in range(17))
 CONTROLS = "".join(map(chr, range(0xA0))) + "\u2028\u2029\u3000\ufeff\u200b"

@@ -20,8 +20,10 @@ from support.checkpoints import find_checkpoint, read_training_state
 from support.cli import InputError, RunError
 from support.files import sha256
 from support.rundir import list_checkpoints, step_of
-from tests.conftest import ROOT, TINY, losses, read_log, train_on_ranks
+from tests.conftest import ROOT, TINY, losses, posix, read_log, train_on_ranks
 from tests.torture import ARGS, torture
+
+pytestmark = posix
 
 
 def train(*args: object) -> int:

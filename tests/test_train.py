@@ -15,7 +15,7 @@ import torch
 import train_gpt2
 from support import check
 from support.cli import InputError
-from tests.conftest import ROOT, TINY, losses, read_log, script, train_on_ranks
+from tests.conftest import ROOT, TINY, losses, posix, read_log, script, train_on_ranks
 from train_gpt2 import GPT, TrainConfig, get_lr
 
 
@@ -185,6 +185,7 @@ def test_samples_have_a_generator_of_their_own(capsys):
     assert torch.equal(before, torch.get_rng_state()) and lines[:4] == lines[4:] and len(set(lines)) == 4
 
 
+@posix
 def test_console_of_eighty_columns(text, tmp_path):
     """On a terminal: a bar at the bottom, above it lines that fit, whole ones."""
     import fcntl
