@@ -47,7 +47,7 @@ class DropoutBlock(Block):
 
 
 def fork_with_dropout(monkeypatch, dropout):
-    config = make_dataclass("GPTConfig", [("dropout", float, dropout), ("n_inner", int, 64)], bases=(GPTConfig,),
+    config = make_dataclass("GPTConfig", [("dropout", float, dropout), ("n_inner", int, 48)], bases=(GPTConfig,),
                             frozen=True)
     monkeypatch.setattr(train_gpt2, "GPTConfig", config)
     monkeypatch.setattr(train_gpt2, "Block", DropoutBlock)
@@ -63,7 +63,7 @@ def test_a_field_added_to_the_model_comes_back_with_its_checkpoint(text, tmp_pat
         (tmp_path / f"resumed/step_{step:06d}").rename(tmp_path / f"gone_{step}")
     fork_with_dropout(monkeypatch, 0.0)
     assert GPT.from_pretrained(tmp_path / "resumed/step_000002").config.dropout == 0.25
-    assert GPT.from_pretrained(tmp_path / "resumed/step_000002").config.n_inner == 64
+    assert GPT.from_pretrained(tmp_path / "resumed/step_000002").config.n_inner == 48
     train(*args, "--log-dir", tmp_path / "resumed", "--resume")
     # The same masks, too: the random state is training's own, and is restored.
     assert read_log(tmp_path / "resumed", "train") == read_log(tmp_path / "straight", "train")
