@@ -2,10 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -149,24 +145,8 @@ def test_a_run_goes_on_in_another_precision(text, tmp_path, monkeypatch, capsys,
     assert [entry["config"]["dtype"] for entry in entries] == [before, after] and len(losses(tmp_path)) == 2
 
 
-def test_torchrun_gives_workers_the_time_it_is_told(tmp_path):
-    """torchrun kills 30 s after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.12 and later) says otherwise:
-    a worker that needs 2 s to stop is lost with 1 and lives with 20."""
-    from torch.distributed.launcher.api import LaunchConfig
-
-    if not hasattr(LaunchConfig(1, 1, 1), "shutdown_timeout"):
-        pytest.skip("this torch has 30 s built in; examples/slurm.sh starts its ranks without torchrun")
-    worker = tmp_path / "worker.py"
-    worker.write_text("import signal, sys, time\n"
-                      "def save(*_): time.sleep(2); print('saved', flush=True); sys.exit()\n"
-                      "signal.signal(signal.SIGTERM, save)\nprint('started', flush=True)\ntime.sleep(60)\n")
-    for seconds, saved in (("1", False), ("20", True)):
-        env = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": seconds}
-        process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", str(worker)],
-                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
-        assert process.stdout.readline() == "started\n"
-        time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        assert ("saved" in process.communicate(timeout=60)[0]) == saved
-    script = (ROOT / "examples" / "slurm.sh").read_text()
-    assert "torchrun" not in script.split("set -euo pipefail")[1] and "exec python train_gpt2.py" in script
+def test_slurms_ranks_are_started_without_torchrun():
+    """torchrun kills its workers 30 s after it passes a signal on; in torch 2.11 nothing changes that."""
+    script = (ROOT / "examples" / "slurm.sh").read_text().split("set -euo pipefail")[1]
+    assert "torchrun" not in script and "exec python train_gpt2.py" in script
+    assert all(f"{name}=" in script for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))

@@ -77,11 +77,11 @@ def test_muon_trains_and_resumes_bit_for_bit(text, tmp_path):
 
 def test_ranks_share_muons_work(text, tmp_path):
     """Two layers on three ranks, so one has none: the losses of a single process."""
-    args = ["--data", text, "--optimizer", "muon", "--max-lr", 1e-2, "--max-steps", 6, "--total-batch-size", 96]
+    args = ["--data", text, "--optimizer", "muon", "--max-lr", 1e-2, "--max-steps", 4, "--total-batch-size", 96]
     train_gpt2.main([*TINY, *map(str, args), "--log-dir", str(tmp_path / "alone")])
     train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "three")
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
-    assert losses(tmp_path / "alone")[-1] < losses(tmp_path / "alone")[0] - 0.3
+    assert losses(tmp_path / "alone")[-1] < losses(tmp_path / "alone")[0] - 0.1
 
 
 def test_warm_up_stable_warm_down():
