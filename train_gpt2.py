@@ -46,7 +46,7 @@ from support.huggingface import model_folder, read_pretrained, to_hub, write_pre
 from support.loss import chunked_next_token_loss
 from support.memory import choose_micro_batch_size
 from support.muon import Muon, Optimizers
-from support.plan import print_plan
+from support.plan import announce, print_plan
 from support.rundir import last_config
 from support.shards import TokenStream
 from support.signals import StopSignals
@@ -707,28 +707,6 @@ def parallelize(model: GPT, loss_function: LossFunction, B: int, T: int, dist: D
         replica(x, x, loss_function)[1].backward()
     replica.zero_grad(set_to_none=True)
     return replica
-
-
-def announce(
-    config: TrainConfig, model: GPT, loader: DataLoaderLite, checkpoint: Path | None, dist: Distributed
-) -> None:
-    """Prints what is about to be trained, on what data, in which batches, and where it will be kept."""
-    peak, peak_source = peak_flops(dist.device, dist.dtype)
-    tokens, documents = loader.stream.total_tokens, loader.stream.count_documents()
-    epochs = config.max_steps * config.total_batch_size / tokens
-    say(f"model: {model.num_parameters():,} parameters, {model.flops_per_token(config.seq_len) / 1e6:,.0f} MFLOP a "
-        f"token\nspeed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s a device ({peak_source})\n"
-        f"data: {config.data}, {tokens:,} training tokens" + (f" in {documents:,} documents\n" if documents else "\n") +
-        f"steps: {config.max_steps:,} of {config.total_batch_size:,} tokens, {epochs:.3f} epochs")
-    if epochs > 1:
-        order = "another" if config.shuffle else "the same"
-        say(f"data: from step {tokens // config.total_batch_size:,} on they repeat, in {order} order")
-    micro_batches = config.total_batch_size // (loader.B * loader.T)
-    micro_steps, rest = divmod(micro_batches, dist.world_size)
-    shares = f"{micro_batches} micro-batches, dealt out to" if rest else f"{micro_steps} micro-steps x"
-    say(f"batch: {config.total_batch_size:,} tokens = {loader.B} sequences x {loader.T} tokens x {shares} "
-        f"{dist.world_size} ranks")
-    say(f"log and checkpoints: {config.log_dir}/" + (f"; resumed from {checkpoint}" if checkpoint else ""))
 
 
 def skip_bad_step(step: int, loss: float, norm: float, where: str, progress: Progress, config: TrainConfig) -> None:

@@ -1,11 +1,14 @@
-"""The arithmetic of a run: parameters, FLOPs, tokens, epochs, memory, time and cost (`train_gpt2.py --plan`)."""
+"""The arithmetic of a run: parameters, FLOPs, tokens, epochs, memory, time and cost, for `train_gpt2.py --plan` and for
+the first lines of a run."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from support.cli import say
 from support.devices import PEAK_TFLOPS, choose_device, peak_flops
+from support.distributed import Distributed
 from support.loss import HEAD_TOKENS
 from support.shards import find_shards, open_shard, tokenize_text
 
@@ -77,3 +80,23 @@ def print_plan(config: Any, model: Any) -> None:
                                        f"{PEAK_TFLOPS[chip]}, ${price:.2f} a GPU hour)"))
     for name, value in rows:
         print(f"{name:>15}{':' if name else ' '} {value}")
+
+
+def announce(config: Any, model: Any, loader: Any, checkpoint: Path | None, dist: Distributed) -> None:
+    """Prints what is about to be trained, on what data, in which batches, and where it will be kept."""
+    peak, peak_source = peak_flops(dist.device, dist.dtype)
+    tokens, documents = loader.stream.total_tokens, loader.stream.count_documents()
+    epochs = config.max_steps * config.total_batch_size / tokens
+    say(f"model: {model.num_parameters():,} parameters, {model.flops_per_token(config.seq_len) / 1e6:,.0f} MFLOP a "
+        f"token\nspeed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s a device ({peak_source})\n"
+        f"data: {config.data}, {tokens:,} training tokens" + (f" in {documents:,} documents\n" if documents else "\n") +
+        f"steps: {config.max_steps:,} of {config.total_batch_size:,} tokens, {epochs:.3f} epochs")
+    if epochs > 1:
+        order = "another" if config.shuffle else "the same"
+        say(f"data: from step {tokens // config.total_batch_size:,} on they repeat, in {order} order")
+    micro_batches = config.total_batch_size // (loader.B * loader.T)
+    micro_steps, rest = divmod(micro_batches, dist.world_size)
+    shares = f"{micro_batches} micro-batches, dealt out to" if rest else f"{micro_steps} micro-steps x"
+    say(f"batch: {config.total_batch_size:,} tokens = {loader.B} sequences x {loader.T} tokens x {shares} "
+        f"{dist.world_size} ranks")
+    say(f"log and checkpoints: {config.log_dir}/" + (f"; resumed from {checkpoint}" if checkpoint else ""))
