@@ -334,7 +334,7 @@ class TrainConfig:
     n_embd: int = 768
     """Number of channels (C)."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """AdamW with betas 0.9 and 0.95 for all parameters, or Muon for the matrices inside the blocks (muon.py)."""
+    """AdamW (betas 0.9, --beta2) for all parameters, or Muon for the matrices inside the blocks (support/muon.py)."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """Learning rate after the warm-up: half a cosine from max_lr to min_lr; or max_lr, then a linear warm-down."""
     warmdown_steps: int = 5000
@@ -345,6 +345,8 @@ class TrainConfig:
     """Learning rate of the last step."""
     warmup_steps: int = 715
     """Steps of linear warm-up."""
+    beta2: float = 0.95
+    """AdamW's memory of squared gradients, kept from step to step; small batches want a longer one (0.99, 0.999)."""
     weight_decay: float = 0.1
     """Decoupled weight decay of the matrices (biases and LayerNorms have none)."""
     grad_clip: float = 1.0
@@ -425,6 +427,8 @@ def check_config(config: TrainConfig) -> None:
             problems.append(f"{flag(name)} {value}: not below 0")
     if config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
+    if config.beta2 >= 1:
+        problems.append(f"--beta2 {config.beta2}: below 1")
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
     if problems:
@@ -470,8 +474,8 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
 
 
 def configure_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW | Optimizers:
-    """AdamW with GPT-3's betas (Brown et al. 2020, appendix B), which decays matrices and embeddings, nothing else.
-    With --optimizer muon the matrices inside the blocks are Muon's."""
+    """AdamW, which decays matrices and embeddings, nothing else; its betas are GPT-3's unless --beta2 says otherwise
+    (Brown et al. 2020, appendix B). With --optimizer muon the matrices inside the blocks are Muon's."""
     matrices = {n: p for n, p in model.h.named_parameters() if p.dim() == 2} if config.optimizer == "muon" else {}
     others = [p for n, p in model.named_parameters() if n.removeprefix("h.") not in matrices]
     groups = [
@@ -479,7 +483,7 @@ def configure_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW | 
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
     # fused: one kernel over all parameters, on the CPU too, where it is several times the loop's speed.
-    adamw = torch.optim.AdamW(groups, lr=config.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    adamw = torch.optim.AdamW(groups, lr=config.max_lr, betas=(0.9, config.beta2), eps=1e-8, fused=True)
     if not matrices:
         return adamw
     dtype = torch.bfloat16 if computes_in_bfloat16(model.wte.weight.device) else torch.float32
