@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from support.cli import InputError
-from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
+from support.tokenizer import EOT, VOCAB_SIZE, encode
 
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
 BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4  # llm.c's and modded-nanogpt's .bin
@@ -73,7 +73,7 @@ def tokenize_text(path: Path, split: str) -> np.ndarray:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}: convert it first") from None
     if not text.strip():
         raise InputError(f"{path}: an empty text: nothing to train on")
-    tokens = np.array([EOT, *get_tokenizer().encode_ordinary(text)], dtype=np.uint16)
+    tokens = np.concatenate([[EOT], *encode(text)], dtype=np.uint16, casting="unsafe")
     boundary = len(tokens) - max(len(tokens) // 10, 1)
     return tokens[:boundary] if split == "train" else tokens[boundary:]
 

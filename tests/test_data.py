@@ -151,6 +151,13 @@ def test_text_is_split_nine_to_one_and_shuffled_by_passages(tmp_path):
     assert sorted(order) == list(range(len(passages))) != order
 
 
+def test_a_text_with_a_million_spaces(tmp_path):
+    """tiktoken overflows its stack on them."""
+    (tmp_path / "a.txt").write_text("start" + " " * 1_000_000 + "end")
+    streams = [DataLoaderLite(tmp_path / "a.txt", split, 2, 8).stream for split in ("train", "val")]
+    assert sum(stream.total_tokens for stream in streams) == 1_000_002  # 50256, start, 999,999 spaces, " end"
+
+
 def spoil_truncate(path):
     path.write_bytes(path.read_bytes()[:-10])
 
