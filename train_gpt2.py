@@ -249,7 +249,7 @@ class DataLoaderLite:
     position.
 
     data: folder of .npy / .bin shards, or a .txt file. split: "train" or "val". tokens_per_step: where the ranks don't
-    divide a step's micro-batches, the last ones get none in its last round (what they are given there isn't theirs).
+    divide a step's micro-batches, its last round has none for the last ones, which are given rank 0's.
     pin_memory: for copies to a GPU that need not be waited for. Raises InputError for bad files.
     """
 
@@ -268,9 +268,9 @@ class DataLoaderLite:
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of this rank's next micro-batch, (B, T) int64 each, prepared in the background."""
         while len(self._ahead) < 3:
-            start = self._ahead_position + self.rank * self.B * self.T
-            self._ahead_position = self._after(self._ahead_position)
-            self._ahead.append(self._worker.submit(self._make_batch, start))
+            first, self._ahead_position = self._ahead_position, self._after(self._ahead_position)
+            start = first + self.rank * self.B * self.T
+            self._ahead.append(self._worker.submit(self._make_batch, start if start < self._ahead_position else first))
         self.position = self._after(self.position)
         return self._ahead.popleft().result()
 
@@ -811,7 +811,7 @@ def train(config: TrainConfig, dist: Distributed) -> int:
                     # autocast is for the forward pass alone: the backward pass takes the precisions that it chose.
                     with dist.autocast():
                         _, loss = replica(x, y, loss_function)
-                    # In the last round there may be fewer micro-batches than ranks: the others' must not count.
+                    # In the last round there may be fewer micro-batches than ranks: the others' is rank 0's, once more.
                     loss = loss * (micro_step * dist.world_size + dist.rank < micro_batches)
                     # A loss is a mean over B * T tokens, and DDP takes the mean of the ranks' gradients: divided by
                     # micro-batches a rank, they add up to the gradients of the mean over the whole batch. The scaler
