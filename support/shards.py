@@ -5,6 +5,7 @@ which every document begins with 50256; its name is NAME_train_000001.npy or NAM
 """
 
 import contextlib
+import copy
 import hashlib
 import json
 import re
@@ -145,6 +146,12 @@ class TokenStream:
             pieces.append(piece)
             position, count = position + n, count - n
         return np.concatenate(pieces)
+
+    def head(self, count: int) -> np.ndarray:
+        """The first tokens in the files' own order, at most `count`, 1-D uint16."""
+        in_order = copy.copy(self)
+        in_order.shuffle = False
+        return in_order.read(0, min(count, self.total_tokens))
 
     def _read_documents(self, epoch: int, shard: int, begin: int, end: int) -> np.ndarray:
         """Tokens [begin, end) of a shard whose documents stand in this epoch's order."""
