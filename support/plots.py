@@ -71,7 +71,7 @@ def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, f
         if "val" in run:
             axes.plot(*run["val"], "o--", color=f"C{i}", markersize=4, label=f"{name}, validation")
     for name, value in baselines.items():
-        draw_baseline(axes, name, value, right=True)
+        draw_baseline(axes, name, value)
     axes.set_ylim(top=1.05 * max([start, *baselines.values()]) if start else None)
     finish(axes, x, "Loss", "nats a token")
     axes.legend(loc="upper right")
