@@ -426,6 +426,8 @@ def check_config(config: TrainConfig) -> None:
             problems.append(f"{flag(name)} {value}: not below 0")
     if config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
+    if config.eval_every and config.eval_tokens < config.seq_len:
+        problems.append(f"--eval-tokens {config.eval_tokens}: less than one sequence of --seq-len {config.seq_len}")
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
     if problems:
