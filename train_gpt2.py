@@ -39,9 +39,10 @@ from tqdm import tqdm
 
 import hellaswag
 from support import check, checkpoints, runlog
-from support.cli import InputError, RunError, flag, parse_args, run, say
+from support.cli import InputError, RunError, flag, parse_args, run, say, say_wrapped
 from support.devices import can_compile, computes_in_bfloat16, on_host, peak_flops, round_length
 from support.distributed import Distributed
+from support.ending import conclude, to_read
 from support.huggingface import model_folder, read_pretrained, to_hub, write_pretrained
 from support.loss import chunked_next_token_loss
 from support.memory import choose_micro_batch_size
@@ -249,7 +250,7 @@ class DataLoaderLite:
     position.
 
     data: folder of .npy / .bin shards, or a .txt file. split: "train" or "val". tokens_per_step: where the ranks don't
-    divide a step's micro-batches, the last ones get none in its last round (what they are given there isn't theirs).
+    divide a step's micro-batches, its last round has none for the last ones, which are given rank 0's.
     pin_memory: for copies to a GPU that need not be waited for. Raises InputError for bad files.
     """
 
@@ -268,9 +269,9 @@ class DataLoaderLite:
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of this rank's next micro-batch, (B, T) int64 each, prepared in the background."""
         while len(self._ahead) < 3:
-            start = self._ahead_position + self.rank * self.B * self.T
-            self._ahead_position = self._after(self._ahead_position)
-            self._ahead.append(self._worker.submit(self._make_batch, start))
+            first, self._ahead_position = self._ahead_position, self._after(self._ahead_position)
+            start = first + self.rank * self.B * self.T
+            self._ahead.append(self._worker.submit(self._make_batch, start if start < self._ahead_position else first))
         self.position = self._after(self.position)
         return self._ahead.popleft().result()
 
@@ -429,6 +430,8 @@ def check_config(config: TrainConfig) -> None:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.beta2 >= 1:
         problems.append(f"--beta2 {config.beta2}: below 1")
+    if config.eval_every and config.eval_tokens < config.seq_len:
+        problems.append(f"--eval-tokens {config.eval_tokens}: less than one sequence of --seq-len {config.seq_len}")
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
     if problems:
@@ -539,15 +542,19 @@ def validation_loss(
     return dist.sum(torch.tensor(total, dtype=torch.float64)).item() / sequences
 
 
-def print_samples(model: GPT, prompt: str, dist: Distributed) -> None:
-    """Four continuations of `prompt`, drawn with a generator of their own: training's random state is not touched."""
+def print_samples(model: GPT, prompt: str, dist: Distributed, last: bool = False) -> None:
+    """Four continuations of `prompt` by 32 tokens, a line each; at the end of a run two by 64, with their line breaks.
+
+    They are drawn with a generator of their own: training's random state is not touched.
+    """
     tokenizer = get_tokenizer()
+    samples, length = (2, 64) if last else (4, 32)
     generator = torch.Generator(device=dist.device).manual_seed(42 + dist.rank)
-    idx = torch.tensor([tokenizer.encode_ordinary(prompt)] * 4, device=dist.device)
+    idx = torch.tensor([tokenizer.encode_ordinary(prompt)] * samples, device=dist.device)
     with dist.autocast():
-        idx = model.generate(idx, max_new_tokens=32, generator=generator)
-    for i, tokens in enumerate(idx.tolist()):
-        tqdm.write(f"rank {dist.rank} sample {i}: {tokenizer.decode(tokens)!r}")  # print would end in the bar
+        idx = model.generate(idx, max_new_tokens=length, generator=generator)
+    for i, text in enumerate(map(tokenizer.decode, idx.tolist())):
+        tqdm.write(f"rank {dist.rank} sample {i}:" + (f"\n{to_read(text)}" if last else f" {text!r}"))  # above the bar
 
 
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
@@ -564,7 +571,7 @@ def evaluate(
     Dropout, which GPT-2 is trained without but a fork may have, is off. Returns the validation loss, inf if not due.
     """
     model.eval()
-    val = math.inf
+    val, last = math.inf, step == config.max_steps
     if is_due(config.eval_every, step, config):
         val = validation_loss(model, val_loader, config.eval_tokens, dist, loss_function)
         say(f"step {step:5d} validation loss {val:.4f}")
@@ -574,10 +581,10 @@ def evaluate(
             accuracy = hellaswag.evaluate(model.hidden, model.wte.weight, tasks, dist)
             say(f"step {step:5d} HellaSwag {accuracy:.4f}")
             log.write(step, hella=f"{accuracy:.4f}")
-        if is_due(config.eval_every, step, config):
+        if is_due(config.eval_every, step, config) and not last:  # the last picture is conclude's
             log.draw()
-        if is_due(config.sample_every, step, config) and step > 0:
-            print_samples(model, config.sample_prompt, dist)
+        if is_due(config.sample_every, step, config) and step > 0 and not (last and dist.rank):
+            print_samples(model, config.sample_prompt, dist, last)
     model.train()
     return val
 
@@ -733,7 +740,7 @@ def train(config: TrainConfig, dist: Distributed) -> int:
     those of --check-against; after a signal 130 or 143. Raises InputError, and RunError when a loss is undefined."""
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
         say(f"no shards in {SHARDS_FOLDER}/: the shakespeare preset, on input.txt\n(`python fineweb.py` builds shards)")
-    say(f"device: {dist.description}")
+    say_wrapped(f"device: {dist.description}")
     with dist.shared_errors():
         reference = check.read_reference(Path(config.check_against)) if config.check_against else None
     if dist.device.type == "cuda":
@@ -787,7 +794,8 @@ def train(config: TrainConfig, dist: Distributed) -> int:
 
     gc.collect()
     gc.freeze()  # Python's collector, which may run in any step, need not look at what was made so far
-    bar = tqdm(total=config.max_steps, initial=progress.step, unit="step", disable=None if dist.rank == 0 else True)
+    bar = tqdm(total=config.max_steps, initial=progress.step, unit="step", leave=False,
+               disable=None if dist.rank == 0 else True)
     start = progress.step
     with StopSignals() as signals, bar, writer:
         for step in range(start, config.max_steps + 1):
@@ -815,7 +823,7 @@ def train(config: TrainConfig, dist: Distributed) -> int:
                     # autocast is for the forward pass alone: the backward pass takes the precisions that it chose.
                     with dist.autocast():
                         _, loss = replica(x, y, loss_function)
-                    # In the last round there may be fewer micro-batches than ranks: the others' must not count.
+                    # In the last round there may be fewer micro-batches than ranks: the others' is rank 0's, once more.
                     loss = loss * (micro_step * dist.world_size + dist.rank < micro_batches)
                     # A loss is a mean over B * T tokens, and DDP takes the mean of the ranks' gradients: divided by
                     # micro-batches a rank, they add up to the gradients of the mean over the whole batch. The scaler
@@ -854,9 +862,8 @@ def train(config: TrainConfig, dist: Distributed) -> int:
                     save(wait=True)
                 say(f"stopped by a signal after step {step}; --resume goes on")
                 return signals.exit_status
-    if config.save_every:
-        say(f"done: {config.log_dir}/step_{config.max_steps:06d}/ is a Hugging Face model; to talk to it:\n"
-            f'python sample.py {config.log_dir} "{config.sample_prompt}"')
+    if dist.rank == 0:
+        conclude(config, progress, loader, val_loader, val, log)
     if reference and dist.rank == 0:
         matches, verdict = check.compare(Path(config.log_dir), reference, config.total_batch_size, dist.dtype)
         say(f"{verdict} {config.check_against}")

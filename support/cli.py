@@ -6,7 +6,9 @@ import io
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -41,6 +43,18 @@ def say(message: str) -> None:
     """Prints a line above the progress bar, on rank 0 alone."""
     if is_rank_zero():
         tqdm.write(message)
+
+
+def say_wrapped(message: str) -> None:
+    """The same for what may be long: a line of it ends before column 80, where it can, and goes on indented."""
+    for line in message.split("\n"):
+        say(textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+
+
+def shown(path: str | Path) -> str:
+    """A path as short as it can be typed: relative to the working folder, if it lies in it."""
+    path = Path(path)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def flag(field_name: str) -> str:

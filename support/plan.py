@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from support.cli import say
+from support.cli import say, say_wrapped, shown
 from support.devices import PEAK_TFLOPS, choose_device, peak_flops
 from support.distributed import Distributed
 from support.loss import HEAD_TOKENS
@@ -87,16 +87,25 @@ def announce(config: Any, model: Any, loader: Any, checkpoint: Path | None, dist
     peak, peak_source = peak_flops(dist.device, dist.dtype)
     tokens, documents = loader.stream.total_tokens, loader.stream.count_documents()
     epochs = config.max_steps * config.total_batch_size / tokens
-    say(f"model: {model.num_parameters():,} parameters, {model.flops_per_token(config.seq_len) / 1e6:,.0f} MFLOP a "
+    of_documents = f" in {documents:,} documents" if documents else ""
+    say_wrapped(
+        f"model: {model.num_parameters():,} parameters, {model.flops_per_token(config.seq_len) / 1e6:,.0f} MFLOP a "
         f"token\nspeed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s a device ({peak_source})\n"
-        f"data: {config.data}, {tokens:,} training tokens" + (f" in {documents:,} documents\n" if documents else "\n") +
-        f"steps: {config.max_steps:,} of {config.total_batch_size:,} tokens, {epochs:.3f} epochs")
+        f"data: {shown(config.data)}, {tokens:,} training tokens{of_documents}\n"
+        f"steps: {config.max_steps:,} of {config.total_batch_size:,} tokens, {epochs:.3f} epochs"
+    )
     if epochs > 1:
         order = "another" if config.shuffle else "the same"
         say(f"data: from step {tokens // config.total_batch_size:,} on they repeat, in {order} order")
     micro_batches = config.total_batch_size // (loader.B * loader.T)
     micro_steps, rest = divmod(micro_batches, dist.world_size)
-    shares = f"{micro_batches} micro-batches, dealt out to" if rest else f"{micro_steps} micro-steps x"
-    say(f"batch: {config.total_batch_size:,} tokens = {loader.B} sequences x {loader.T} tokens x {shares} "
-        f"{dist.world_size} ranks")
-    say(f"log and checkpoints: {config.log_dir}/" + (f"; resumed from {checkpoint}" if checkpoint else ""))
+    shares = f"\n  {micro_batches} micro-batches, dealt out to" if rest else f" {several(micro_steps, 'micro-step')} x"
+    say_wrapped(f"batch: {config.total_batch_size:,} tokens = {several(loader.B, 'sequence')} x {loader.T} tokens x"
+                f"{shares} {several(dist.world_size, 'rank')}")
+    say(f"log and checkpoints: {config.log_dir}/")
+    if checkpoint:
+        say(f"resumed from {checkpoint}")
+
+
+def several(count: int, thing: str) -> str:
+    return f"{count} {thing}" + "s" * (count != 1)

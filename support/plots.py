@@ -54,7 +54,7 @@ def draw_baseline(axes: Any, name: str, value: float, right: bool = False) -> No
     """A line with its name on it, at the left or at the right."""
     axes.axhline(value, color="gray", linestyle=":")
     place, side = (0.99, "right") if right else (0.01, "left")
-    axes.text(place, value, f"{name}: {value}", transform=axes.get_yaxis_transform(), color="dimgray", size="small",
+    axes.text(place, value, f"{name}: {value:.5g}", transform=axes.get_yaxis_transform(), color="dimgray", size="small",
               verticalalignment="bottom", horizontalalignment=side)
 
 
@@ -71,7 +71,7 @@ def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, f
         if "val" in run:
             axes.plot(*run["val"], "o--", color=f"C{i}", markersize=4, label=f"{name}, validation")
     for name, value in baselines.items():
-        draw_baseline(axes, name, value, right=True)
+        draw_baseline(axes, name, value)
     axes.set_ylim(top=1.05 * max([start, *baselines.values()]) if start else None)
     finish(axes, x, "Loss", "nats a token")
     axes.legend(loc="upper right")
@@ -98,22 +98,26 @@ def draw_panel(axes: Any, runs: dict[str, Curves], stream: str, x: str) -> None:
     finish(axes, x, PANELS[stream])
 
 
-def save_curves(log_dir: Path) -> None:
-    """Draws log_dir/curves.png from the log as it stands; does nothing where matplotlib is not installed."""
+def save_curves(log_dir: Path, baselines: dict[str, float] | None = None) -> Path | None:
+    """Draws log_dir/curves.png from the log as it stands; does nothing where matplotlib is not installed.
+
+    baselines: losses of other models on the data of a run on a .txt file, by name. -> the picture's path
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return
+        return None
     run = {log_dir.name: read_curves(log_dir)}
     figure = Figure(figsize=(12, 7))
     above, below = figure.add_gridspec(2, 1, height_ratios=(3, 2), left=0.06, right=0.98, top=0.95, bottom=0.08,
                                        hspace=0.3)
     hella = "hella" in run[log_dir.name]
     loss, *others = above.subgridspec(1, 1 + hella)
-    draw_loss(figure.add_subplot(loss), run, "tokens", VAL_BASELINES if on_fineweb(log_dir) else {})
+    draw_loss(figure.add_subplot(loss), run, "tokens", VAL_BASELINES if on_fineweb(log_dir) else baselines or {})
     if hella:
         draw_hellaswag(figure.add_subplot(others[0]), run, "tokens")
     for place, stream in zip(below.subgridspec(1, len(PANELS)), PANELS, strict=True):
         draw_panel(figure.add_subplot(place), run, stream, "tokens")
     with atomic_path(log_dir / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=100)
+    return log_dir / "curves.png"

@@ -85,12 +85,17 @@ class Log:
                 raise InputError(f"--wandb: {first_line(error)}; WANDB_MODE=offline goes without") from None
             self._mirrors.append(lambda step, values: run.log(values, step=step))
 
-    def draw(self) -> None:
-        """Has log_dir/curves.png drawn anew, in a thread; a picture that fails does no harm."""
+    def draw(self, baselines: dict[str, float] | None = None) -> None:
+        """Has log_dir/curves.png drawn anew, in a thread; a picture that fails does no harm. baselines: losses to set
+        beside those of a run on a .txt file, by name."""
         if self.file:
             if self._drawing:
                 self._drawing.cancel()  # if it is still waiting, it is out of date
-            self._drawing = self._artist.submit(save_curves, self.log_dir)
+            self._drawing = self._artist.submit(save_curves, self.log_dir, baselines)
+
+    def picture(self) -> Path | None:
+        """The picture, as soon as the last drawing is done; None where nothing was drawn."""
+        return self._drawing.result() if self._drawing and not self._drawing.exception() else None
 
     def sync(self) -> None:
         """Puts what was written on the disk."""

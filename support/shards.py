@@ -5,6 +5,7 @@ which every document begins with 50256; its name is NAME_train_000001.npy or NAM
 """
 
 import contextlib
+import copy
 import hashlib
 import json
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from support.cli import InputError
-from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
+from support.tokenizer import EOT, VOCAB_SIZE, encode
 
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
 BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4  # llm.c's and modded-nanogpt's .bin
@@ -73,7 +74,7 @@ def tokenize_text(path: Path, split: str) -> np.ndarray:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}: convert it first") from None
     if not text.strip():
         raise InputError(f"{path}: an empty text: nothing to train on")
-    tokens = np.array([EOT, *get_tokenizer().encode_ordinary(text)], dtype=np.uint16)
+    tokens = np.concatenate([[EOT], *encode(text)], dtype=np.uint16, casting="unsafe")
     boundary = len(tokens) - max(len(tokens) // 10, 1)
     return tokens[:boundary] if split == "train" else tokens[boundary:]
 
@@ -145,6 +146,12 @@ class TokenStream:
             pieces.append(piece)
             position, count = position + n, count - n
         return np.concatenate(pieces)
+
+    def head(self, count: int) -> np.ndarray:
+        """The first tokens in the files' own order, at most `count`, 1-D uint16."""
+        in_order = copy.copy(self)
+        in_order.shuffle = False
+        return in_order.read(0, min(count, self.total_tokens))
 
     def _read_documents(self, epoch: int, shard: int, begin: int, end: int) -> np.ndarray:
         """Tokens [begin, end) of a shard whose documents stand in this epoch's order."""

@@ -25,12 +25,11 @@ import numpy as np
 
 from support.cli import InputError, first_line
 from support.files import atomic_write
-from support.tokenizer import EOT, get_tokenizer
+from support.tokenizer import EOT, encode
 
 COMPRESSED = (".gz", ".zst")
 SUFFIXES = (".parquet", *(kind + end for kind in (".jsonl", ".txt", ".md") for end in ("", *COMPRESSED)))
 SPAN_BYTES = 4 << 20  # of text: a third of a second of a worker's time
-PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 File = tuple[str, int]  # a source file: its path, here or in the Hub's repository, and its bytes
@@ -133,9 +132,7 @@ def unpack(path: Path, copy: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Spans of files: what a worker reads and tokenizes at a time
 
-# GPT-2 tokenizes word by word, and one of its words begins wherever a whitespace character is followed by another kind
-# (tokenizer.SPLIT_PATTERN). So a text may be cut there, and its parts tokenized apart: the tokens are the same.
-CUT = re.compile(r"[ \n](?=\S)")
+# Some of the places where a text may be cut (tokenizer.CUT), in UTF-8; lines are documents.
 CUT_BYTES = dict.fromkeys(("json", "lines"), re.compile(rb"\n"))
 CUT_BYTES["text"] = re.compile(rb"[ \n](?=[!-~\xc3-\xe0\xe4-\xf4])")
 
@@ -293,17 +290,6 @@ def read_rows(span: Span, layout: Layout) -> Iterator[str | None]:
 
 
 READERS = {"text": read_text, "lines": read_lines, "json": read_json, "rows": read_rows}
-
-
-def encode(text: str) -> Iterator[np.ndarray]:
-    """tiktoken's encode_ordinary(text) as uint32 arrays. A long text goes in pieces: they bound memory, and a million
-    spaces in a row, inside a piece, would overflow tiktoken's stack."""
-    start = 0
-    while start < len(text):
-        match = CUT.search(text, start + PIECE_CHARS)
-        end = match.start() if match else len(text)
-        yield get_tokenizer().encode_to_numpy(text[start:end], disallowed_special=())  # <|endoftext|> is plain text
-        start = end
 
 
 def tokenize(span: Span, layout: Layout) -> tuple[np.ndarray, list[int]]:

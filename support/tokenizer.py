@@ -9,9 +9,12 @@ import functools
 import hashlib
 import importlib.util
 import json
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 
 from support.cli import InputError
@@ -24,6 +27,10 @@ SHA256 = {
 }
 # GPT-2's split of text into words (its `encoder.py`); tiktoken's `r50k_pat_str` is the same, spelled for speed.
 SPLIT_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+# One of these words begins wherever whitespace (Python's less four controls) is followed by another kind of character.
+# So a text may be cut there, and its parts tokenized apart: the tokens are the same.
+CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
+PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
 
 
 @functools.cache
@@ -59,6 +66,17 @@ def get_tokenizer() -> tiktoken.Encoding:
         special_tokens=special,
         explicit_n_vocab=VOCAB_SIZE,
     )
+
+
+def encode(text: str) -> Iterator[np.ndarray]:
+    """tiktoken's encode_ordinary(text) as uint32 arrays. A long text goes in pieces: they bound memory, and a million
+    spaces in a row, inside a piece, would overflow tiktoken's stack."""
+    start = 0
+    while start < len(text):
+        match = CUT.search(text, start + PIECE_CHARS)
+        end = match.start() if match else len(text)
+        yield get_tokenizer().encode_to_numpy(text[start:end], disallowed_special=())  # <|endoftext|> is plain text
+        start = end
 
 
 def save_tokenizer(folder: Path, model_max_length: int) -> None:

@@ -60,6 +60,7 @@ MISTAKES = {
     "unknown flag": (lambda tmp: ["--max-step", 3], "Did you mean --max-steps?"),
     "no number": (lambda tmp: ["--max-lr", "fast"], "--max-lr"),
     "several": (lambda tmp: ["--n-head", 3, "--max-lr", -1], "--max-lr -1.0: not below 0; --n-embd 16: not divisible"),
+    "validation of no sequence": (lambda tmp: ["--eval-tokens", 9, "--eval-every", 1], "--eval-tokens 9: less"),
     "device": (lambda tmp: ["--device", "tpu"], "--device tpu: not on this machine"),
     "init is no model": (lambda tmp: ["--init", tmp], "no model here"),
     "init is no GPT-2": (lambda tmp: ["--init", no_gpt2(tmp / "m")], "model_type = 'bert'"),

@@ -73,3 +73,19 @@ def test_ten_thousand_random_strings(saved):
     ids = get_tokenizer().encode_ordinary_batch(strings)
     assert saved(strings).input_ids == ids
     assert saved.batch_decode(ids) == strings == get_tokenizer().decode_batch(ids)
+
+
+@given(st.text(st.sampled_from("ab'sé世🙂1. \n\t\r\x85\u3000\x1c\xa0") | st.characters(codec="utf-8"), max_size=60),
+       st.integers(1, 40))
+@settings(max_examples=150, deadline=None)
+def test_a_long_text_in_pieces_has_the_same_tokens(text, size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "PIECE_CHARS", size)
+        pieces = list(tokenizer.encode(text))
+    assert [token for piece in pieces for token in piece.tolist()] == get_tokenizer().encode_ordinary(text)
+
+
+def test_a_million_tabs():
+    """tiktoken overflows its stack on a million of any whitespace with something behind them."""
+    text = "start" + "\t" * 1_000_000 + "end"
+    assert get_tokenizer().decode([token for piece in tokenizer.encode(text) for token in piece.tolist()]) == text

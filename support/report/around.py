@@ -4,6 +4,7 @@ The functions are given `script`, the module train_gpt2, or the parts of it that
 """
 
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -97,14 +98,18 @@ def real_run(script_path: Path, args: list[object], folder: Path, steps: int, li
         for path in checkpoint.iterdir():
             path.unlink()
         checkpoint.rmdir()
-    samples = list(dict.fromkeys(line for line in text.splitlines() if " sample " in line))[-4:]
     os.remove(folder / "output.txt")
     return {
-        "steps": steps, "seconds_of_last_start": time.monotonic() - began, "samples": samples,
+        "steps": steps, "seconds_of_last_start": time.monotonic() - began, "samples": last_samples(text),
         "ms": statistics.median(streams["ms"][1][2:]), "tok_per_s": statistics.median(streams["tok_per_sec"][1][2:]),
         "train": streams["train"][1], "val": [list(pair) for pair in zip(*streams["val"], strict=True)],
         "hella": [list(pair) for pair in zip(*streams.get("hella", ([], [])), strict=True)],
     }
+
+
+def last_samples(output: str) -> list[str]:
+    """The two with which a run ends: a heading, then indented lines and empty ones between them."""
+    return re.findall(r"^rank 0 sample \d+:(?:\n+  .*)+", output, re.MULTILINE)[-2:]
 
 
 def made_up_tasks(path: Path, count: int) -> list[dict[str, Any]]:
