@@ -405,8 +405,9 @@ SHARDS_FOLDER = "edu_fineweb10B"
 SHAKESPEARE = dict(
     data=str(Path(__file__).with_name("input.txt")),
     max_steps=600, total_batch_size=512, seq_len=128, n_layer=4, n_head=4, n_embd=64,
-    max_lr=5e-3, min_lr=5e-4, warmup_steps=20, warmdown_steps=200, compile=False,
-    eval_every=150, eval_tokens=32_768, hellaswag_every=0, sample_every=300, sample_prompt="ROMEO:", save_every=300,
+    optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20, warmdown_steps=300, beta2=0.995,
+    compile=False, eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300, sample_prompt="ROMEO:",
+    save_every=300,
 )
 # The recipe is from small models (bench/recipes), but for the learning rate, which is the one published for AdamW, this
 # model and batch (Muon's updates are made as large as AdamW's). Nobody has trained 124M with it to the end yet.
