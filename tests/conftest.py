@@ -18,7 +18,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="about Linux's /proc"
 TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--total-batch-size", "128",
         "--micro-batch-size", "2", "--warmup-steps", "2", "--eval-tokens", "512", "--device", "cpu", "--no-compile",
         "--preset", "shakespeare", "--dtype", "float32", "--save-every", "0", "--sample-every", "0", "--eval-every",
-        "0"]
+        "0", "--optimizer", "adamw", "--schedule", "cosine", "--max-lr", "5e-3", "--min-lr", "5e-4", "--beta2", "0.95"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side by side
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach the hub; those of hub code bring a server of their own
