@@ -35,6 +35,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
 import hellaswag
@@ -134,6 +135,8 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.
 class GPT(nn.Module):
     """GPT-2, its parameters under GPT-2's own names. Linear weights are (out, in), the transpose of Hugging Face's."""
 
+    recompute = False  # keep only each block's input, and run the block again in the backward pass (Chen et al. 2016)
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
@@ -170,7 +173,11 @@ class GPT(nn.Module):
             position = torch.arange(idx.size(1), device=idx.device)
         x = self.wte(idx) + self.wpe(position)  # (B, T, C)
         for block in self.h:
-            x = block(x, mask)
+            if self.recompute and torch.is_grad_enabled():
+                x = recomputed(block, x, mask, use_reentrant=False)
+                torch.clear_autocast_cache()  # or the 16-bit copies of all weights would stay until the pass ends
+            else:
+                x = block(x, mask)
         return self.ln_f(x)
 
     def forward(
@@ -356,7 +363,7 @@ class TrainConfig:
     compile: bool = field(default_factory=lambda: torch.cuda.is_available())
     """Compile the blocks and the loss with torch.compile: the default with a GPU; on a CPU it gains nothing."""
     low_memory: bool = False
-    """Make the logits of 1,024 tokens at a time: less memory, and slower on a GPU. A CPU always does."""
+    """Compute the blocks twice instead of keeping their activations, and the logits of 1,024 tokens at a time."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -621,6 +628,7 @@ def start_model(config: TrainConfig, checkpoint: Path | None, dist: Distributed)
             raise InputError(f"--init {config.init}: context {model.config.block_size}, vocabulary "
                              f"{model.config.vocab_size}; wanted: --seq-len {config.seq_len} or more, and GPT-2's "
                              f"{VOCAB_SIZE}")
+    model.recompute = config.low_memory
     return model.to(dist.device)
 
 
