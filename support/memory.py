@@ -52,19 +52,21 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def bytes_besides(model: Any, B: int, config: Any, dist: Distributed) -> int:
     """What a training step holds at its peak, and a forward and backward pass with the loss in pieces does not.
 
-    Adam's two moments (8 bytes a parameter of those that this optimizer, or the busiest of several, keeps); the
-    gradients (4), which with several ranks are always there, in DDP's buckets, and with several micro-steps those
-    before have left. A compiled step has one buffer of 16-bit logits, which becomes their gradient.
+    Adam's two moments: 8 bytes for each parameter of the rank that has the most of them. A compiled step has one buffer
+    of 16-bit logits, which becomes their gradient.
     """
-    a_step = config.total_batch_size / (B * config.seq_len * dist.world_size)
-    moments = model.num_parameters()
+    parameters = model.num_parameters()
     if config.shard_optimizer:
-        moments = largest_share([p.numel() for p in model.parameters()], dist.world_size)
-    gradients = model.num_parameters() if dist.world_size > 1 or a_step > 1 else 0
+        parameters = largest_share([p.numel() for p in model.parameters()], dist.world_size)
     compiled = config.compile and not config.low_memory
     V = model.wte.weight.size(0)
     logits = B * config.seq_len * (V + -V % 64)
-    return 8 * moments + 4 * gradients + (logits * dist.dtype.itemsize if compiled else 0)
+    return 8 * parameters + (logits * dist.dtype.itemsize if compiled else 0)
+
+
+def adds_to_gradients(B: int, config: Any, dist: Distributed) -> bool:
+    """Whether a backward pass finds gradients: those of earlier micro-steps, or DDP's buckets, which always stay."""
+    return dist.world_size > 1 or config.total_batch_size > B * config.seq_len
 
 
 def fits(model: Any, B: int, config: Any, dist: Distributed) -> bool:
@@ -72,6 +74,8 @@ def fits(model: Any, B: int, config: Any, dist: Distributed) -> bool:
     blocks keep no less than compiled ones, beside an allocation of bytes_besides."""
     try:
         reserved = torch.empty(bytes_besides(model, B, config, dist), dtype=torch.uint8, device=dist.device)
+        for p in model.parameters() if adds_to_gradients(B, config, dist) else ():
+            p.grad = torch.zeros_like(p)
         x = torch.zeros(B, config.seq_len, dtype=torch.int64, device=dist.device)
         with dist.autocast(), torch.compiler.set_stance("force_eager"):
             model(x, x, chunked_next_token_loss)[1].backward()
