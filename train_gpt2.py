@@ -20,7 +20,6 @@ the weights that s updates have made: the loss of step 0 is that of the untraine
 import contextlib
 import gc
 import math
-import os
 import sys
 import time
 from collections import deque
@@ -45,10 +44,11 @@ from support.distributed import Distributed
 from support.ending import conclude, to_read
 from support.huggingface import model_folder, read_pretrained, to_hub, write_pretrained
 from support.loss import chunked_next_token_loss
-from support.memory import choose_micro_batch_size
+from support.memory import choose_micro_batch_size, recomputed
 from support.muon import Muon, Optimizers
 from support.plan import announce, print_plan
 from support.rundir import last_config
+from support.sharding import share_state
 from support.shards import TokenStream
 from support.signals import StopSignals
 from support.tokenizer import VOCAB_SIZE, get_tokenizer
@@ -138,6 +138,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        self.recompute = False  # run each block again in the backward pass, instead of keeping what it computed
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -171,7 +172,7 @@ class GPT(nn.Module):
             position = torch.arange(idx.size(1), device=idx.device)
         x = self.wte(idx) + self.wpe(position)  # (B, T, C)
         for block in self.h:
-            x = block(x, mask)
+            x = recomputed(block, x, mask) if self.recompute and torch.is_grad_enabled() else block(x, mask)
         return self.ln_f(x)
 
     def forward(
@@ -359,7 +360,9 @@ class TrainConfig:
     compile: bool = field(default_factory=lambda: torch.cuda.is_available())
     """Compile the blocks and the loss with torch.compile: the default with a GPU; on a CPU it gains nothing."""
     low_memory: bool = False
-    """Make the logits of 1,024 tokens at a time: less memory, and slower on a GPU. A CPU always does."""
+    """Compute the blocks twice instead of keeping their activations, and the logits of 1,024 tokens at a time."""
+    shard_optimizer: bool = False
+    """Share the optimizer's state out among the ranks (ZeRO-1) instead of keeping all of it on each."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -457,9 +460,9 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
 # and precision may, since a run moves to another GPU when that is the one to be had.
 MAY_CHANGE = {
     "preset", "data", "log_dir", "init", "resume", "max_steps", "warmdown_steps", "micro_batch_size", "compile",
-    "low_memory", "device", "dtype", "deterministic", "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data",
-    "sample_every", "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "skip_bad_steps", "tensorboard",
-    "wandb", "check_against", "plan",
+    "low_memory", "shard_optimizer", "device", "dtype", "deterministic", "eval_every", "eval_tokens", "hellaswag_every",
+    "hellaswag_data", "sample_every", "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "skip_bad_steps",
+    "tensorboard", "wandb", "check_against", "plan",
 }
 
 
@@ -603,16 +606,6 @@ class Progress:
     skipped: int = 0  # updates left out, their loss or gradient being infinite or undefined
 
 
-def find_start(config: TrainConfig, dist: Distributed) -> tuple[bool, Path | None]:
-    """(whether to resume, the checkpoint to resume from); None where there is none."""
-    resuming = config.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    checkpoint = None
-    with dist.shared_errors():
-        if resuming and dist.rank == 0:
-            checkpoint = checkpoints.find_checkpoint(Path(config.log_dir))
-    return resuming, dist.gather(checkpoint)[0]
-
-
 def model_config(config: TrainConfig) -> GPTConfig:
     """The shape of the model that a run from scratch trains."""
     return GPTConfig(config.seq_len, VOCAB_SIZE, config.n_layer, config.n_head, config.n_embd)
@@ -623,17 +616,20 @@ def start_model(config: TrainConfig, checkpoint: Path | None, dist: Distributed)
 
     Raises InputError, on all ranks, for a model that doesn't go with the data.
     """
+    torch.manual_seed(config.seed)
+    model, start = None, checkpoint or config.init
     with dist.shared_errors():
-        if checkpoint or config.init != "scratch":
-            model = GPT.from_pretrained(checkpoint or config.init)
-        else:
-            torch.manual_seed(config.seed)
-            model = GPT(model_config(config))
-        if model.config.block_size < config.seq_len or model.config.vocab_size != VOCAB_SIZE:
-            raise InputError(f"--init {config.init}: context {model.config.block_size}, vocabulary "
-                             f"{model.config.vocab_size}; wanted: --seq-len {config.seq_len} or more, and GPT-2's "
-                             f"{VOCAB_SIZE}")
-    return model.to(dist.device)
+        if dist.rank == 0:  # the others receive the weights, and their hosts hold none
+            model = GPT(model_config(config)) if start == "scratch" else GPT.from_pretrained(start)
+            if model.config.block_size < config.seq_len or model.config.vocab_size != VOCAB_SIZE:
+                raise InputError(f"--init {config.init}: context {model.config.block_size}, vocabulary "
+                                 f"{model.config.vocab_size}; wanted: --seq-len {config.seq_len} or more, and GPT-2's "
+                                 f"{VOCAB_SIZE}")
+    shape = dist.gather(model and model.config)[0]
+    with torch.device("meta"):
+        model = model or GPT(shape)
+    model.recompute = config.low_memory
+    return dist.on_device(model)
 
 
 def open_data(config: TrainConfig, B: int, dist: Distributed) -> tuple[DataLoaderLite, DataLoaderLite | None]:
@@ -664,9 +660,10 @@ def restore(
         if changes := differences(state["config"], config):
             raise InputError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
         loader.load_state_dict(state["loader"])
-    if dist.device.type == "cpu":  # a GPU copies what it loads; a CPU would go on using the file's own pages
-        state["optimizer"] = on_host(state["optimizer"])
     optimizer.load_state_dict(state["optimizer"])
+    if dist.device.type == "cpu":  # a GPU copies what it loads; a CPU would go on using the file's own pages
+        for moments in optimizer.state.values():
+            moments.update(on_host(moments))
     if state["scaler"]:  # only float16 has one; a run that comes to float16 from another precision begins it anew
         scaler.load_state_dict(state["scaler"])
     if (before := state.get("dtype", str(dist.dtype))) != str(dist.dtype):
@@ -714,10 +711,13 @@ def parallelize(model: GPT, loss_function: LossFunction, B: int, T: int, dist: D
     replica = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     # DDP packs the gradients anew after its first backward pass, in their order of arrival, and with it the order of
     # sums changes. Done before the first step, on no matter what tokens, a resumed run adds as it did before.
+    # The second pass leaves the gradients where they stay from then on, as parts of DDP's buckets.
     x = torch.zeros(B, T, dtype=torch.int64, device=dist.device)
-    with dist.autocast():
-        replica(x, x, loss_function)[1].backward()
-    replica.zero_grad(set_to_none=True)
+    for _ in range(2):
+        replica.zero_grad(set_to_none=True)
+        with dist.autocast():
+            replica(x, x, loss_function)[1].backward()
+    replica.zero_grad(set_to_none=False)
     return replica
 
 
@@ -748,7 +748,7 @@ def train(config: TrainConfig, dist: Distributed) -> int:
         torch.set_float32_matmul_precision("high")  # TF32 for the products that are left in float32
 
     # Model, data, optimizer: new, or as a checkpoint has them.
-    resuming, checkpoint = find_start(config, dist)
+    resuming, checkpoint = checkpoints.find_start(config, dist)
     model = start_model(config, checkpoint, dist)
     B, T = choose_micro_batch_size(config, model, dist), config.seq_len
     micro_batches = config.total_batch_size // (B * T)  # in a step, of all ranks
@@ -758,6 +758,7 @@ def train(config: TrainConfig, dist: Distributed) -> int:
     if config.hellaswag_every:
         tasks = hellaswag.prepare_for_training(config.hellaswag_data, model.config.block_size, dist)
     optimizer = configure_optimizer(model, config)
+    share_state(optimizer, config, dist)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=dist.dtype == torch.float16)
     progress = Progress()
     if checkpoint:
@@ -775,7 +776,7 @@ def train(config: TrainConfig, dist: Distributed) -> int:
     replica = parallelize(model, loss_function, B, T, dist)
     full_speed = dist.world_size * peak_flops(dist.device, dist.dtype)[0] / model.flops_per_token(T)  # tok/s: MFU 100 %
     announce(config, model, loader, checkpoint, dist)
-    writer = checkpoints.CheckpointWriter(Path(config.log_dir), config.keep_checkpoints, config.keep_every)
+    writer = checkpoints.CheckpointWriter(config, dist)
 
     def save(wait: bool) -> None:
         training_state = {
@@ -790,8 +791,7 @@ def train(config: TrainConfig, dist: Distributed) -> int:
         }
         log.sync()  # a checkpoint's log must not be shorter than the checkpoint
         with dist.shared_errors():
-            if dist.rank == 0:
-                writer.save(model, training_state, wait)
+            writer.save(model, training_state, wait)
 
     gc.collect()
     gc.freeze()  # Python's collector, which may run in any step, need not look at what was made so far
@@ -845,8 +845,9 @@ def train(config: TrainConfig, dist: Distributed) -> int:
             else:
                 skip_bad_step(step, loss, norm, loader.stream.where(position), progress, config)
             scaler.update()
-            # None instead of zeros: the next backward pass writes its gradients where it would have to add to zeros.
-            optimizer.zero_grad(set_to_none=True)
+            # None, where the next backward pass writes, or zeros, to which it adds: DDP's stay in its buckets, beside
+            # which under no_sync new ones would need the same memory again.
+            optimizer.zero_grad(set_to_none=dist.world_size == 1)
             # ---- End of the update -----------------------------------------------------------------------------------
 
             seconds = time.perf_counter() - began

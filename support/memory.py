@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from support.cli import InputError
 from support.distributed import Distributed, SharedError
 from support.loss import chunked_next_token_loss
+from support.sharding import largest_share
 
 
 def choose_micro_batch_size(config: Any, model: Any, dist: Distributed) -> int:
@@ -31,6 +33,14 @@ def choose_micro_batch_size(config: Any, model: Any, dist: Distributed) -> int:
     return largest_that_fits(sizes, model, config, dist)
 
 
+def recomputed(block: torch.nn.Module, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """block(x, mask), of which x alone is kept: the backward pass runs the block again (Chen et al. 2016, "Training
+    Deep Nets with Sublinear Memory Cost")."""
+    x = checkpoint(block, x, mask, use_reentrant=False)
+    torch.clear_autocast_cache()  # otherwise the 16-bit copies of all weights stay until the forward pass ends
+    return x
+
+
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
@@ -42,15 +52,21 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def bytes_besides(model: Any, B: int, config: Any, dist: Distributed) -> int:
     """What a training step holds at its peak, and a forward and backward pass with the loss in pieces does not.
 
-    Adam's two moments (8 bytes a parameter); with several ranks DDP's buckets (4); with several micro-steps the
-    gradients of those before (4). A compiled step has one buffer of 16-bit logits, which becomes their gradient.
+    Adam's two moments: 8 bytes for each parameter of the rank that has the most of them. A compiled step has one buffer
+    of 16-bit logits, which becomes their gradient.
     """
-    a_step = config.total_batch_size / (B * config.seq_len * dist.world_size)
-    per_parameter = 8 + 4 * (dist.world_size > 1) + 4 * (a_step > 1)
+    parameters = model.num_parameters()
+    if config.shard_optimizer:
+        parameters = largest_share([p.numel() for p in model.parameters()], dist.world_size)
     compiled = config.compile and not config.low_memory
     V = model.wte.weight.size(0)
     logits = B * config.seq_len * (V + -V % 64)
-    return per_parameter * model.num_parameters() + (logits * dist.dtype.itemsize if compiled else 0)
+    return 8 * parameters + (logits * dist.dtype.itemsize if compiled else 0)
+
+
+def adds_to_gradients(B: int, config: Any, dist: Distributed) -> bool:
+    """Whether a backward pass finds gradients: those of earlier micro-steps, or DDP's buckets, which always stay."""
+    return dist.world_size > 1 or config.total_batch_size > B * config.seq_len
 
 
 def fits(model: Any, B: int, config: Any, dist: Distributed) -> bool:
@@ -58,6 +74,8 @@ def fits(model: Any, B: int, config: Any, dist: Distributed) -> bool:
     blocks keep no less than compiled ones, beside an allocation of bytes_besides."""
     try:
         reserved = torch.empty(bytes_besides(model, B, config, dist), dtype=torch.uint8, device=dist.device)
+        for p in model.parameters() if adds_to_gradients(B, config, dist) else ():
+            p.grad = torch.zeros_like(p)
         x = torch.zeros(B, config.seq_len, dtype=torch.int64, device=dist.device)
         with dist.autocast(), torch.compiler.set_stance("force_eager"):
             model(x, x, chunked_next_token_loss)[1].backward()

@@ -170,9 +170,14 @@ class OutOfMemoryAbove:
     def __init__(self, limit: int, error: Exception):
         self.limit, self.error, self.tried = limit, error, []
         self.wte = SimpleNamespace(weight=torch.zeros(50257, 1))
+        self.parts = [torch.zeros(6, requires_grad=True), torch.zeros(4, requires_grad=True)]
+
+    def parameters(self):
+        return self.parts
 
     def __call__(self, x, y, loss_function):
         self.tried.append(len(x))
+        self.gradients = [p.grad for p in self.parts]
         if len(x) > self.limit:
             raise self.error
         return None, torch.zeros((), requires_grad=True)
@@ -181,7 +186,8 @@ class OutOfMemoryAbove:
         return 10
 
     def zero_grad(self, set_to_none):
-        pass
+        for p in self.parts:
+            p.grad = None
 
 
 @pytest.mark.parametrize("error", [
@@ -207,16 +213,20 @@ def test_the_largest_micro_batch_that_fits_is_taken(error, monkeypatch):
 
 
 def test_what_is_reserved_is_what_the_run_will_hold():
-    """Moments, DDP's buckets, the gradients of earlier micro-steps; a compiled step's 16-bit logits, if there are."""
+    """Moments, a share of them on demand; a compiled step's 16-bit logits, if there are. And gradients in DDP's buckets
+    or of earlier micro-steps are there when a trial's backward pass begins."""
     def besides(*flags, world_size=1, B=1):
         config = read_config(["--preset", "gpt2", "--seq-len", "1024", "--total-batch-size", "8192", *flags])
         dist = Distributed(0, 0, world_size, torch.device("cpu"), torch.bfloat16, "")
-        return memory.bytes_besides(OutOfMemoryAbove(9, RuntimeError()), B, config, dist)
+        model = OutOfMemoryAbove(9, RuntimeError())
+        assert memory.fits(model, B, config, dist)
+        return memory.bytes_besides(model, B, config, dist), [p is not None for p in model.gradients]
 
-    assert besides("--no-compile", B=8) == 80 and besides("--no-compile") == 120
-    assert besides("--no-compile", world_size=8) == 120 and besides("--no-compile", world_size=2) == 160
-    assert besides("--compile", "--low-memory", B=8) == 80
-    assert besides("--compile", B=8) == 80 + 8 * 1024 * 50304 * 2
+    assert besides("--no-compile", B=8) == (80, [False, False]) and besides("--no-compile") == (80, [True, True])
+    assert besides("--no-compile", world_size=8) == besides("--no-compile", world_size=2) == (80, [True, True])
+    assert besides("--no-compile", "--shard-optimizer", world_size=2)[0] == 8 * 6  # of 10 parameters one has 6
+    assert besides("--compile", "--low-memory", B=8)[0] == 80
+    assert besides("--compile", B=8)[0] == 80 + 8 * 1024 * 50304 * 2
 
 
 def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):

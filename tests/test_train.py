@@ -29,12 +29,20 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     common = ["--data", text, "--max-steps", 8, "--eval-every", 8, "--max-lr", 1e-2]
     for B in (1, 2, 4, 8):
         train(*common, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
-    # What dynamo would do to compiled blocks under DDP is looked at on the way.
-    look = ("import torch, train_gpt2 as t; get_lr = t.get_lr\n"
-            "t.get_lr = lambda *a: print('optimize_ddp', torch._dynamo.config.optimize_ddp) or get_lr(*a)")
+    # What dynamo would do to compiled blocks under DDP, and where the gradients lie, is looked at on the way.
+    look = ("import torch, train_gpt2 as t; get_lr, parallelize, replicas = t.get_lr, t.parallelize, []\n"
+            "t.parallelize = lambda *a: replicas.append(parallelize(*a)) or replicas[0]\n"
+            "where = lambda: hash(tuple(p.grad.data_ptr() for p in replicas[0].parameters()))\n"
+            "show = lambda: print('optimize_ddp', torch._dynamo.config.optimize_ddp, 'gradients at', where())\n"
+            "t.get_lr = lambda *a: show() or get_lr(*a)")
     texts = train_on_ranks(3, tmp_path, *common, "--micro-batch-size", 2, "--log-dir", tmp_path / "three_2",
                            disturbance=look)
     assert "4 micro-batches, dealt out to 3 ranks" in texts[0] and "optimize_ddp False" in texts[0]
+    places = [line.split()[-1] for line in texts[0].splitlines() if "gradients at" in line]
+    assert len(places) == 8 and len(set(places)) == 1  # in DDP's buckets, from before the first step on
+    train(*common, "--micro-batch-size", 2, "--low-memory", "--log-dir", tmp_path / "low_memory")
+    exact = [read_log(tmp_path / name, "train", "val", "norm") for name in ("alone_2", "low_memory")]
+    assert exact[0] == exact[1]
     expected = losses(tmp_path / "alone_8")
     assert len(expected) == 8 and expected[-1] < expected[0] - 0.5
     for name in ("alone_1", "alone_2", "alone_4", "three_2"):
@@ -149,18 +157,19 @@ def test_validation_loss_is_the_mean_over_its_tokens(text, tmp_path):
 
 
 def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys):
-    """Validation, HellaSwag and samples under --compile, with the losses of the eager run."""
+    """Validation, HellaSwag and samples under --compile, with the losses of the eager run; --low-memory likewise."""
     tasks = ROOT / "tests" / "hellaswag_sample.jsonl"
     args = ["--data", text, "--max-steps", 6, "--eval-every", 2, "--hellaswag-every", 3, "--hellaswag-data", tasks,
             "--sample-every", 3, "--seq-len", 64, "--sample-prompt", "To be"]
     train(*args, "--log-dir", tmp_path / "eager")
     eager_samples = [line for line in capsys.readouterr().out.splitlines() if "sample" in line]
-    train(*args, "--log-dir", tmp_path / "compiled", "--compile")
-    samples = [line for line in capsys.readouterr().out.splitlines() if "sample" in line]
-    for stream in ("train", "val", "hella"):
-        assert len(losses(tmp_path / "compiled", stream)) == {"train": 6, "val": 4, "hella": 3}[stream]
-        assert losses(tmp_path / "compiled", stream) == pytest.approx(losses(tmp_path / "eager", stream), abs=1e-3)
-    assert len(samples) == len(eager_samples) == 4 + 2  # at the end two longer ones
+    for name, *more in (("compiled",), ("recomputed", "--low-memory")):
+        train(*args, "--log-dir", tmp_path / name, "--compile", *more)
+        samples = [line for line in capsys.readouterr().out.splitlines() if "sample" in line]
+        for stream in ("train", "val", "hella"):
+            assert len(losses(tmp_path / name, stream)) == {"train": 6, "val": 4, "hella": 3}[stream]
+            assert losses(tmp_path / name, stream) == pytest.approx(losses(tmp_path / "eager", stream), abs=1e-3)
+        assert len(samples) == len(eager_samples) == 4 + 2  # at the end two longer ones
 
 
 def test_a_machine_without_a_compiler_trains_eagerly(text, tmp_path):
