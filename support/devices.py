@@ -152,6 +152,15 @@ def round_length(length: int, device: torch.device) -> int:
     return length + -length % 64 if device.type == "cuda" else length
 
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an operation failed for want of memory: torch's own error, or that of a library that torch passes on."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(part in str(error) for part in OUT_OF_MEMORY))
+
+
 def on_host(value: Any, before: Any = None) -> Any:
     """A copy of nested containers whose tensors are in the host's memory, where no training step changes them.
 
