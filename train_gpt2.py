@@ -35,7 +35,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
 import hellaswag
@@ -45,10 +44,11 @@ from support.devices import can_compile, computes_in_bfloat16, on_host, peak_flo
 from support.distributed import Distributed
 from support.huggingface import model_folder, read_pretrained, to_hub, write_pretrained
 from support.loss import chunked_next_token_loss
-from support.memory import choose_micro_batch_size
+from support.memory import choose_micro_batch_size, recomputed
 from support.muon import Muon, Optimizers
 from support.plan import announce, print_plan
 from support.rundir import last_config
+from support.sharding import share_state
 from support.shards import TokenStream
 from support.signals import StopSignals
 from support.tokenizer import VOCAB_SIZE, get_tokenizer
@@ -135,11 +135,10 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.
 class GPT(nn.Module):
     """GPT-2, its parameters under GPT-2's own names. Linear weights are (out, in), the transpose of Hugging Face's."""
 
-    recompute = False  # keep only each block's input, and run the block again in the backward pass (Chen et al. 2016)
-
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        self.recompute = False  # run each block again in the backward pass, instead of keeping what it computed
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -173,11 +172,7 @@ class GPT(nn.Module):
             position = torch.arange(idx.size(1), device=idx.device)
         x = self.wte(idx) + self.wpe(position)  # (B, T, C)
         for block in self.h:
-            if self.recompute and torch.is_grad_enabled():
-                x = recomputed(block, x, mask, use_reentrant=False)
-                torch.clear_autocast_cache()  # or the 16-bit copies of all weights would stay until the pass ends
-            else:
-                x = block(x, mask)
+            x = recomputed(block, x, mask) if self.recompute and torch.is_grad_enabled() else block(x, mask)
         return self.ln_f(x)
 
     def forward(
@@ -364,6 +359,8 @@ class TrainConfig:
     """Compile the blocks and the loss with torch.compile: the default with a GPU; on a CPU it gains nothing."""
     low_memory: bool = False
     """Compute the blocks twice instead of keeping their activations, and the logits of 1,024 tokens at a time."""
+    shard_optimizer: bool = False
+    """Share the optimizer's state out among the ranks (ZeRO-1) instead of keeping all of it on each."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -456,9 +453,9 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
 # and precision may, since a run moves to another GPU when that is the one to be had.
 MAY_CHANGE = {
     "preset", "data", "log_dir", "init", "resume", "max_steps", "warmdown_steps", "micro_batch_size", "compile",
-    "low_memory", "device", "dtype", "deterministic", "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data",
-    "sample_every", "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "skip_bad_steps", "tensorboard",
-    "wandb", "check_against", "plan",
+    "low_memory", "shard_optimizer", "device", "dtype", "deterministic", "eval_every", "eval_tokens", "hellaswag_every",
+    "hellaswag_data", "sample_every", "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "skip_bad_steps",
+    "tensorboard", "wandb", "check_against", "plan",
 }
 
 
@@ -618,18 +615,20 @@ def start_model(config: TrainConfig, checkpoint: Path | None, dist: Distributed)
 
     Raises InputError, on all ranks, for a model that doesn't go with the data.
     """
+    torch.manual_seed(config.seed)
+    model, start = None, checkpoint or config.init
     with dist.shared_errors():
-        if checkpoint or config.init != "scratch":
-            model = GPT.from_pretrained(checkpoint or config.init)
-        else:
-            torch.manual_seed(config.seed)
-            model = GPT(model_config(config))
-        if model.config.block_size < config.seq_len or model.config.vocab_size != VOCAB_SIZE:
-            raise InputError(f"--init {config.init}: context {model.config.block_size}, vocabulary "
-                             f"{model.config.vocab_size}; wanted: --seq-len {config.seq_len} or more, and GPT-2's "
-                             f"{VOCAB_SIZE}")
+        if dist.rank == 0:  # the others receive the weights, and their hosts hold none
+            model = GPT(model_config(config)) if start == "scratch" else GPT.from_pretrained(start)
+            if model.config.block_size < config.seq_len or model.config.vocab_size != VOCAB_SIZE:
+                raise InputError(f"--init {config.init}: context {model.config.block_size}, vocabulary "
+                                 f"{model.config.vocab_size}; wanted: --seq-len {config.seq_len} or more, and GPT-2's "
+                                 f"{VOCAB_SIZE}")
+    shape = dist.gather(model and model.config)[0]
+    with torch.device("meta"):
+        model = model or GPT(shape)
     model.recompute = config.low_memory
-    return model.to(dist.device)
+    return dist.on_device(model)
 
 
 def open_data(config: TrainConfig, B: int, dist: Distributed) -> tuple[DataLoaderLite, DataLoaderLite | None]:
@@ -660,9 +659,10 @@ def restore(
         if changes := differences(state["config"], config):
             raise InputError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
         loader.load_state_dict(state["loader"])
-    if dist.device.type == "cpu":  # a GPU copies what it loads; a CPU would go on using the file's own pages
-        state["optimizer"] = on_host(state["optimizer"])
     optimizer.load_state_dict(state["optimizer"])
+    if dist.device.type == "cpu":  # a GPU copies what it loads; a CPU would go on using the file's own pages
+        for moments in optimizer.state.values():
+            moments.update(on_host(moments))
     if state["scaler"]:  # only float16 has one; a run that comes to float16 from another precision begins it anew
         scaler.load_state_dict(state["scaler"])
     if (before := state.get("dtype", str(dist.dtype))) != str(dist.dtype):
@@ -710,10 +710,13 @@ def parallelize(model: GPT, loss_function: LossFunction, B: int, T: int, dist: D
     replica = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     # DDP packs the gradients anew after its first backward pass, in their order of arrival, and with it the order of
     # sums changes. Done before the first step, on no matter what tokens, a resumed run adds as it did before.
+    # The second pass leaves the gradients where they stay from then on, as parts of DDP's buckets.
     x = torch.zeros(B, T, dtype=torch.int64, device=dist.device)
-    with dist.autocast():
-        replica(x, x, loss_function)[1].backward()
-    replica.zero_grad(set_to_none=True)
+    for _ in range(2):
+        replica.zero_grad(set_to_none=True)
+        with dist.autocast():
+            replica(x, x, loss_function)[1].backward()
+    replica.zero_grad(set_to_none=False)
     return replica
 
 
@@ -754,6 +757,7 @@ def train(config: TrainConfig, dist: Distributed) -> int:
     if config.hellaswag_every:
         tasks = hellaswag.prepare_for_training(config.hellaswag_data, model.config.block_size, dist)
     optimizer = configure_optimizer(model, config)
+    share_state(optimizer, config, dist)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=dist.dtype == torch.float16)
     progress = Progress()
     if checkpoint:
@@ -771,7 +775,7 @@ def train(config: TrainConfig, dist: Distributed) -> int:
     replica = parallelize(model, loss_function, B, T, dist)
     full_speed = dist.world_size * peak_flops(dist.device, dist.dtype)[0] / model.flops_per_token(T)  # tok/s: MFU 100 %
     announce(config, model, loader, checkpoint, dist)
-    writer = checkpoints.CheckpointWriter(Path(config.log_dir), config.keep_checkpoints, config.keep_every)
+    writer = checkpoints.CheckpointWriter(config, dist)
 
     def save(wait: bool) -> None:
         training_state = {
@@ -786,8 +790,7 @@ def train(config: TrainConfig, dist: Distributed) -> int:
         }
         log.sync()  # a checkpoint's log must not be shorter than the checkpoint
         with dist.shared_errors():
-            if dist.rank == 0:
-                writer.save(model, training_state, wait)
+            writer.save(model, training_state, wait)
 
     gc.collect()
     gc.freeze()  # Python's collector, which may run in any step, need not look at what was made so far
@@ -840,8 +843,9 @@ def train(config: TrainConfig, dist: Distributed) -> int:
             else:
                 skip_bad_step(step, loss, norm, loader.stream.where(position), progress, config)
             scaler.update()
-            # None instead of zeros: the next backward pass writes its gradients where it would have to add to zeros.
-            optimizer.zero_grad(set_to_none=True)
+            # None, where the next backward pass writes, or zeros, to which it adds: DDP's stay in its buckets, beside
+            # which under no_sync new ones would need the same memory again.
+            optimizer.zero_grad(set_to_none=dist.world_size == 1)
             # ---- End of the update -----------------------------------------------------------------------------------
 
             seconds = time.perf_counter() - began

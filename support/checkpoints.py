@@ -12,6 +12,7 @@ import torch
 
 from support.cli import InputError, first_line
 from support.devices import on_host, yield_to_others
+from support.distributed import Distributed
 from support.files import atomic_path, remove_folder, sha256
 from support.huggingface import to_hub, write_pretrained
 from support.rundir import list_checkpoints, read_log, run_entries, step_of
@@ -20,14 +21,15 @@ CHECKPOINT_FORMAT = 1
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread, one at a time, while training goes on.
+    """Writes checkpoints in a thread of rank 0, one at a time, while training goes on.
 
     A write that fails (the disk is full, say) is reported, and the checkpoints before it stand; the next save is the
-    next attempt. The newest `keep_checkpoints`, and those at multiples of `keep_every`, are kept.
+    next attempt. The newest `keep_checkpoints`, and those at multiples of `keep_every`, are kept. config: TrainConfig.
     """
 
-    def __init__(self, log_dir: Path, keep_checkpoints: int, keep_every: int):
-        self.log_dir, self.keep, self.keep_every = log_dir, keep_checkpoints, keep_every
+    def __init__(self, config: Any, dist: Distributed):
+        self.log_dir, self.keep, self.keep_every = Path(config.log_dir), config.keep_checkpoints, config.keep_every
+        self.dist, self.sharded = dist, config.shard_optimizer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=yield_to_others)
         self._writing: Future | None = None
         self._copy: Any = None
@@ -39,10 +41,17 @@ class CheckpointWriter:
         self._thread.shutdown()  # however training ends, what is being written is finished
 
     def save(self, model: torch.nn.Module, state: dict[str, Any], wait: bool) -> None:
-        """Copies model and training state, and has them written. With `wait` it returns when they are; InputError if
-        that failed. state: all that training_state.pt is to hold, the number of updates as "step" among it."""
+        """Copies model and training state, and has them written; to be called on all ranks. With `wait` it returns when
+        they are; InputError if that failed. state: all that training_state.pt is to hold, the number of updates as
+        "step" among it."""
         if self._writing:
             self._writing.exception()  # one at a time; a failure has been reported
+        if self.sharded:
+            self.dist.gather(None)  # for that, rank 0 may need longer than an exchange of tensors waits
+        if self.dist.rank != 0:
+            if self.sharded:
+                on_host(state["optimizer"])  # sends rank 0 this one's share
+            return
         folder = self.log_dir / f"step_{state['step']:06d}"
         self._copy = on_host([to_hub(model.state_dict()), state], self._copy)
         self._writing = self._thread.submit(self._write, folder, asdict(model.config), *self._copy)

@@ -164,8 +164,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def on_host(value: Any, before: Any = None) -> Any:
     """A copy of nested containers whose tensors are in the host's memory, where no training step changes them.
 
-    before: an earlier copy, whose memory is used again: new pages cost more than the copying.
+    before: an earlier copy, whose memory is used again: new pages cost more than the copying. A function among the
+    values is called with the earlier copy of what it brings (support/sharding.py).
     """
+    if callable(value):
+        return value(before)
     if isinstance(value, torch.Tensor):
         return (torch.empty(value.shape, dtype=value.dtype) if before is None else before).copy_(value)
     if isinstance(value, dict):

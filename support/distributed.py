@@ -82,6 +82,15 @@ class Distributed:
             torch.distributed.all_reduce(tensor)
         return tensor
 
+    def on_device(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module with rank 0's parameters, on the device. The others' may be on "meta", torch's device without
+        memory."""
+        module = module.to(self.device) if self.rank == 0 else module.to_empty(device=self.device)
+        if self.world_size > 1:
+            for tensor in [*module.parameters(), *module.buffers()]:
+                torch.distributed.broadcast(tensor.detach(), 0)
+        return module
+
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order. May wait long for a rank that is busy with files."""
         if self.world_size == 1:

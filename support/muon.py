@@ -49,6 +49,8 @@ class Muon(torch.optim.Optimizer):
     named_parameters: (name, parameter) pairs; the name says which is c_attn.weight. dtype: of the products.
     """
 
+    sharded = False  # support/sharding.py: this rank has the gradients of its own matrices alone
+
     def __init__(
         self, named_parameters: Any, lr: float, weight_decay: float, momentum: float = 0.95, *, dtype: torch.dtype
     ):
@@ -60,6 +62,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             lr, momentum, alike = group["lr"], group["momentum"], defaultdict(list)
             for name, p in zip(group["param_names"], group["params"], strict=True):
+                if p.grad is None:
+                    continue
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 buffer = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
@@ -68,7 +72,8 @@ class Muon(torch.optim.Optimizer):
             for ((rows, columns), matrices), pairs in alike.items():
                 stacked = torch.stack([update for _, update in pairs]).to(self.dtype)  # (L, rows, columns)
                 rows //= matrices
-                updates = orthogonalize_on_all_ranks(stacked.view(-1, rows, columns)).view_as(stacked)
+                make_orthogonal = orthogonalize if self.sharded else orthogonalize_on_all_ranks
+                updates = make_orthogonal(stacked.view(-1, rows, columns)).view_as(stacked)
                 for (p, _), update in zip(pairs, updates, strict=True):
                     p.mul_(1 - lr * group["weight_decay"])
                     p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(rows, columns)))
@@ -83,6 +88,10 @@ class Optimizers:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        return {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
 
     def step(self) -> None:
         for optimizer in self.optimizers:

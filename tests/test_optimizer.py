@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import train_gpt2
+from support.checkpoints import read_training_state
+from support.files import sha256
 from support.muon import Muon, orthogonalize
+from support.sharding import largest_share, share_out
 from tests.conftest import TINY, losses, read_log, train_on_ranks
 from train_gpt2 import GPT, GPTConfig, TrainConfig, configure_optimizer, get_lr
 
@@ -75,13 +78,49 @@ def test_muon_trains_and_resumes_bit_for_bit(text, tmp_path):
     assert losses(tmp_path / "a")[-1] < losses(tmp_path / "a")[0] - 0.5
 
 
-def test_ranks_share_muons_work(text, tmp_path):
-    """Two layers on three ranks, so one has none: the losses of a single process."""
-    args = ["--data", text, "--optimizer", "muon", "--max-lr", 1e-2, "--max-steps", 4, "--total-batch-size", 96]
+KEPT = """
+import train_gpt2 as t
+share_state, get_lr, optimizers = t.share_state, t.get_lr, []
+t.share_state = lambda *args: optimizers.append(args[0]) or share_state(*args)
+kept = lambda: sum(value.numel() for state in optimizers[0].state.values() for value in state.values())
+t.get_lr = lambda *args: print("kept:", kept()) or get_lr(*args)
+"""
+
+
+def test_ranks_share_muons_work_and_on_demand_the_state(text, tmp_path):
+    """Two layers on three ranks, so one has none: the losses of a single process. With --shard-optimizer the same bits
+    as without, in a checkpoint of the same form, while each rank keeps a part of the moments."""
+    args = ["--data", text, "--optimizer", "muon", "--max-lr", 1e-2, "--max-steps", 4, "--total-batch-size", 96,
+            "--save-every", 2]
     train_gpt2.main([*TINY, *map(str, args), "--log-dir", str(tmp_path / "alone")])
     train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "three")
+    texts = train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "shared", "--shard-optimizer", disturbance=KEPT)
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
     assert losses(tmp_path / "alone")[-1] < losses(tmp_path / "alone")[0] - 0.1
+    results = []
+    for name in ("three", "shared"):
+        checkpoint = tmp_path / name / "step_000004"
+        state = read_training_state(checkpoint)["optimizer"]
+        tensors = {(part, i, key): value for part in state for i, values in state[part]["state"].items()
+                   for key, value in values.items()}
+        results.append((read_log(tmp_path / name, "train", "norm"), sha256(checkpoint / "model.safetensors"),
+                        [state[part]["param_groups"] for part in state],
+                        {key: value.numpy().tobytes() for key, value in tensors.items()}))
+    assert results[0] == results[1]
+    kept = [int(output.split("kept: ")[-1].split()[0]) for output in texts]
+    assert sum(kept) == sum(value.numel() for value in tensors.values())
+    assert min(kept) > 0 and max(kept) == kept[0]  # wte's two moments, which are most of this model's
+
+
+def test_shares_are_even_where_no_parameter_is_too_large():
+    """XL on eight ranks, and ranks of which most have nothing."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(1024, 50257, 48, 25, 1600))
+    sizes = [p.numel() for p in model.parameters()]
+    owners = share_out(sizes, 8)
+    loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(8)]
+    assert max(loads) == largest_share(sizes, 8) < 1.02 * sum(sizes) / 8 and sum(loads) == model.num_parameters()
+    assert sorted(share_out([5, 3], 8)) == [0, 1] and largest_share([5, 3], 8) == 5
 
 
 def test_warm_up_stable_warm_down():

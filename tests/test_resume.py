@@ -38,7 +38,8 @@ def test_a_run_killed_while_it_saves_equals_one_that_never_was(tmp_path):
 
 
 def test_two_ranks_then_one_then_three(text, tmp_path):
-    """192 tokens a step as 12 sequences, dealt out to 2 ranks, from step 4 on to 1, from step 8 on to 3."""
+    """192 tokens a step as 12 sequences, dealt out to 2 ranks, from step 4 on to 1, from step 8 on to 3. Two and three
+    share the optimizer's state."""
     args = ["--data", text, "--total-batch-size", 192, "--micro-batch-size", 2, "--save-every", 4, "--max-lr", 1e-2,
             "--keep-checkpoints", 0, "--max-steps", 12]
     train(*args, "--log-dir", tmp_path / "alone")
@@ -49,7 +50,7 @@ def test_two_ranks_then_one_then_three(text, tmp_path):
         if processes == 1:
             train(*args, "--log-dir", log_dir, "--resume")
         else:
-            train_on_ranks(processes, tmp_path, *args, "--log-dir", log_dir, "--resume")
+            train_on_ranks(processes, tmp_path, *args, "--log-dir", log_dir, "--resume", "--shard-optimizer")
         assert json.loads((log_dir / "run.json").read_text())[-1]["step"] == start
     assert losses(log_dir) == pytest.approx(losses(tmp_path / "alone"), abs=1e-4) and len(losses(log_dir)) == 12
     a, b = (read_training_state(folder / "step_000012") for folder in (log_dir, tmp_path / "alone"))

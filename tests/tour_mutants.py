@@ -64,7 +64,7 @@ MUTANTS = [
            "scaler.scale(loss)"),
     Mutant(12, "all ranks read the same tokens", TRAIN, " + self.rank * self.B * self.T", ""),
     Mutant(12, "the gradients of DDP's first pass are left", TRAIN,
-           "    replica.zero_grad(set_to_none=True)\n    return replica", "    return replica"),
+           "    replica.zero_grad(set_to_none=False)\n    return replica", "    return replica"),
     Mutant(13, "autocast off", DISTRIBUTED, "enabled=self.dtype != torch.float32", "enabled=False"),
     Mutant(13, "the residual stream in 16 bits", TRAIN, "x = self.wte(idx) + self.wpe(position)  # (B, T, C)",
            "x = self.wte(idx) + self.wpe(position)\n"

@@ -58,7 +58,8 @@ def files(trial: Any, loader: Any, dist: Any, seconds: float) -> dict[str, Any]:
         add_run_entry(folder, asdict(trial.train), step=0, device=dist.description)  # what its model card tells
         (folder / "log.txt").touch()
         state = {"optimizer": trial.optimizer.state_dict(), "random": [random_state(dist.device)]}
-        with CheckpointWriter(folder, 1, 0) as writer:
+        config = replace(trial.train, log_dir=name, keep_checkpoints=1, keep_every=0)
+        with CheckpointWriter(config, replace(dist, rank=0)) as writer:
             writer.save(trial.model, {**state, "step": 1}, wait=True)  # the memory of its copy is new
             began = time.perf_counter()
             writer.save(trial.model, {**state, "step": 2}, wait=False)
