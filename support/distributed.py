@@ -118,7 +118,8 @@ class Distributed:
                 own = InputError(message)
                 own.rank = self.rank
                 raise own from None
-            if not isinstance(error, RuntimeError) or self.world_size == 1 or not any(part in str(error) for part in LOST):
+            lost = isinstance(error, RuntimeError) and any(part in str(error) for part in LOST)
+            if self.world_size == 1 or not lost:
                 raise
             raise RunError("another rank is gone; its own line, or torchrun's report, says why") from None
 

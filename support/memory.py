@@ -1,6 +1,5 @@
-"""The memory of a training step: what it takes, by arithmetic; the micro-batch, on a GPU the largest that fits, found by
-trying; and for what doesn't fit, the flags that would make it.
-"""
+"""The memory of a training step: what it takes, by arithmetic; the micro-batch, on a GPU the largest that fits, found
+by trying; and for what doesn't fit, the flags that would make it."""
 
 import contextlib
 import gc
@@ -66,6 +65,9 @@ def recomputed(block: torch.nn.Module, x: torch.Tensor, mask: torch.Tensor | Non
 # The arithmetic
 
 
+PROCESS = 365_000_000  # bytes of Python, torch and what they read, measured on Linux
+
+
 def makes_logits_in_pieces(config: Any, device: torch.device) -> bool:
     """Whether a training step makes its logits HEAD_TOKENS tokens at a time (choose_loss in train_gpt2.py)."""
     return not config.compile or config.low_memory or device.type == "cpu"
@@ -91,21 +93,21 @@ def bytes_besides(model: Any, B: int, config: Any, dist: Distributed) -> int:
     """What a training step holds, and a forward and backward pass with the loss in pieces does not: the optimizer's
     state; a compiled step's one buffer of 16-bit logits, which becomes their gradient."""
     V = model.wte.weight.size(0)
-    logits = 0 if makes_logits_in_pieces(config, dist.device) else B * config.seq_len * (V + -V % 64) * dist.dtype.itemsize
-    return moments_of(model, config, dist) + logits
+    logits = B * config.seq_len * (V + -V % 64) * dist.dtype.itemsize
+    return moments_of(model, config, dist) + (0 if makes_logits_in_pieces(config, dist.device) else logits)
 
 
 def memory_of(model: Any, B: int, config: Any, dist: Distributed) -> dict[str, int]:
     """Bytes that a training step takes on a rank at its peak, by part: an estimate. config: a TrainConfig.
 
     Weights, gradients and the optimizer's state are float32. For its backward pass an eager block keeps 16 values for
-    each of the B T C of its input: that, LayerNorm's result, query, key and value, attention's result, and the same
-    again of the MLP, whose inner layer has 4 C before and after GELU. In float32 that is 64 B T C bytes, in 16 bits 36
-    (the stream and its sum stay float32), and a 16-bit copy of the weights (Korthikanti et al. 2022, "Reducing
-    Activation Recomputation in Large Transformer Models", equation 2, has 34 with dropout and a 16-bit stream). Compiled
-    blocks keep less. With --low-memory a block keeps its input alone, and one block at a time the rest.
+    each of the B T C of its input: that, LayerNorm's result, query, key and value, attention's result; and of the MLP
+    input, LayerNorm's result, and 4 C each before and after GELU. In float32 that is 64 B T C bytes, in 16 bits 36 (the
+    two inputs stay float32) and a 16-bit copy of the weights. (Korthikanti et al. 2022, "Reducing Activation
+    Recomputation in Large Transformer Models", equation 2, count 34, with dropout and a 16-bit stream.) Compiled blocks
+    keep less. With --low-memory a block keeps its input alone, and one block at a time the rest.
 
-    A step is largest at one of four moments: when the loss's gradient is made, HEAD_TOKENS logits at a time; in the
+    A step is largest at one of four points: when the loss's gradient is made, HEAD_TOKENS logits at a time; in the
     backward pass of the last block; at its end, when all gradients are there and the two of the embedding, the head's
     and the input's, meet; or in Muon's update. On a CPU the process counts, too; on a GPU what CUDA takes does not.
     """
@@ -119,15 +121,15 @@ def memory_of(model: Any, B: int, config: Any, dist: Distributed) -> dict[str, i
     besides = bytes_besides(model, B, config, dist)
     moments = moments_of(model, config, dist)
     pieces = (4 if wide else 6) * V * n + embedding + 8 * tokens * C
-    moments_in_a_step = [
+    peaks = [
         {"gradients": gradients, "activations": kept, "head and loss": embedding + pieces + besides - moments},
         {"gradients": gradients, "activations": kept + backward, "head and loss": embedding},
         {"gradients": 4 * N, "activations": block, "head and loss": embedding * (2 if gradients else 1)},
         {"gradients": 4 * N, "Muon's products": muon_update(model, config, dist)},
     ]
-    peak = max(moments_in_a_step, key=lambda parts: sum(parts.values()))
-    name = "Adam's moments" if config.optimizer == "adamw" else "moments"
-    return {"weights": 4 * N, name: moments} | peak | ({"the process": 365_000_000} if dist.device.type == "cpu" else {})
+    peak = max(peaks, key=lambda parts: sum(parts.values()))
+    process = {"the process": PROCESS} if dist.device.type == "cpu" else {}
+    return {"weights": 4 * N, "moments": moments} | peak | process
 
 
 def muon_update(model: Any, config: Any, dist: Distributed) -> int:
@@ -183,9 +185,10 @@ def refuse_what_cannot_fit(config: Any, model: Any, dist: Distributed) -> None:
     room = min((room for room in rooms if room), default=needed)
     if needed > room:
         where = "a GPU" if dist.device.type == "cuda" else "each rank" if dist.world_size > 1 else "this machine"
-        raise SharedError(f"{model.num_parameters():,} parameters in micro-batches of {B} x {config.seq_len} tokens take "
-                          f"{sum(memory_of(model, B, config, dist).values()) / 1e9:.1f} GB; {where} has "
-                          f"{room / 1e9:.1f}. {ways_out(model, B, config, dist, room)}")
+        total = sum(memory_of(model, B, config, dist).values())
+        raise SharedError(f"{model.num_parameters():,} parameters in micro-batches of {B} x {config.seq_len} tokens "
+                          f"take {total / 1e9:.1f} GB; {where} has {room / 1e9:.1f}. "
+                          f"{ways_out(model, B, config, dist, room)}")
 
 
 def with_flags(config: Any, ranks: int) -> Iterator[Any]:
@@ -196,9 +199,10 @@ def with_flags(config: Any, ranks: int) -> Iterator[Any]:
 
 
 def largest_by_estimate(model: Any, config: Any, dist: Distributed, room: float) -> int | None:
-    """The micro-batch of at most --micro-batch-size sequences that a run would take with `room` bytes a rank, None where
-    not one sequence fits."""
-    sizes = [B for B in micro_batch_sizes(config, dist.world_size) if B <= (config.micro_batch_size or B)]
+    """The micro-batch, of at most --micro-batch-size sequences, that a run would take with `room` bytes a rank; None
+    where not one sequence fits."""
+    limit = config.micro_batch_size or math.inf
+    sizes = [B for B in micro_batch_sizes(config, dist.world_size) if limit >= B]
     return next((B for B in sizes if sum(memory_of(model, B, config, dist).values()) <= room), None)
 
 
@@ -209,7 +213,7 @@ def ways_out(model: Any, B: int, config: Any, dist: Distributed, room: float | N
     room = usable(room) if dist.device.type == "cuda" else room
     room = min(room, sum(memory_of(model, B, config, dist).values()) - 1)
     more = [ranks for ranks in (2, 4, 8) if ranks > dist.world_size]
-    shorter = [T for T in (1024, 512, 256, 128, 64) if T < config.seq_len]
+    shorter = [T for T in (1024, 512, 256, 128, 64) if config.seq_len > T]
     for T, ranks in [(config.seq_len, n) for n in (dist.world_size, *more)] + [(T, dist.world_size) for T in shorter]:
         found: dict[str, int] = {}
         for way in with_flags(replace(config, seq_len=T), ranks):

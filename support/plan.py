@@ -103,8 +103,8 @@ def print_plan(config: Any, model: Any) -> None:
         ("memory", f"{sum(memory.values()) / 1e9:.2f} GB at B = {B}, an estimate: "
                    f"{', '.join(f'{name} {size / 1e9:.2f}' for name, size in memory.items())} (napkin, 16 bytes a "
                    f"parameter: {16e-9 * N:.2f})"),
-        ("time", f"{duration(tokens / rate)} on this device at {rate:,.0f} tok/s: a projection, {ASSUMED_MFU:.0%} of its "
-                 f"{peak / 1e12:,.3g} TFLOP/s ({source})"),
+        ("time", f"{duration(tokens / rate)} on this device at {rate:,.0f} tok/s: a projection, {ASSUMED_MFU:.0%} of "
+                 f"its {peak / 1e12:,.3g} TFLOP/s ({source})"),
     ]
     for name, (chip, price) in CLOUD_GPUS.items():
         speed = 8 * PEAK_TFLOPS[chip] * 1e12 * ASSUMED_MFU
@@ -119,9 +119,10 @@ def print_plan(config: Any, model: Any) -> None:
     for size, chip, *cells in [heads, *plan_of_cards(config, model)]:
         print(f"{size:>4}  {chip:16}" + "".join(f"{cell:<14}" for cell in cells).rstrip())
     print("\n".join(textwrap.wrap(
-        "sequences in a micro-batch; l where that needs --low-memory, s --shard-optimizer, - where nothing fits; the "
-        f"run's time at {ASSUMED_MFU:.0%} of the chip's 16-bit peak. By the estimate above in 16 bits, compiled, with "
-        f"{CUDA_ITSELF / 1e9} GB for CUDA itself and {ALLOCATOR_WASTE:.0%} that its allocator wastes, both assumed.", 80)))
+        "The sequences of a micro-batch; l where they need --low-memory, s --shard-optimizer, - where nothing fits; "
+        f"and the run's time at {ASSUMED_MFU:.0%} of the chip's 16-bit peak. By the estimate above, in 16 bits, "
+        f"compiled, leaving {CUDA_ITSELF / 1e9} GB to CUDA itself and {ALLOCATOR_WASTE:.0%} for what its allocator "
+        "wastes, both assumed.", 80)))
 
 
 def announce(config: Any, model: Any, loader: Any, checkpoint: Path | None, dist: Distributed) -> None:
