@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from support.cli import flag
-from support.devices import computes_in_bfloat16, is_out_of_memory
+from support.devices import computes_in_bfloat16, is_out_of_memory, return_freed_memory
 from support.distributed import Distributed, SharedError
 from support.loss import HEAD_TOKENS, chunked_next_token_loss
 from support.sharding import largest_share
@@ -49,6 +49,8 @@ def choose_micro_batch_size(config: Any, model: Any, dist: Distributed) -> int:
         B = largest_that_fits(sizes, model, config, dist)
     else:
         B = few_tokens(sizes, T)
+    if dist.device.type == "cpu" and model.num_parameters() > LARGE and B * T >= 512:
+        return_freed_memory()
     dist.ways_out = lambda: ways_out(model, B, config, dist)
     return B
 
@@ -65,6 +67,7 @@ def recomputed(block: torch.nn.Module, x: torch.Tensor, mask: torch.Tensor | Non
 # The arithmetic
 
 
+LARGE = 50_000_000  # parameters, of a model whose weights take more than the loss's logits
 PROCESS = 365_000_000  # bytes of Python, torch and what they read, measured on Linux
 
 
