@@ -108,26 +108,26 @@ def memory_of(model: Any, B: int, config: Any, dist: Distributed) -> dict[str, i
     input, LayerNorm's result, and 4 C each before and after GELU. In float32 that is 64 B T C bytes, in 16 bits 36 (the
     two inputs stay float32) and a 16-bit copy of the weights. (Korthikanti et al. 2022, "Reducing Activation
     Recomputation in Large Transformer Models", equation 2, count 34, with dropout and a 16-bit stream.) Compiled blocks
-    keep less. With --low-memory a block keeps its input alone, and one block at a time the rest.
+    keep as much or a little less (34 with torch 2.13). With --low-memory a block keeps its input alone, and one block at a time the rest.
 
-    A step is largest at one of four points: when the loss's gradient is made, HEAD_TOKENS logits at a time; in the
-    backward pass of the last block; at its end, when all gradients are there and the two of the embedding, the head's
-    and the input's, meet; or in Muon's update. On a CPU the process counts, too; on a GPU what CUDA takes does not.
+    A step is largest at one of five points: when the loss's gradient is made, HEAD_TOKENS logits at a time; in the
+    backward pass of the last block; in that of the first; at its end, when the embedding's two gradients, the head's
+    and the input's, are added; or in Muon's update. On a CPU the process counts, too; on a GPU what CUDA takes doesn't.
     """
     (V, C), L, N = model.wte.weight.shape, len(model.h), model.num_parameters()
-    tokens, wide = B * config.seq_len, dist.dtype == torch.float32
-    n, embedding = min(tokens, HEAD_TOKENS), 4 * V * C
-    block = tokens * C * 64 if wide else tokens * C * 36 + 2 * 12 * C * C
-    kept = L * 4 * tokens * C if config.low_memory else L * block
-    backward = (block if config.low_memory else 0) + tokens * C * (4 + 8 * dist.dtype.itemsize)  # gradients in a block
+    stream, wide, width = B * config.seq_len * C, dist.dtype == torch.float32, dist.dtype.itemsize  # (B, T, C)
+    block = 64 * stream if wide else 36 * stream + 2 * 12 * C * C
+    kept = L * 4 * stream if config.low_memory else L * block
+    recomputed, inside = block if config.low_memory else 0, (4 + 5 * width) * stream  # gradients inside a block
     gradients = 4 * N if keeps_gradients(B, config, dist) else 0
-    besides = bytes_besides(model, B, config, dist)
-    moments = moments_of(model, config, dist)
-    pieces = (4 if wide else 6) * V * n + embedding + 8 * tokens * C
+    moments, embedding = moments_of(model, config, dist), 4 * V * C
+    besides = bytes_besides(model, B, config, dist) - moments
+    pieces = (4 if wide else 6) * V * min(B * config.seq_len, HEAD_TOKENS) + 2 * embedding + 12 * stream
     peaks = [
-        {"gradients": gradients, "activations": kept, "head and loss": embedding + pieces + besides - moments},
-        {"gradients": gradients, "activations": kept + backward, "head and loss": embedding},
-        {"gradients": 4 * N, "activations": block, "head and loss": embedding * (2 if gradients else 1)},
+        {"gradients": gradients, "activations": kept, "head and loss": pieces + besides},
+        {"gradients": gradients, "activations": kept + recomputed + inside, "head and loss": embedding},
+        {"gradients": 4 * N, "activations": block + inside, "head and loss": embedding if gradients else 0},
+        {"gradients": 4 * N, "activations": 4 * stream, "head and loss": (3 if gradients else 2) * embedding},
         {"gradients": 4 * N, "Muon's products": muon_update(model, config, dist)},
     ]
     peak = max(peaks, key=lambda parts: sum(parts.values()))
@@ -182,8 +182,12 @@ def refuse_what_cannot_fit(config: Any, model: Any, dist: Distributed) -> None:
     """Raises InputError, on all ranks, for a step that is larger than a rank's whole memory, without what may turn out
     smaller than estimated: compiled blocks, the loss, the process. model: parameters on "meta" will do."""
     B = config.micro_batch_size or 1
-    parts = memory_of(model, B, replace(config, low_memory=config.low_memory or config.compile), dist)
-    needed = sum(parts.get(name, 0) for name in ("weights", "gradients", "moments", "activations"))
+    stream, width = B * config.seq_len * model.wte.weight.size(1), dist.dtype.itemsize
+    # A compiled block keeps its input, and of its products those that it cannot do without.
+    block = 4 * stream if config.low_memory else (4 + 8 * width) * stream
+    weights = gradients = 4 * model.num_parameters()
+    kept = gradients if keeps_gradients(B, config, dist) else 0
+    needed = weights + moments_of(model, config, dist) + max(kept + len(model.h) * block, gradients)
     rooms = dist.gather(room_of(dist))
     room = min((room for room in rooms if room), default=needed)
     if needed > room:
@@ -206,7 +210,8 @@ def largest_by_estimate(model: Any, config: Any, dist: Distributed, room: float)
     where not one sequence fits."""
     limit = config.micro_batch_size or math.inf
     sizes = [B for B in micro_batch_sizes(config, dist.world_size) if limit >= B]
-    return next((B for B in sizes if sum(memory_of(model, B, config, dist).values()) <= room), None)
+    fits = lambda B: sum(memory_of(model, B, config, dist).values()) <= room  # noqa: E731
+    return next(filter(fits, sizes), None) if sizes and fits(min(sizes)) else None
 
 
 def ways_out(model: Any, B: int, config: Any, dist: Distributed, room: float | None = None) -> str:
