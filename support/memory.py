@@ -108,7 +108,7 @@ def memory_of(model: Any, B: int, config: Any, dist: Distributed) -> dict[str, i
     input, LayerNorm's result, and 4 C each before and after GELU. In float32 that is 64 B T C bytes, in 16 bits 36 (the
     two inputs stay float32) and a 16-bit copy of the weights. (Korthikanti et al. 2022, "Reducing Activation
     Recomputation in Large Transformer Models", equation 2, count 34, with dropout and a 16-bit stream.) Compiled blocks
-    keep as much or a little less (34 with torch 2.13). With --low-memory a block keeps its input alone, and one block at a time the rest.
+    keep no more (34 with torch 2.13). With --low-memory a block keeps its input alone, and one at a time the rest.
 
     A step is largest at one of five points: when the loss's gradient is made, HEAD_TOKENS logits at a time; in the
     backward pass of the last block; in that of the first; at its end, when the embedding's two gradients, the head's
@@ -210,8 +210,8 @@ def largest_by_estimate(model: Any, config: Any, dist: Distributed, room: float)
     where not one sequence fits."""
     limit = config.micro_batch_size or math.inf
     sizes = [B for B in micro_batch_sizes(config, dist.world_size) if limit >= B]
-    fits = lambda B: sum(memory_of(model, B, config, dist).values()) <= room  # noqa: E731
-    return next(filter(fits, sizes), None) if sizes and fits(min(sizes)) else None
+    total = lambda B: sum(memory_of(model, B, config, dist).values())  # noqa: E731
+    return next((B for B in sizes if total(B) <= room), None) if sizes and total(min(sizes)) <= room else None
 
 
 def ways_out(model: Any, B: int, config: Any, dist: Distributed, room: float | None = None) -> str:
