@@ -197,7 +197,7 @@ SWITCHES: dict[str, tuple[str, str]] = {
     "flash": ("attention: flash alone", "cuda"),
     "efficient": ("attention: memory-efficient alone", "cuda"),
     "math": ("attention: T x T matrices", "cpu"),
-    "chunked": ("the loss in pieces (--low-memory)", "cuda"),
+    "chunked": ("the loss in pieces", "cuda"),
     "plain-loss": ("the loss from the logits in full", "cpu"),
     "cudagraphs": ("the whole model compiled with CUDA graphs", "cuda"),
     "autotune": ("blocks compiled with max-autotune-no-cudagraphs", "cuda"),

@@ -7,7 +7,6 @@ config.json under its own name.
 
 import json
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from support.cli import InputError, first_line
-from support.files import atomic_path, atomic_write
+from support.files import atomic_write
 from support.rundir import list_checkpoints
 from support.tokenizer import EOT, VOCAB_SIZE, save_tokenizer
 
@@ -95,16 +94,19 @@ def read_pretrained(folder: Path, fields: Iterable[str] = CONFIG_NAMES) -> tuple
             part = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
         except (SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
             raise InputError(f"{path}: damaged or not a weights file ({first_line(error)})") from None
-        state.update(part)
+        for name, t in part.items():
+            name = name.removeprefix("transformer.")
+            if not name.endswith((".attn.bias", ".attn.masked_bias")):  # masks
+                # Copied: safetensors maps its file, and a mapped file can't be removed on NFS or Windows while the run
+                # lasts. One by one, so that no second copy of all is ever there.
+                t = t.t() if CONV1D.search(name) else t
+                state[name] = t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if not state:
         raise InputError(f"{folder}: no weights here (model.safetensors)")
-    # Copied: safetensors maps its file, and a mapped file can't be removed on NFS or Windows while the run lasts.
-    state = {name.removeprefix("transformer."): t.to(torch.float32, copy=True) for name, t in state.items()}
     head = state.pop("lm_head.weight", None)
     if head is not None and "wte.weight" in state and not torch.equal(head, state["wte.weight"]):
         raise InputError(f"{folder}: not a GPT-2: its head is not tied to its token embedding")
-    state = {name: t for name, t in state.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}  # masks
-    return config, {name: t.t().contiguous() if CONV1D.search(name) else t for name, t in state.items()}
+    return config, state
 
 
 def to_hub(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -115,8 +117,6 @@ def to_hub(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def write_pretrained(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Writes config.json from GPTConfig's fields, model.safetensors from to_hub's `tensors` and, for GPT-2's
     vocabulary, the tokenizer's files."""
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     with_tokenizer = config["vocab_size"] == VOCAB_SIZE
     raw = GPT2_MATHS | {
@@ -133,9 +133,25 @@ def write_pretrained(folder: Path, config: dict[str, Any], tensors: dict[str, to
     }
     with atomic_write(folder / "config.json", "w") as file:
         file.write(json.dumps(raw, indent=2) + "\n")
-    tensors = {name: tensor.cpu().float().contiguous() for name, tensor in tensors.items()}
-    with atomic_path(folder / "model.safetensors") as partial:
-        save_file(tensors, partial, metadata={"format": "pt"})
-        shutil.copymode(folder / "config.json", partial)  # safetensors lets nobody else read its files
+    save_tensors(folder / "model.safetensors", tensors)
     if with_tokenizer:
         save_tokenizer(folder, config["block_size"])
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """What safetensors.torch.save_file writes, in float32: a header of JSON, its length before it, then the values.
+
+    A tensor at a time goes to the host and in order; the library wants all of them so at once. Its older versions then
+    make one more copy of all.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(tensors):
+        begin, end = end, end + 4 * tensors[name].numel()
+        header[name] = {"dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+    head = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with atomic_write(path) as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for name in sorted(tensors):
+            file.write(tensors[name].detach().cpu().float().contiguous().numpy().astype("<f4", copy=False))

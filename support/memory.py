@@ -76,9 +76,8 @@ def makes_logits_in_pieces(config: Any, device: torch.device) -> bool:
     return not config.compile or config.low_memory or device.type == "cpu"
 
 
-def keeps_gradients(B: int, config: Any, dist: Distributed) -> bool:
-    """Whether gradients are there during the last forward pass of a step: in DDP's buckets, or from micro-steps before
-    it."""
+def adds_to_gradients(B: int, config: Any, dist: Distributed) -> bool:
+    """Whether a backward pass finds gradients: those of earlier micro-steps, or DDP's buckets, which always stay."""
     return dist.world_size > 1 or config.total_batch_size > B * config.seq_len
 
 
@@ -119,7 +118,7 @@ def memory_of(model: Any, B: int, config: Any, dist: Distributed) -> dict[str, i
     block = 64 * stream if wide else 36 * stream + 2 * 12 * C * C
     kept = L * 4 * stream if config.low_memory else L * block
     recomputed, inside = block if config.low_memory else 0, (4 + 5 * width) * stream  # gradients inside a block
-    gradients = 4 * N if keeps_gradients(B, config, dist) else 0
+    gradients = 4 * N if adds_to_gradients(B, config, dist) else 0
     moments, embedding = moments_of(model, config, dist), 4 * V * C
     besides = bytes_besides(model, B, config, dist) - moments
     pieces = (4 if wide else 6) * V * min(B * config.seq_len, HEAD_TOKENS) + 2 * embedding + 12 * stream
@@ -186,7 +185,7 @@ def refuse_what_cannot_fit(config: Any, model: Any, dist: Distributed) -> None:
     # A compiled block keeps its input, and of its products those that it cannot do without.
     block = 4 * stream if config.low_memory else (4 + 8 * width) * stream
     weights = gradients = 4 * model.num_parameters()
-    kept = gradients if keeps_gradients(B, config, dist) else 0
+    kept = gradients if adds_to_gradients(B, config, dist) else 0
     needed = weights + moments_of(model, config, dist) + max(kept + len(model.h) * block, gradients)
     rooms = dist.gather(room_of(dist))
     room = min((room for room in rooms if room), default=needed)
@@ -245,7 +244,7 @@ def fits(model: Any, B: int, config: Any, dist: Distributed) -> bool:
     blocks keep no less than compiled ones, beside an allocation of bytes_besides."""
     try:
         reserved = torch.empty(bytes_besides(model, B, config, dist), dtype=torch.uint8, device=dist.device)
-        for p in model.parameters() if keeps_gradients(B, config, dist) else ():
+        for p in model.parameters() if adds_to_gradients(B, config, dist) else ():
             p.grad = torch.zeros_like(p)
         x = torch.zeros(B, config.seq_len, dtype=torch.int64, device=dist.device)
         with dist.autocast(), torch.compiler.set_stance("force_eager"):

@@ -5,8 +5,10 @@ each parameter has a rank that keeps its moments, updates it and sends it to the
 is, and gets hooks: it makes no state for a parameter without a gradient, so a rank hides those of the others' from it.
 
 torch's ZeroRedundancyOptimizer was not taken. Its consolidate_state_dict pickles each rank's whole share on the device,
-twice over, for every rank to unpickle; keeps a copy of everything on rank 0's host from then on; and its
-load_state_dict keeps the moments a second time. It also knows no parameter's name, by which Muon tells c_attn.
+for every rank to receive and unpickle there, and keeps a copy of everything on rank 0's host from then on; its
+load_state_dict puts the moments on the device twice; and it passes on no parameter's name, by which Muon tells c_attn.
+Nor was fully_shard, which shares out weights and gradients, too: its ranks must run every block equally often, which
+they do not in an evaluation, where each has its own number of batches.
 """
 
 import functools

@@ -211,7 +211,7 @@ def test_what_is_reserved_is_what_the_run_will_hold():
     def besides(*flags, world_size=1, B=1):
         config = read_config(["--preset", "gpt2", "--seq-len", "1024", "--total-batch-size", "8192", *flags])
         dist = Distributed(0, 0, world_size, torch.device("cuda"), torch.bfloat16, "")
-        return memory.bytes_besides(model, B, config, dist), memory.keeps_gradients(B, config, dist)
+        return memory.bytes_besides(model, B, config, dist), memory.adds_to_gradients(B, config, dist)
 
     assert besides("--no-compile", B=8) == (8 * N, False) and besides("--no-compile") == (8 * N, True)
     assert besides("--no-compile", world_size=8) == (8 * N, True)

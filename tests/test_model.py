@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import safetensors.torch
 import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 import train_gpt2
 from support import loss
 from support.cli import InputError
-from support.huggingface import CONV1D, read_pretrained
+from support.huggingface import CONV1D, read_pretrained, to_hub
 from support.tokenizer import get_tokenizer
 from train_gpt2 import GPT, GPTConfig
 
@@ -57,6 +58,8 @@ def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
 
     ours = GPT(SMALL)
     ours.save_pretrained(tmp_path)
+    tensors = {name: t.contiguous() for name, t in to_hub(ours.state_dict()).items()}
+    assert (tmp_path / "model.safetensors").read_bytes() == safetensors.torch.save(tensors, {"format": "pt"})
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     idx = tokens(2, 64)

@@ -29,12 +29,17 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     common = ["--data", text, "--max-steps", 8, "--eval-every", 8, "--max-lr", 1e-2]
     for B in (1, 2, 4, 8):
         train(*common, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
-    # What dynamo would do to compiled blocks under DDP is looked at on the way.
-    look = ("import torch, train_gpt2 as t; get_lr = t.get_lr\n"
-            "t.get_lr = lambda *a: print('optimize_ddp', torch._dynamo.config.optimize_ddp) or get_lr(*a)")
+    # What dynamo would do to compiled blocks under DDP, and where the gradients lie, is looked at on the way.
+    look = ("import torch, train_gpt2 as t; get_lr, parallelize, replicas = t.get_lr, t.parallelize, []\n"
+            "t.parallelize = lambda *a: replicas.append(parallelize(*a)) or replicas[0]\n"
+            "where = lambda: hash(tuple(p.grad.data_ptr() for p in replicas[0].parameters()))\n"
+            "show = lambda: print('optimize_ddp', torch._dynamo.config.optimize_ddp, 'gradients at', where())\n"
+            "t.get_lr = lambda *a: show() or get_lr(*a)")
     texts = train_on_ranks(3, tmp_path, *common, "--micro-batch-size", 2, "--log-dir", tmp_path / "three_2",
                            disturbance=look)
     assert "4 micro-batches, dealt out to 3 ranks" in texts[0] and "optimize_ddp False" in texts[0]
+    places = [line.split()[-1] for line in texts[0].splitlines() if "gradients at" in line]
+    assert len(places) == 8 and len(set(places)) == 1  # in DDP's buckets, from before the first step on
     train(*common, "--micro-batch-size", 2, "--low-memory", "--log-dir", tmp_path / "low_memory")
     exact = [read_log(tmp_path / name, "train", "val", "norm") for name in ("alone_2", "low_memory")]
     assert exact[0] == exact[1]
@@ -50,9 +55,10 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
 def test_the_bare_runs_batch_divides_among_ranks(monkeypatch):
     monkeypatch.setattr(train_gpt2.Distributed, "gather", lambda self, value: [value])
     config = train_gpt2.read_config(["--preset", "shakespeare"])
+    model = GPT(train_gpt2.GPTConfig(n_layer=1, n_head=1, n_embd=1))
     for world_size, B in ((1, 4), (2, 2), (4, 1)):
         dist = train_gpt2.Distributed(0, 0, world_size, torch.device("cpu"), torch.float32, "")
-        assert train_gpt2.choose_micro_batch_size(config, GPT(train_gpt2.GPTConfig(n_layer=1, n_head=1, n_embd=1)), dist) == B
+        assert train_gpt2.choose_micro_batch_size(config, model, dist) == B
 
 
 def test_first_loss_and_clipped_update_equal_a_plain_loop(text, tmp_path):
