@@ -135,15 +135,16 @@ def memory_of(model: Any, B: int, config: Any, dist: Distributed) -> dict[str, i
 
 
 def muon_update(model: Any, config: Any, dist: Distributed) -> int:
-    """Bytes that Muon's update takes for itself: all its matrices' updates, and the products of the largest group of
-    matrices, c_attn's, of which there are five at a time, on several ranks two and each rank's share of five."""
+    """Bytes that Muon's update takes for itself: the updates of all matrices, float32; and for the last group, one of
+    the MLP's two (4 C, C) a layer, at a time the group before it orthogonal, this one, and two steps of its iteration
+    with two products of (C, C). Several ranks share the iteration, or with --shard-optimizer everything."""
     if config.optimizer != "muon":
         return 0
     square, R = len(model.h) * model.wte.weight.size(1) ** 2, dist.world_size  # values of all layers' (C, C)
     width = 2 if dist.device.type == "cuda" or computes_in_bfloat16(dist.device) else 4
     if config.shard_optimizer:
-        return (4 * 12 * square + 5 * 3 * square * width) // R
-    return 4 * 12 * square + int((5 if R == 1 else 2 + 5 / R) * 3 * square * width)
+        return (4 * 12 + 18 * width) * square // R
+    return int((4 * 12 + (18 if R == 1 else 12 + 14 / R) * width) * square)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -197,9 +197,10 @@ def test_the_largest_micro_batch_that_fits_is_taken(error, monkeypatch):
     def cannot_reserve(*args, **kwargs):  # a model too large for its optimizer's moments
         raise error
 
+    model = OutOfMemoryAbove(9, error)
     monkeypatch.setattr(memory.torch, "empty", cannot_reserve)
     with pytest.raises(InputError, match="not one sequence of 4 tokens fits"):
-        memory.largest_that_fits([2, 1], OutOfMemoryAbove(9, error), config, dist)
+        memory.largest_that_fits([2, 1], model, config, dist)
 
 
 def test_what_is_reserved_is_what_the_run_will_hold():
