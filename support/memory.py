@@ -220,7 +220,7 @@ def ways_out(model: Any, B: int, config: Any, dist: Distributed, room: float | N
     room = room_of(dist) or math.inf if room is None else room
     room = usable(room) if dist.device.type == "cuda" else room
     room = min(room, sum(memory_of(model, B, config, dist).values()) - 1)
-    more = [ranks for ranks in (2, 4, 8) if ranks > dist.world_size]
+    more = [ranks for ranks in (2, 4, 8) if ranks > dist.world_size and dist.device.type == "cuda"]
     shorter = [T for T in (1024, 512, 256, 128, 64) if config.seq_len > T]
     for T, ranks in [(config.seq_len, n) for n in (dist.world_size, *more)] + [(T, dist.world_size) for T in shorter]:
         found: dict[str, int] = {}

@@ -50,8 +50,7 @@ def shape(config: train_gpt2.TrainConfig) -> GPT:
 
 
 @pytest.mark.parametrize("flags, B, micro_steps, dtype", [
-    ("", 4, 1, torch.bfloat16), ("--low-memory", 4, 2, torch.float32),
-    ("--low-memory --optimizer muon", 1, 1, torch.float32),
+    ("", 4, 1, torch.bfloat16), ("--low-memory --optimizer muon", 4, 2, torch.float32),
 ])
 def test_the_estimate_is_what_a_step_takes(flags, B, micro_steps, dtype):
     """124M but for its depth, on tensors without values (FakeTensorMode): the peak of their bytes."""
@@ -84,8 +83,8 @@ def flags_in(message: str) -> list[list[str]]:
 @pytest.mark.parametrize("args, gigabytes, ranks, named", [
     ("--micro-batch-size 64", 12, 1, "--micro-batch-size 16, or --low-memory"),
     ("--micro-batch-size 512 --low-memory", 12, 1, "--micro-batch-size 64"),
-    ("--n-layer 48 --n-head 25 --n-embd 1600", 24, 1, "--low-memory --shard-optimizer on 2 GPUs"),
-    ("--n-layer 36 --n-head 20 --n-embd 1280", 12, 8, "--low-memory --shard-optimizer"),
+    ("--n-layer 3 --n-head 32 --n-embd 6144", 24, 1, "--low-memory --shard-optimizer on 4 GPUs"),
+    ("--n-layer 3 --n-head 32 --n-embd 6144", 24, 8, "--shard-optimizer, or --low-memory --shard-optimizer"),
     ("--seq-len 65536 --micro-batch-size 1 --low-memory", 4, 1, "--seq-len 512"),
 ])
 def test_what_cannot_fit_is_refused_with_what_does(args, gigabytes, ranks, named, monkeypatch):
@@ -114,7 +113,7 @@ def test_a_machine_that_is_too_small_says_so_before_it_starts(text, tmp_path, mo
         train_gpt2.main(args)
     assert not (tmp_path / "log").exists()
     monkeypatch.undo()
-    assert 100e6 < memory.memory_of_machine() < 1e15 and train_gpt2.main(args) == 0
+    assert 1e9 < memory.memory_of_machine() < 1e15
 
 
 def test_memory_that_runs_out_in_the_middle_is_one_line(text, tmp_path, monkeypatch):
@@ -128,10 +127,10 @@ def test_memory_that_runs_out_in_the_middle_is_one_line(text, tmp_path, monkeypa
 
 
 def test_the_plan_says_what_cards_take(capsys, monkeypatch):
-    """774M: no card of 8 GB; flags where they are needed; the arithmetic confirms a cell; 80 columns."""
+    """Half a GPT-2 XL: no card of 8 GB; flags where they are needed; the arithmetic confirms a cell; 80 columns."""
     monkeypatch.setattr(plan, "peak_flops", lambda device, dtype: (1e12, "made up"))
     monkeypatch.setattr(plan, "CARDS", {8: "", 16: "T4", 24: "GeForce RTX 4090"})
-    config = read_config(["--preset", "gpt2", "--n-layer", "36", "--n-head", "20", "--n-embd", "1280"])
+    config = read_config(["--preset", "gpt2", "--n-layer", "6", "--n-head", "32", "--n-embd", "3072"])
     model = shape(config)
     plan.print_plan(config, model)
     lines = capsys.readouterr().out.splitlines()
