@@ -67,13 +67,14 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
     assert all(value == (0.1 if n.endswith("weight") and "ln_" not in n else 0.0) for n, value in decay.items())
 
 
-def test_muon_trains_and_resumes_bit_for_bit(text, tmp_path):
+def test_muon_trains_and_resumes_bit_for_bit(text, tmp_path, capsys):
     args = ["--data", text, "--optimizer", "muon", "--max-lr", 1e-2, "--save-every", 4, "--keep-checkpoints", 0]
     train = lambda *more: train_gpt2.main([*TINY, *map(str, args), *map(str, more)])  # noqa: E731
     train("--max-steps", 8, "--log-dir", tmp_path / "a")
     train("--max-steps", 8, "--log-dir", tmp_path / "b")
     (tmp_path / "b/step_000008").rename(tmp_path / "gone")
-    train("--max-steps", 8, "--log-dir", tmp_path / "b", "--resume")
+    train("--max-steps", 8, "--log-dir", tmp_path / "b", "--resume", "--shard-optimizer")
+    assert "--shard-optimizer: one rank keeps everything" in capsys.readouterr().out
     assert read_log(tmp_path / "a", "train", "norm") == read_log(tmp_path / "b", "train", "norm")
     assert losses(tmp_path / "a")[-1] < losses(tmp_path / "a")[0] - 0.5
 
