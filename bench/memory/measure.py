@@ -1,6 +1,6 @@
 """The peak memory of train_gpt2.py's process, by setting, beside the estimate of --plan. On Linux, on a CPU.
 
-    python bench/memory/measure.py             # ten settings, in turn: half an hour and 8 GB
+    python bench/memory/measure.py             # all settings, in turn: half an hour and 8 GB
     python bench/memory/measure.py 1 low       # those whose line has both words, "355M B=4 --low-memory" say
 
 Each setting trains for two steps of one micro-batch a rank; the peak is VmHWM of the process, of several ranks the
@@ -18,7 +18,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 SIZES = {"124M": "", "355M": "--n-layer 24 --n-head 16 --n-embd 1024"}
-SETTINGS = [f"124M B={B} {flags}" for B in (1, 4) for flags in ("", "--low-memory")]
+SETTINGS = [f"124M B={B}{flags}" for B in (1, 4) for flags in ("", " --low-memory")]
 SETTINGS += ["124M B=1 --optimizer muon", "124M B=1 x 2", "124M B=1 --shard-optimizer x 2"]
 SETTINGS += ["355M B=1", "355M B=1 --low-memory", "355M B=4 --low-memory"]
 RUN = "--preset gpt2 --data input.txt --device cpu --max-steps 2 --eval-every 0 --hellaswag-every 0 --sample-every 0"
