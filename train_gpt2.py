@@ -44,7 +44,7 @@ from support.distributed import Distributed
 from support.ending import conclude, to_read
 from support.huggingface import model_folder, read_pretrained, to_hub, write_pretrained
 from support.loss import chunked_next_token_loss
-from support.memory import choose_micro_batch_size, recomputed
+from support.memory import choose_micro_batch_size, recomputed, refuse_what_cannot_fit
 from support.muon import Muon, Optimizers
 from support.plan import announce, print_plan
 from support.rundir import last_config
@@ -875,13 +875,15 @@ def train(config: TrainConfig, dist: Distributed) -> int:
 
 def main(args: list[str] | None = None) -> int:
     config = read_config(args)
+    with torch.device("meta"):  # shapes without memory
+        model = GPT(model_config(config)) if config.init == "scratch" else None
     if config.plan:
-        with torch.device("meta"):  # shapes without memory
-            model = GPT(model_config(config)) if config.init == "scratch" else None
         print_plan(config, model or GPT.from_pretrained(config.init))
         return 0
     dist = Distributed.start(config)
     with dist.own_errors():
+        if model:
+            refuse_what_cannot_fit(config, model, dist)
         status = train(config, dist)
     dist.stop()
     return status

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from support.cli import InputError, RunError, user_error
-from support.devices import choose_device, keep_freed_memory
+from support.devices import choose_device, is_out_of_memory, keep_freed_memory
 
 # How long ranks wait for one that hashes a checkpoint, downloads HellaSwag, or reads from a slow disk. The exchange of
 # gradients keeps torch's own, shorter limit.
@@ -30,6 +30,7 @@ class Distributed:
     dtype: torch.dtype
     description: str  # device and precision, with the reason
     control: Any = None  # process group of gather: gloo's, on the CPU, with much patience
+    ways_out: Callable[[], str] = lambda: "--plan says what fits"  # when memory has run out (support/memory.py)
 
     @classmethod
     def start(cls, config: Any) -> "Distributed":
@@ -110,14 +111,15 @@ class Distributed:
             yield
         except SharedError:
             raise
-        except (InputError, OSError) as error:
-            if (message := user_error(error)) is None:
-                raise
-            own = InputError(message)
-            own.rank = self.rank
-            raise own from None
-        except RuntimeError as error:
-            if self.world_size == 1 or not any(part in str(error) for part in LOST):
+        except (InputError, OSError, RuntimeError) as error:
+            out_of_memory = is_out_of_memory(error)
+            message = f"out of memory on {self.device}. {self.ways_out()}" if out_of_memory else user_error(error)
+            if message is not None:
+                own = InputError(message)
+                own.rank = self.rank
+                raise own from None
+            lost = isinstance(error, RuntimeError) and any(part in str(error) for part in LOST)
+            if self.world_size == 1 or not lost:
                 raise
             raise RunError("another rank is gone; its own line, or torchrun's report, says why") from None
 

@@ -46,6 +46,7 @@ class ChunkedLoss(torch.autograd.Function):
                 p = p.div_(total).scatter_add_(1, target, torch.full_like(target_logits, -1.0)).to(dtype)
                 dx[chunk] = p @ w
                 dw += p.t() @ x_chunk
+            del logits, p  # otherwise they would stay until the next ones are made
         if needs_gradient:
             ctx.save_for_backward(dx.div_(len(x)), dw[:V].div_(len(x)))
         return loss / len(x)

@@ -1,6 +1,8 @@
 """The arithmetic of a run: parameters, FLOPs, tokens, epochs, memory, time and cost, for `train_gpt2.py --plan` and for
 the first lines of a run."""
 
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,23 @@ import torch
 from support.cli import say, say_wrapped, shown
 from support.devices import PEAK_TFLOPS, choose_device, peak_flops
 from support.distributed import Distributed
-from support.loss import HEAD_TOKENS
+from support.memory import (
+    ALLOCATOR_WASTE,
+    CUDA_ITSELF,
+    few_tokens,
+    largest_by_estimate,
+    memory_of,
+    micro_batch_sizes,
+    room_of,
+    usable,
+    with_flags,
+)
 from support.shards import find_shards, open_shard, tokenize_text
 
 ASSUMED_MFU = 0.4
+CARDS = {  # GB of a card -> one of that size in PEAK_TFLOPS
+    8: "", 12: "", 16: "T4", 24: "GeForce RTX 4090", 40: "A100-SXM4-40GB", 80: "H100 80GB HBM3", 141: "H200",
+}
 CLOUD_GPUS = {"A100": ("A100-SXM4-80GB", 2.0), "H100": ("H100 80GB HBM3", 3.0)}  # dollars an hour: assumed, round
 
 
@@ -29,22 +44,40 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
 
 
-def memory_of(model: Any, B: int, T: int, device: torch.device, dtype: torch.dtype, low_memory: bool) -> dict[str, int]:
-    """Bytes that a training step takes, by part: an estimate.
+def short_duration(seconds: float) -> str:
+    """At most three figures and a letter: 45m, 6.4h, 12d."""
+    for unit, letter in ((86400, "d"), (3600, "h")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.2g}{letter}" if seconds < 10 * unit else f"{seconds / unit:.0f}{letter}"
+    return f"{seconds / 60:.0f}m"
 
-    Weights, gradients and Adam's two moments are float32. Activations take 34 B T C bytes a layer in 16 bits with an
-    attention that keeps no T x T matrix (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-    Transformer Models", equation 2), double in float32; the gradients of one layer's come on top. The logits, float32,
-    are three times (B T, V); where ChunkedLoss makes them, twice those of HEAD_TOKENS tokens, and twice the gradient of
-    the embedding. On a CPU the process counts, too; on a GPU what CUDA takes for itself does not.
-    """
-    N, tokens, cpu = model.num_parameters(), B * T, device.type == "cpu"
-    V, C = model.wte.weight.shape
-    layer = 34 * tokens * C * (2 if dtype == torch.float32 else 1)
-    fused = 8 * V * min(tokens, HEAD_TOKENS) + 8 * V * C
-    parts = {"weights": 4 * N, "gradients": 4 * N, "Adam's moments": 8 * N, "activations": layer * (len(model.h) + 1),
-             "head and loss": fused if cpu or low_memory else 12 * V * tokens}
-    return parts | ({"the process": 300_000_000} if cpu else {})
+
+def on_cards(config: Any, model: Any, gigabytes: float, chip: str, ranks: int) -> str:
+    """What such cards take: the micro-batch, letters for the flags that it needs, and the run's projected time; "-"
+    where nothing fits. "16 ls 6.4h": 16 sequences with --low-memory and --shard-optimizer, in 6.4 hours."""
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    dist = Distributed(0, 0, ranks, torch.device("cuda"), dtype, "")
+    for way in with_flags(replace(config, compile=True, micro_batch_size=0), ranks):
+        if B := largest_by_estimate(model, way, dist, usable(gigabytes * 1e9)):
+            letters = "l" * way.low_memory + "s" * (way.shard_optimizer and ranks > 1)
+            flops = model.flops_per_token(config.seq_len) * config.max_steps * config.total_batch_size
+            speed = ranks * PEAK_TFLOPS.get(chip, 0) * 1e12 * ASSUMED_MFU * (dtype != torch.float32)
+            recomputed = 4 / 3 if way.low_memory else 1  # a forward pass, a third of the FLOPs, comes twice
+            return " ".join(filter(None, (str(B), letters, speed and short_duration(recomputed * flops / speed))))
+    return "-"
+
+
+def plan_of_cards(config: Any, model: Any) -> list[list[str]]:
+    """A row for each size of a card: GB, a chip, and what 1, 2, 4 and 8 of them take (on_cards)."""
+    return [[str(size), chip.removeprefix("GeForce "), *(on_cards(config, model, size, chip, n) for n in (1, 2, 4, 8))]
+            for size, chip in CARDS.items()]
+
+
+def expected_micro_batch(config: Any, model: Any, dist: Distributed) -> int:
+    """The micro-batch that a run will take on this device; on a GPU by the estimate, where a run tries."""
+    if config.micro_batch_size or dist.device.type != "cuda":
+        return config.micro_batch_size or few_tokens(micro_batch_sizes(config, 1), config.seq_len)
+    return largest_by_estimate(model, config, dist, usable(room_of(dist))) or 1
 
 
 def print_plan(config: Any, model: Any) -> None:
@@ -56,8 +89,9 @@ def print_plan(config: Any, model: Any) -> None:
     available = count_tokens(Path(config.data))
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops
-    B = config.micro_batch_size or 1
-    memory = memory_of(model, B, config.seq_len, device, dtype, config.low_memory)
+    dist = Distributed(0, 0, 1, device, dtype, description)
+    B = expected_micro_batch(config, model, dist)
+    memory = memory_of(model, B, config, dist)
     rows = [
         ("device", description),
         ("parameters", f"{N:,} ({model.num_parameters(False) - model.wte.weight.numel():,} without embeddings)"),
@@ -66,11 +100,11 @@ def print_plan(config: Any, model: Any) -> None:
         ("epochs", f"{tokens / available:.3f} of {available:,} training tokens" if available else
          f"unknown: no {config.data} yet"),
         ("FLOPs", f"{flops * tokens:.3e} (napkin, 6 x parameters x tokens: {6 * N * tokens:.3e})"),
-        ("memory", f"{sum(memory.values()) / 1e9:.2f} GB at B = {B}, an estimate (napkin, 16 bytes a parameter: "
-                   f"{16e-9 * N:.2f})"),
-        ("", ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items())),
-        ("time", f"{duration(tokens / rate)} on this device at {rate:,.0f} tok/s: a projection,"),
-        ("", f"{ASSUMED_MFU:.0%} of its {peak / 1e12:,.3g} TFLOP/s ({source})"),
+        ("memory", f"{sum(memory.values()) / 1e9:.2f} GB at B = {B}, an estimate: "
+                   f"{', '.join(f'{name} {size / 1e9:.2f}' for name, size in memory.items())} (napkin, 16 bytes a "
+                   f"parameter: {16e-9 * N:.2f})"),
+        ("time", f"{duration(tokens / rate)} on this device at {rate:,.0f} tok/s: a projection, {ASSUMED_MFU:.0%} of "
+                 f"its {peak / 1e12:,.3g} TFLOP/s ({source})"),
     ]
     for name, (chip, price) in CLOUD_GPUS.items():
         speed = 8 * PEAK_TFLOPS[chip] * 1e12 * ASSUMED_MFU
@@ -79,7 +113,16 @@ def print_plan(config: Any, model: Any) -> None:
                                        f"{duration(6 * N * tokens / speed)} (assumed: MFU {ASSUMED_MFU:.0%} of "
                                        f"{PEAK_TFLOPS[chip]}, ${price:.2f} a GPU hour)"))
     for name, value in rows:
-        print(f"{name:>15}{':' if name else ' '} {value}")
+        print(f"{name:>15}: " + "\n".ljust(18).join(textwrap.wrap(value, 62, break_long_words=False)))
+    print("\nWhat GPUs take, projected:")
+    heads = ["GB", "for example", *(f"on {n}" for n in (1, 2, 4, 8))]
+    for size, chip, *cells in [heads, *plan_of_cards(config, model)]:
+        print(f"{size:>4}  {chip:16}" + "".join(f"{cell:<14}" for cell in cells).rstrip())
+    print("\n".join(textwrap.wrap(
+        "The sequences of a micro-batch; l where they need --low-memory, s --shard-optimizer, - where nothing fits; "
+        f"and the run's time at {ASSUMED_MFU:.0%} of the chip's 16-bit peak. By the estimate above, in 16 bits, "
+        f"compiled, leaving {CUDA_ITSELF / 1e9} GB to CUDA itself and {ALLOCATOR_WASTE:.0%} for what its allocator "
+        "wastes, both assumed.", 80)))
 
 
 def announce(config: Any, model: Any, loader: Any, checkpoint: Path | None, dist: Distributed) -> None:

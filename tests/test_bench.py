@@ -10,12 +10,12 @@ import torch
 
 import bench
 from bench import RUNGS, BenchConfig, ExplicitAttention, build, plain_loss
-from support.plan import memory_of
+from support.memory import memory_of
 from support.report import around, correctness, page, peers, store
 from support.report.floors import Ceilings, Shape, predict, step_floors, total_ms
 from support.report.trace import PARTS, part_of, time_by_part
 from tests.conftest import ROOT, script
-from train_gpt2 import GPT, CausalSelfAttention, Distributed, GPTConfig, next_token_loss
+from train_gpt2 import GPT, CausalSelfAttention, Distributed, GPTConfig, next_token_loss, read_config
 
 TINY = ["--preset", "shakespeare", "--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--seq-len", "16",
         "--micro-batch-size", "2", "--device", "cpu", "--no-compile", "--steps", "3"]
@@ -73,7 +73,8 @@ def test_a_process_of_its_own(tmp_path):
     result = json.loads((tmp_path / "rung.json").read_text())
     assert result["rung"] == ["ours"] and result["first_step_at"] > 1.7e9
     model = GPT(GPTConfig(64, n_layer=1, n_head=2, n_embd=64))
-    memory = memory_of(model, 4, 64, torch.device("cpu"), torch.float32, low_memory=False)
+    config = read_config([*shape[:4], "--total-batch-size", "256"])
+    memory = memory_of(model, 4, config, Distributed(0, 0, 1, torch.device("cpu"), torch.float32, ""))
     assert sum(memory.values()) == pytest.approx(result["peak_memory"], rel=0.2)
 
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,30 +163,19 @@ def test_a_device_without_float64(text, tmp_path):
         assert losses(tmp_path / "device", stream) == pytest.approx(losses(tmp_path / "cpu", stream), abs=1e-5)
 
 
-class OutOfMemoryAbove:
+class OutOfMemoryAbove(GPT):
     """A model that runs out of memory with more than so many sequences."""
 
     def __init__(self, limit: int, error: Exception):
-        self.limit, self.error, self.tried = limit, error, []
-        self.wte = SimpleNamespace(weight=torch.zeros(50257, 1))
-        self.parts = [torch.zeros(6, requires_grad=True), torch.zeros(4, requires_grad=True)]
+        super().__init__(GPTConfig(4, n_layer=1, n_head=1, n_embd=1))
+        self.limit, self.error, self.tried, self.held = limit, error, [], []
 
-    def parameters(self):
-        return self.parts
-
-    def __call__(self, x, y, loss_function):
+    def forward(self, x, y, loss_function):
         self.tried.append(len(x))
-        self.gradients = [p.grad for p in self.parts]
+        self.held.append(self.wte.weight.grad is not None)
         if len(x) > self.limit:
             raise self.error
         return None, torch.zeros((), requires_grad=True)
-
-    def num_parameters(self):
-        return 10
-
-    def zero_grad(self, set_to_none):
-        for p in self.parts:
-            p.grad = None
 
 
 @pytest.mark.parametrize("error", [
@@ -199,7 +187,9 @@ def test_the_largest_micro_batch_that_fits_is_taken(error, monkeypatch):
     dist = Distributed(0, 0, 1, torch.device("cpu"), torch.bfloat16, "")
     model = OutOfMemoryAbove(12, error)
     assert memory.largest_that_fits([32, 16, 8, 4], model, config, dist) == 8 and model.tried == [32, 16, 8]
-    with pytest.raises(InputError, match="not one sequence fits"):
+    assert model.held == [True] * 3 and model.wte.weight.grad is None  # those of earlier micro-steps
+    assert memory.fits(model, 128, config, dist) is False and model.held[-1] is False  # the step's only one
+    with pytest.raises(InputError, match="not one sequence of 4 tokens fits"):
         memory.largest_that_fits([4, 2, 1], OutOfMemoryAbove(0, error), config, dist)
     with pytest.raises(RuntimeError, match="another matter"):
         memory.largest_that_fits([4], OutOfMemoryAbove(0, RuntimeError("another matter")), config, dist)
@@ -207,26 +197,29 @@ def test_the_largest_micro_batch_that_fits_is_taken(error, monkeypatch):
     def cannot_reserve(*args, **kwargs):  # a model too large for its optimizer's moments
         raise error
 
+    model = OutOfMemoryAbove(9, error)
     monkeypatch.setattr(memory.torch, "empty", cannot_reserve)
-    with pytest.raises(InputError, match="not one sequence fits"):
-        memory.largest_that_fits([2, 1], OutOfMemoryAbove(9, error), config, dist)
+    with pytest.raises(InputError, match="not one sequence of 4 tokens fits"):
+        memory.largest_that_fits([2, 1], model, config, dist)
 
 
 def test_what_is_reserved_is_what_the_run_will_hold():
-    """Moments, a share of them on demand; a compiled step's 16-bit logits, if there are. And gradients in DDP's buckets
-    or of earlier micro-steps are there when a trial's backward pass begins."""
+    """Moments, of sharded ones the largest share; a compiled step's 16-bit logits, if there are; and whether gradients
+    are there before the last backward pass: in DDP's buckets or from earlier micro-steps."""
+    model = OutOfMemoryAbove(9, RuntimeError())
+    N = model.num_parameters()
+
     def besides(*flags, world_size=1, B=1):
         config = read_config(["--preset", "gpt2", "--seq-len", "1024", "--total-batch-size", "8192", *flags])
-        dist = Distributed(0, 0, world_size, torch.device("cpu"), torch.bfloat16, "")
-        model = OutOfMemoryAbove(9, RuntimeError())
-        assert memory.fits(model, B, config, dist)
-        return memory.bytes_besides(model, B, config, dist), [p is not None for p in model.gradients]
+        dist = Distributed(0, 0, world_size, torch.device("cuda"), torch.bfloat16, "")
+        return memory.bytes_besides(model, B, config, dist), memory.adds_to_gradients(B, config, dist)
 
-    assert besides("--no-compile", B=8) == (80, [False, False]) and besides("--no-compile") == (80, [True, True])
-    assert besides("--no-compile", world_size=8) == besides("--no-compile", world_size=2) == (80, [True, True])
-    assert besides("--no-compile", "--shard-optimizer", world_size=2)[0] == 8 * 6  # of 10 parameters one has 6
-    assert besides("--compile", "--low-memory", B=8)[0] == 80
-    assert besides("--compile", B=8)[0] == 80 + 8 * 1024 * 50304 * 2
+    assert besides("--no-compile", B=8) == (8 * N, False) and besides("--no-compile") == (8 * N, True)
+    assert besides("--no-compile", world_size=8) == (8 * N, True)
+    assert besides("--no-compile", "--shard-optimizer", world_size=2) == (8 * 50257, True)
+    assert besides("--no-compile", "--optimizer", "muon", B=8) == (8 * N - 4 * 12, False)
+    assert besides("--compile", "--low-memory", B=8) == (8 * N, False)
+    assert besides("--compile", B=8) == (8 * N + 8 * 1024 * 50304 * 2, False)
 
 
 def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):

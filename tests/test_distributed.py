@@ -13,7 +13,7 @@ from support.cli import InputError, RunError
 from support.distributed import Distributed, SharedError, shared_errors
 from support.memory import choose_micro_batch_size
 from tests.conftest import ROOT, TINY, losses, start_ranks
-from train_gpt2 import DataLoaderLite, read_config
+from train_gpt2 import GPT, DataLoaderLite, GPTConfig, read_config
 
 
 def train(*args: object) -> int:
@@ -24,13 +24,15 @@ def dist(rank: int = 0, world_size: int = 1) -> Distributed:
     return Distributed(rank, rank, world_size, torch.device("cpu"), torch.float32, "")
 
 
-def test_the_bare_batch_divides_among_any_number_of_ranks():
+def test_the_bare_batch_divides_among_any_number_of_ranks(monkeypatch):
     """4 sequences of 128 tokens: B, and how many rounds the busiest rank has."""
     config = read_config(["--preset", "shakespeare"])
-    chosen = [choose_micro_batch_size(config, None, dist(world_size=n)) for n in range(1, 9)]
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=1))
+    monkeypatch.setattr(Distributed, "gather", lambda self, value: [value])
+    chosen = [choose_micro_batch_size(config, model, dist(world_size=n)) for n in range(1, 9)]
     assert chosen == [4, 2, 2, 1, 1, 1, 1, 1]
     gpt2 = read_config(["--preset", "gpt2", "--device", "cpu"])
-    assert [choose_micro_batch_size(gpt2, None, dist(world_size=n)) for n in (1, 8)] == [4, 4]
+    assert [choose_micro_batch_size(gpt2, model, dist(world_size=n)) for n in (1, 8)] == [4, 4]
 
 
 @pytest.mark.parametrize("world_size", [3, 5, 8])

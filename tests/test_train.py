@@ -52,11 +52,13 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
         assert norms == pytest.approx(losses(tmp_path / "alone_8", "norm"), rel=1e-3), name
 
 
-def test_the_bare_runs_batch_divides_among_ranks():
+def test_the_bare_runs_batch_divides_among_ranks(monkeypatch):
+    monkeypatch.setattr(train_gpt2.Distributed, "gather", lambda self, value: [value])
     config = train_gpt2.read_config(["--preset", "shakespeare"])
+    model = GPT(train_gpt2.GPTConfig(n_layer=1, n_head=1, n_embd=1))
     for world_size, B in ((1, 4), (2, 2), (4, 1)):
         dist = train_gpt2.Distributed(0, 0, world_size, torch.device("cpu"), torch.float32, "")
-        assert train_gpt2.choose_micro_batch_size(config, None, dist) == B
+        assert train_gpt2.choose_micro_batch_size(config, model, dist) == B
 
 
 def test_first_loss_and_clipped_update_equal_a_plain_loop(text, tmp_path):
