@@ -24,7 +24,7 @@ def train(*args: object) -> int:
 @pytest.fixture(autouse=True)
 def no_measured_peak(monkeypatch):
     """The chip's peak is of no interest here, and a chip that emulates bfloat16 takes a minute to measure it."""
-    monkeypatch.setattr(train_gpt2, "peak_flops", lambda device, dtype: (1e12, "made up"))
+    monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n: 1e12)
 
 
 @pytest.mark.parametrize("has_it, dtype", [(True, torch.bfloat16), (False, torch.float32)])
@@ -129,12 +129,12 @@ import sys
 sys.path.insert(0, {root!r})
 import torch
 import torch._dynamo
-import support.distributed, train_gpt2
+import support.devices, support.distributed, train_gpt2
 from tests.no_float64 import StandIn, install
 
 device = install()
 support.distributed.choose_device = lambda *args: (device, getattr(torch, {dtype!r}), "a stand-in")
-train_gpt2.peak_flops = lambda *args: (1e12, "made up")
+support.devices.matmul_flops = lambda *args: 1e12
 Generator, tensor = torch.Generator, torch.tensor  # both go past a stand-in
 torch.Generator = lambda device=None: Generator()
 torch.tensor = lambda data, device="cpu", **options: tensor(data, **options).to(device)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt2
-from support import distributed
+from support import devices, distributed
 from support.cli import InputError, RunError
 from support.distributed import Distributed, SharedError, shared_errors
 from support.memory import choose_micro_batch_size
@@ -137,7 +137,7 @@ def test_a_long_wait_is_gloos_not_nccls():
                                            ("float16", "bfloat16")])
 def test_a_run_goes_on_in_another_precision(text, tmp_path, monkeypatch, capsys, before, after):
     """As when the next session's GPU is another one: float16 has a scaler, the others have none."""
-    monkeypatch.setattr(train_gpt2, "peak_flops", lambda device, dtype: (1e12, "made up"))
+    monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n: 1e12)
     args = ["--data", text, "--save-every", 1, "--log-dir", tmp_path, "--resume", "--total-batch-size", 32]
     train(*args, "--max-steps", 1, "--dtype", before)
     capsys.readouterr()

@@ -56,7 +56,7 @@ def test_runs_on_the_shipped_reference_and_on_a_model(tmp_path):
     shutil.copytree(ROOT / "reference" / "shakespeare", tmp_path / "reference" / "shakespeare")
     GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(tmp_path / "reference" / "shakespeare" / "step_000600")
     text, pictures = run_notebook(tmp_path)
-    assert "reference/shakespeare: 5 val, 600 train" in text and "no HellaSwag in these logs" in text
+    assert "reference/shakespeare: 4 val, 600 train" in text and "no HellaSwag in these logs" in text
     assert text.count("ROMEO:") == 2 and pictures == 3
 
 

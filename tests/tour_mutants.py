@@ -57,7 +57,7 @@ MUTANTS = [
            "self._ahead_position, self._ahead_position"),
     Mutant(9, "biases and LayerNorms decayed, too", TRAIN, '"weight_decay": 0.0}',
            '"weight_decay": config.weight_decay}'),
-    Mutant(9, "Adam's usual second beta, 0.999", TRAIN, "betas=(0.9, 0.95)", "betas=(0.9, 0.999)"),
+    Mutant(9, "Adam's usual second beta, 0.999", TRAIN, "betas=(0.9, config.beta2)", "betas=(0.9, 0.999)"),
     Mutant(10, "a line instead of the cosine", TRAIN, "0.5 * (1 + math.cos(math.pi * progress))", "1 - progress"),
     Mutant(10, "the first rate is 0", TRAIN, "(step + 1) / config.warmup_steps", "step / config.warmup_steps"),
     Mutant(11, "no division by the micro-steps", TRAIN, "scaler.scale(loss / (micro_batches / dist.world_size))",
