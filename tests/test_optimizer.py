@@ -92,7 +92,7 @@ def test_ranks_share_muons_work_and_on_demand_the_state(text, tmp_path):
     """Two layers on three ranks, so one has none: the losses of a single process. With --shard-optimizer the same bits
     as without, in a checkpoint of the same form, while each rank keeps a part of the moments."""
     args = ["--data", text, "--optimizer", "muon", "--max-lr", 1e-2, "--max-steps", 4, "--total-batch-size", 96,
-            "--save-every", 2]
+            "--save-every", 4]
     train_gpt2.main([*TINY, *map(str, args), "--log-dir", str(tmp_path / "alone")])
     train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "three")
     texts = train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "shared", "--shard-optimizer", disturbance=KEPT)
