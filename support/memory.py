@@ -50,7 +50,7 @@ def choose_micro_batch_size(config: Any, model: Any, dist: Distributed) -> int:
     else:
         B = few_tokens(sizes, T)
     if dist.device.type == "cpu" and model.num_parameters() > LARGE and B * T >= 512:
-        return_freed_memory()
+        return_freed_memory(small=config.low_memory)
     dist.ways_out = lambda: ways_out(model, B, config, dist)
     return B
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 SIZES = {"124M": "", "355M": "--n-layer 24 --n-head 16 --n-embd 1024"}
 SETTINGS = [f"124M B={B}{flags}" for B in (1, 4) for flags in ("", " --low-memory")]
 SETTINGS += ["124M B=1 --optimizer muon", "124M B=1 x 2", "124M B=1 --shard-optimizer x 2"]
-SETTINGS += ["355M B=1", "355M B=1 --low-memory", "355M B=4 --low-memory"]
+SETTINGS += ["355M B=1", "355M B=1 --low-memory", "355M B=4", "355M B=4 --low-memory"]
 RUN = "--preset gpt2 --data input.txt --device cpu --max-steps 2 --eval-every 0 --hellaswag-every 0 --sample-every 0"
 
 
