@@ -358,7 +358,7 @@ class TrainConfig:
     shuffle: bool = True
     """Permute shards, and documents (of a .txt file: passages) within each, anew every epoch; otherwise file order."""
     compile: bool = field(default_factory=lambda: torch.cuda.is_available())
-    """Compile the blocks and the loss with torch.compile: the default with a GPU; on a CPU it gains nothing."""
+    """Compile the blocks, and on a GPU the loss, with torch.compile: the default with a GPU."""
     low_memory: bool = False
     """Compute the blocks twice instead of keeping their activations, and the logits of 1,024 tokens at a time."""
     shard_optimizer: bool = False

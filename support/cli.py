@@ -52,9 +52,8 @@ def say_wrapped(message: str) -> None:
 
 
 def shown(path: str | Path) -> str:
-    """A path as short as it can be typed: relative to the working folder, if it lies in it."""
-    path = Path(path)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    """A path as short as it can be typed: relative to the working folder, if it lies in it; others as they are."""
+    return str(Path(path).relative_to(Path.cwd()) if Path(path).is_relative_to(Path.cwd()) else path)
 
 
 def flag(field_name: str) -> str:

@@ -33,8 +33,8 @@ class ChunkedLoss(torch.autograd.Function):
         for i in range(0, len(x), HEAD_TOKENS):
             chunk = slice(i, i + HEAD_TOKENS)
             x_chunk, target = x[chunk].to(dtype), targets[chunk, None]
-            # float32 products, which only a CPU makes, run at twice the speed with a token's logits in a column of
-            # memory, V being so large; softmax, most of the time elsewhere, wants them in a row.
+            # On a CPU, float32 products run at twice the speed with a token's logits in a column of memory, V being so
+            # large. In 16 bits the softmax takes more of the time than they, and wants them in a row (bench/NOTES.md).
             logits = (w @ x_chunk.t()).t() if dtype == torch.float32 else x_chunk @ w.t()  # (n, V)
             logits = logits.float()
             logits[:, V:] = -math.inf

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from support.cli import InputError, first_line
+from support.cli import InputError, first_line, shown
 from support.files import atomic_write, remove_folder
 from support.plots import save_curves
 from support.rundir import last_start, list_checkpoints, run_entries, whole_lines
@@ -104,15 +104,18 @@ class Log:
 
 
 def add_run_entry(log_dir: Path, config: dict[str, Any], **details: Any) -> None:
-    """Adds to run.json what it takes to do this start again: command, configuration, commit, versions, device."""
+    """Adds to run.json what it takes to do this start again: command, configuration, commit, versions, device.
+
+    Paths inside the working folder are given from there: what is published need not say where that was.
+    """
     path, entries = log_dir / "run.json", run_entries(log_dir)
     entry = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": sys.argv,
+        "command": [*map(shown, sys.argv)],
         "git_commit": git_commit(),
         "versions": {"python": sys.version.split()[0]} | {name: _version(name) for name in PACKAGES},
         **details,
-        "config": config,
+        "config": config | {name: shown(config[name]) for name in ("data", "log_dir", "hellaswag_data")},
     }
     with atomic_write(path, "w") as file:
         file.write(json.dumps([*entries, entry], indent=2) + "\n")

@@ -69,8 +69,11 @@ def test_a_run_shows_what_it_made(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plots, "draw_baseline", lambda axes, name, value, right=False: drawn.update({name: value}))
     args = [*TINY, "--data", "text.txt", "--eval-every", "2", "--eval-tokens", "100", "--sample-every", "2",
             "--save-every", "2", "--log-dir", "my log", "--max-steps=2"]
-    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *args])
-    assert train_gpt2.main(args) == 0
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train_gpt2.py"), *args])
+    assert train_gpt2.main([*args, "--data", str(tmp_path / "text.txt")]) == 0
+    for name in ("run.json", "step_000002/README.md"):  # what may be published does not say where this was
+        content = Path("my log", name).read_text()
+        assert "train_gpt2.py" in content and str(tmp_path) not in content
     output = capsys.readouterr().out
     p, p_pair = by_dictionaries(tokenize_text(text, "train").tolist(), 50257)
     val = tokenize_text(text, "val").tolist()[:97]  # six sequences of 16 tokens, and the last one's target
