@@ -1,13 +1,11 @@
-"""What every script here shares: one way to read flags, and one to report a user's mistake."""
+"""Flags, errors and exit status: what every script here shares."""
 
-import contextlib
 import errno
-import io
 import os
-import re
+import signal
 import sys
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,102 +15,64 @@ Config = TypeVar("Config")
 
 
 class InputError(Exception):
-    """What the user gave cannot work: exit status 2. The message is one line: it names the thing and the way out.
-
-    rank: of a torchrun job, if this one alone knows of the mistake; None where all know it, and rank 0 speaks.
-    """
-
-    rank: int | None = None
+    """Invalid input: exit status 2. The message is one line that says what is wrong and how to fix it."""
 
 
 class RunError(Exception):
-    """A run cannot go on, though its input was well-formed: exit status 1. The message is one line, likewise."""
+    """A run with valid input cannot continue: exit status 1. The message is one line."""
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type: what fits into a message of our own."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+class LostRank(RunError):
+    """A collective failed because another rank has exited."""
 
 
-def is_rank_zero() -> bool:
-    """True in the process that speaks for a torchrun job, and in a plain process."""
-    return os.environ.get("RANK", "0") == "0"
+def torchrun_ranks() -> tuple[int, int, int]:
+    """(rank, local rank, world size), as torchrun or Slurm's script set them; (0, 0, 1) in a plain
+    process."""
+    rank, local_rank, world_size = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    return int(rank or 0), int(local_rank or 0), int(world_size or 1)
 
 
-def say(message: str) -> None:
-    """Prints a line above the progress bar, on rank 0 alone."""
-    if is_rank_zero():
+def print0(message: str) -> None:
+    """Prints on rank 0 only, above the progress bar."""
+    if torchrun_ranks()[0] == 0:
         tqdm.write(message)
 
 
-def say_wrapped(message: str) -> None:
-    """The same for what may be long: a line of it ends before column 80, where it can, and goes on indented."""
-    for line in message.split("\n"):
-        say(textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def shown(path: str | Path) -> str:
-    """A path as short as it can be typed: relative to the working folder, if it lies in it; others as they are."""
+    """A path relative to the working folder if it is inside it; unchanged otherwise."""
     return str(Path(path).relative_to(Path.cwd()) if Path(path).is_relative_to(Path.cwd()) else path)
 
 
 def flag(field_name: str) -> str:
-    """The command line's name of a setting: --max-steps for max_steps."""
+    """A setting's name on the command line: max_steps -> --max-steps."""
     return "--" + field_name.replace("_", "-")
 
 
 def parse_args(
-    config_class: type[Config], default: Config | None = None, args: Sequence[str] | None = None,
-    groups: Mapping[str, str] | None = None,
+    config_class: type[Config], default: Config | None = None, args: Sequence[str] | None = None
 ) -> Config:
-    """Reads the command line into `config_class` with tyro. A mistake raises InputError; --help prints and exits.
-
-    `default` replaces the class's own defaults; `args` replaces sys.argv[1:]. `groups` are headings for --help: the
-    first setting of a group -> its title.
-    """
+    """Reads the command line (`args`, or sys.argv[1:]) into `config_class` with tyro, which reports a wrong
+    flag itself and exits with status 2. `default` replaces the class's own defaults."""
     import tyro
 
-    stdout, stderr = io.StringIO(), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-            if default is None:
-                return tyro.cli(config_class, args=args)
-            return tyro.cli(config_class, args=args, default=default)
-    except SystemExit as stop:
-        if stop.code in (0, None):  # --help
-            text = stdout.getvalue()  # without a frame, as tyro sees no terminal
-            for name, title in (groups or {}).items():
-                text = re.sub(rf"^  {flag(name)}\b", f"\n {title}:\n\\g<0>", text, count=1, flags=re.MULTILINE)
-            print("\n".join(line.rstrip() for line in text.splitlines()))
-            raise
-        raise InputError(_one_line(stderr.getvalue())) from None
+    defaults = {} if default is None else {"default": default}
+    return tyro.cli(config_class, args=args, console_outputs=torchrun_ranks()[0] == 0, **defaults)
 
 
-def _one_line(box: str) -> str:
-    """tyro's framed error (in ASCII on some terminals) as a sentence: its first section, and the flag it suggests."""
-    sections: list[list[str]] = [[]]
-    for line in box.splitlines()[1:-1]:  # between the top and the bottom edge
-        line = line.strip("│| ")
-        if line and set(line) <= set("─-"):
-            sections.append([])
-        elif line:
-            sections[-1].append(line)
-    first, *others = [section for section in sections if section]
-    message = " ".join(first).rstrip(".")
-    for section in others:
-        if section[0].startswith("Perhaps you meant"):
-            message += f". Did you mean {section[1].split()[0].rstrip(',')}?"
-    return f"{message} (--help lists the flags)"
-
-
-# The user's to mend, not a bug of ours: errno -> the way out, where the system's own words don't show it.
+# System errors that the user can fix, and a hint where the system's own message has none.
 _USER_ERRNOS = dict.fromkeys((errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "")
-_USER_ERRNOS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; name a place to which you have access")
-_USER_ERRNOS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room")
+_USER_ERRNOS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; choose a writable place")
+_USER_ERRNOS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space")
 
 
 def user_error(error: BaseException) -> str | None:
-    """The line that tells a user of an error that is theirs to mend; None for a bug of ours."""
+    """The line to show for an error that the user can fix; None for a bug of ours."""
     if isinstance(error, InputError):
         return str(error)
     if isinstance(error, OSError) and error.errno in _USER_ERRNOS:
@@ -122,29 +82,31 @@ def user_error(error: BaseException) -> str | None:
 
 
 def run(main: Callable[[], int | None]) -> None:
-    """Calls main() and exits: 0, or what it returned; 2 after one `error: ` line when the user's input is wrong.
+    """Calls main() and exits: with what it returned, or after one `error: ` line with 2 (invalid input) or 1
+    (RunError).
 
-    Of a torchrun job rank 0 alone speaks, unless the mistake is another rank's own (InputError.rank). Everything that
-    is not foreseen keeps its traceback (status 1).
-    """
-    sys.stdout.reconfigure(line_buffering=True)  # a file that it goes to can be followed
+    In a torchrun job an error that all ranks share appears once: rank 0 prints it and exits at once, upon
+    which torchrun ends the other ranks while they wait; a rank that failed alone prints after two seconds.
+    Any other exception is a bug, and keeps its traceback. """
+    sys.stdout.reconfigure(line_buffering=True)  # so that `> file` can be followed
+    rank, _, world_size = torchrun_ranks()
     try:
         sys.exit(main() or 0)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # what we printed to, `head` say, has closed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at the end fails, too
+    except BrokenPipeError:  # the reader, `head` say, has closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would fail, too
         sys.exit(1)
     except Exception as error:
-        message, status = user_error(error), 2
-        if isinstance(error, RunError):
-            message, status = str(error), 1
+        message, status = (str(error), 1) if isinstance(error, RunError) else (user_error(error), 2)
         if message is None:
             raise
-        rank = getattr(error, "rank", None)
-    if is_rank_zero() or rank is not None:
-        print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # an orderly end would wait for exchanges that a lost rank won't make
+        lost = isinstance(error, LostRank)
+    if world_size > 1 and (rank > 0 or lost):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(2)
+    print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
+    if world_size > 1:  # a normal exit would wait for collectives that no longer complete
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)

