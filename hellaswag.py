@@ -4,17 +4,17 @@
     python hellaswag.py -m log                 # the newest checkpoint of a run
     python hellaswag.py -m log/step_019073 --data my_tasks.jsonl --limit 100 --harness
 
-HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?", github.com/rowanz/hellaswag)
-has 10,042 validation tasks. In the completion style used here, the model scores the tokens of each ending after the
-context: `acc` takes the ending with the smallest summed loss, `acc_norm` the one with the smallest loss a token. GPT-2
-(124M) gets 0.2859 and 0.2955. EleutherAI's lm-evaluation-harness puts the activity's label before the context, takes
-WikiHow's marks out of the texts, and divides by an ending's characters instead of its tokens: its 0.2892 and 0.3114 for
-the same model are other numbers, not better ones. `--harness` computes those, too.
+HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?",
+github.com/rowanz/hellaswag) has 10,042 validation tasks. In the completion style used here, the model scores
+the tokens of each ending after the context: `acc` takes the ending with the smallest summed loss, `acc_norm`
+the one with the smallest loss a token. GPT-2 (124M) gets 0.2859 and 0.2955. EleutherAI's
+lm-evaluation-harness puts the activity's label before the context, takes WikiHow's marks out of the texts,
+and divides by an ending's characters instead of its tokens: its 0.2892 and 0.3114 for the same model are
+other numbers, not better ones. `--harness` computes those, too.
 
-A task is one sequence: its context, then the four endings, each of which sees the context and itself alone and takes
-its positions as though it stood there alone. So the context is computed once, and the head only where an ending is
-scored. Losses are float32 whatever the model computes in.
-"""
+A task is one sequence: its context, then the four endings, each of which sees the context and itself alone
+and takes its positions as though it stood there alone. So the context is computed once, and the head only
+where an ending is scored. Losses are float32 whatever the model computes in. """
 
 import contextlib
 import hashlib
@@ -34,23 +34,23 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from support.cli import InputError, first_line, is_rank_zero, parse_args, run
+from support.cli import InputError, first_line, parse_args, run, torchrun_ranks
 from support.devices import choose_device, keep_freed_memory, round_length
-from support.distributed import Distributed
-from support.files import atomic_write, check_writable
-from support.huggingface import find_model
+from support.files import atomic_write
+from support.models import check_writable, find_model, load_causal_lm
 from support.tokenizer import get_tokenizer
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 DOWNLOADED = Path(__file__).parent / "hellaswag" / "hellaswag_val.jsonl"
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Data
 
 
 def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
-    """Fetches the validation set unless `path` holds it; it appears there whole and verified. Raises InputError."""
+    """Fetches the validation set unless `path` holds it; it appears there whole and verified. Raises
+    InputError."""
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256:
         return path
     for attempt in range(attempts):
@@ -73,7 +73,8 @@ def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
 
 
 def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
-    """The tasks of a .jsonl file, the official validation set unless given. Raises InputError naming a bad line."""
+    """The tasks of a .jsonl file, the official validation set unless given. Raises InputError naming a bad
+    line."""
     path = path or download()
     examples = []
     try:
@@ -97,13 +98,15 @@ def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
 
 
 def preprocess(text: str) -> str:
-    """lm-evaluation-harness's cleaning of a text (lm_eval/tasks/hellaswag/utils.py): WikiHow's [marks] taken out."""
+    """lm-evaluation-harness's cleaning of a text (lm_eval/tasks/hellaswag/utils.py): WikiHow's [marks] taken
+    out."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def encode(example: dict[str, Any], harness: bool = False) -> tuple[list[int], list[list[int]], list[int]]:
-    """Tokens of the context, of the four endings, and what a summed loss is divided by for acc_norm: the tokens of each
-    ending, in the harness's style its characters. A space belongs to the word that it precedes."""
+    """Tokens of the context, of the four endings, and what a summed loss is divided by for acc_norm: the
+    tokens of each ending, in the harness's style its characters. A space belongs to the word that it
+    precedes."""
     encode = get_tokenizer().encode_ordinary
     if not harness:
         endings = [encode(" " + ending) for ending in example["endings"]]
@@ -115,13 +118,14 @@ def encode(example: dict[str, Any], harness: bool = False) -> tuple[list[int], l
     return context, [encode(f"{query} {c}")[len(context) :] for c in choices], list(map(len, choices))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Scoring
 
 
 @dataclass(frozen=True)
 class Task:
-    """A tokenized task: N tokens that the model reads, and the M tokens of the endings that it is asked for."""
+    """A tokenized task: N tokens that the model reads, and the M tokens of the endings that it is asked
+    for."""
 
     tokens: torch.Tensor  # (N,) int64: the context, then each ending without its last token
     position: torch.Tensor  # (N,) the place of each in the context and its ending
@@ -135,8 +139,9 @@ class Task:
 
 
 def prepare(examples: list[dict[str, Any]], block_size: int, harness: bool = False) -> list[Task]:
-    """Tokenizes tasks for a model with a window of block_size tokens. A context that is too long is cut on the left,
-    so that every ending stays whole. Raises InputError for an ending that alone fills the window."""
+    """Tokenizes tasks for a model with a window of block_size tokens. A context that is too long is cut on
+    the left, so that every ending stays whole. Raises InputError for an ending that alone fills the
+    window."""
     tasks = []
     for number, example in enumerate(examples, start=1):
         context, endings, lengths = encode(example, harness)
@@ -169,28 +174,34 @@ def prepare(examples: list[dict[str, Any]], block_size: int, harness: bool = Fal
     return tasks
 
 
-def prepare_for_training(path: str, block_size: int, dist: Distributed) -> list[Task] | None:
-    """The tasks of a local file, or of the official one, which one process of each machine downloads (path "").
+def prepare_for_training(path: str, block_size: int, gather: Callable[[Any], list[Any]]) -> list[Task] | None:
+    """The tasks of a local file, or (path "") of the official one, which one process of each machine
+    downloads.
 
-    None, after a warning, when there is neither a local file nor a network. Raises InputError for a bad local file.
-    """
-    try:
-        for turn in (dist.local_rank == 0, dist.local_rank != 0):
-            with dist.shared_errors():
-                if turn:
-                    tasks = prepare(load_examples(Path(path) if path else None), block_size)
-        return tasks
-    except InputError as error:
-        if path:
-            raise
-        if is_rank_zero():
-            print(f"warning: training without HellaSwag: {error}", file=sys.stderr, flush=True)
-        return None
+    None on all ranks, after a warning, if one has neither a local file nor a network. Raises InputError for a
+    bad local file. gather(value) -> the values of all ranks. """
+    rank, local_rank, _ = torchrun_ranks()
+    tasks, problem = None, None
+    for turn in (local_rank == 0, local_rank != 0):
+        try:
+            if turn:
+                tasks = prepare(load_examples(Path(path) if path else None), block_size)
+        except InputError as error:
+            if path:
+                raise
+            problem = str(error)
+        problem = next(filter(None, gather(problem)), None)
+        if problem:
+            break
+    if problem and rank == 0:
+        print(f"warning: training without HellaSwag: {problem}", file=sys.stderr, flush=True)
+    return None if problem else tasks
 
 
 @dataclass(frozen=True)
 class Score:
-    """The outcome of the tasks `index` (indices into what was given to `score`), which are this rank's share."""
+    """The outcome of the tasks `index` (indices into what was given to `score`), which are this rank's
+    share."""
 
     index: list[int]
     losses: torch.Tensor  # (n, 4) float64: summed loss of each ending, in nats
@@ -227,8 +238,8 @@ def score(
 ) -> Score:
     """Scores this rank's share of the tasks.
 
-    hidden(tokens (B, T), position (B, T), mask (B, 1, T, T) bool) -> (B, T, C): what the head reads. head: (V, C).
-    """
+    hidden(tokens (B, T), position (B, T), mask (B, 1, T, T) bool) -> (B, T, C): what the head reads. head:
+    (V, C). """
     from tqdm import tqdm
 
     order = sorted(range(len(tasks)), key=lambda i: len(tasks[i].tokens))  # alike in length: little padding
@@ -245,7 +256,8 @@ def score(
         row = torch.cat([torch.full_like(tasks[i].source, b) for b, i in enumerate(batch)])  # (M,) each, of all tasks
         source, answer, ending = (torch.cat([getattr(tasks[i], name) for i in batch])
                                   for name in ("source", "answer", "ending"))
-        # A token sees what stands before it in the context and in its own ending (padding, segment 5, sees padding).
+        # A token sees what stands before it in the context and in its own ending (padding, segment 5, sees
+        # padding).
         same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
         mask = (same & torch.ones(T, T).tril().bool())[:, None]  # (B, 1, T, T)
         x = hidden(tokens.to(device), position.to(device), mask.to(device))[row.to(device), source.to(device)]  # (M, C)
@@ -259,15 +271,12 @@ def score(
     return Score(index, losses, lengths, torch.tensor([tasks[i].label for i in index]))
 
 
-def evaluate(hidden: Callable, head: torch.Tensor, tasks: list[Task], dist: Distributed) -> float:
-    """acc_norm of a model in training, the tasks shared by all ranks; hidden and head as in `score`."""
-    with dist.autocast():
-        share = score(hidden, head, tasks, dist.device, rank=dist.rank, world_size=dist.world_size)
-    correct, total = dist.sum(torch.tensor([share.num_correct_norm, share.num_total], dtype=torch.float64)).tolist()
-    return correct / total
+def count_correct(model: Any, tasks: list[Task], device: torch.device, rank: int, world_size: int) -> int:
+    """How many of this rank's share of the tasks a GPT of train_gpt2.py gets right, by acc_norm."""
+    return score(model.hidden, model.wte.weight, tasks, device, rank=rank, world_size=world_size).num_correct_norm
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Command
 
 
@@ -306,14 +315,7 @@ def main(args: list[str] | None = None) -> None:
     examples = load_examples(Path(config.data) if config.data else None)[: config.limit or None]
     print(f"model: {folder}; device: {description}")
 
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").to(device).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise InputError(f"{folder}: no model that can be loaded ({first_line(error)})") from None
+    model, _ = load_causal_lm(folder, device, attn_implementation="sdpa")
     if model.config.vocab_size < get_tokenizer().n_vocab:
         raise InputError(f"{folder}: a vocabulary of {model.config.vocab_size}; the tasks are in GPT-2's tokens")
 
@@ -339,8 +341,8 @@ def main(args: list[str] | None = None) -> None:
 
 
 def write_json(path: Path, completion: Score, harness: Score | None = None) -> None:
-    """One object a task, in the file's order: label, both predictions, the summed loss of each ending and what it is
-    divided by; under "harness" the same in the harness's style, if that was asked for."""
+    """One object a task, in the file's order: label, both predictions, the summed loss of each ending and
+    what it is divided by; under "harness" the same in the harness's style, if that was asked for."""
 
     def rows(result: Score) -> list[dict[str, Any]]:
         columns = zip(result.index, result.labels, result.losses, result.lengths, strict=True)

@@ -7,15 +7,14 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from tyro.conf import Positional
 
-from support.cli import InputError, first_line, parse_args, run
+from support.cli import InputError, flag, parse_args, run
 from support.devices import choose_device
-from support.huggingface import find_model
+from support.models import find_model, load_causal_lm
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,8 @@ class SampleConfig:
     prompt: Positional[str] = ""
     """Text to continue; without one, prompts are read from standard input, a line each."""
     max_new_tokens: int = 100
-    """Most tokens to add to a prompt; a sample also ends with the model's context, or at an end-of-text token."""
+    """Most tokens to add to a prompt; a sample also ends with the model's context, or at an end-of-text
+    token."""
     temperature: float = 1.0
     """Divides the logits: below 1 likelier tokens gain; 0: always the likeliest token."""
     top_k: int = 50
@@ -38,20 +38,6 @@ class SampleConfig:
     """Samples a prompt."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
-
-
-def load(folder: Path, device: torch.device) -> tuple[Any, Any]:
-    """(model, tokenizer) of any causal language model. Raises InputError."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise InputError(f"{folder}: no model that can be loaded ({first_line(error)})") from None
-    return model.to(device).eval(), tokenizer
 
 
 def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> None:
@@ -78,11 +64,14 @@ def main(args: list[str] | None = None) -> None:
     config = parse_args(SampleConfig, args=args)
     for name in ("max_new_tokens", "num_samples"):
         if getattr(config, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(config, name)}: at least 1")
+            raise InputError(f"{flag(name)} {getattr(config, name)}: must be at least 1")
     if config.temperature < 0 or config.top_k < 0:
-        raise InputError(f"--temperature {config.temperature} --top-k {config.top_k}: neither is below 0")
+        raise InputError(f"--temperature {config.temperature} --top-k {config.top_k}: must be at least 0")
     device, _, _ = choose_device(config.device, "float32")
-    model, tokenizer = load(find_model(config.model), device)
+    folder = find_model(config.model)
+    model, tokenizer = load_causal_lm(folder, device)
+    if tokenizer is None:
+        raise InputError(f"{folder}: no tokenizer that can be loaded")
     if config.prompt:
         return sample(model, tokenizer, config.prompt, config)
     while True:

@@ -1,59 +1,60 @@
 """Trains GPT-2 (124M) from scratch and leaves a model that Hugging Face loads.
 
-    python train_gpt2.py                                     # shards if there are any, else a small GPT on Shakespeare
+    python train_gpt2.py                                     # FineWeb-Edu shards if present, else Shakespeare
     python train_gpt2.py --preset gpt2 --data my_shards      # one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py   # eight GPUs: the reproduction
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train_gpt2.py   # two nodes
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train_gpt2.py
     python train_gpt2.py --resume                            # continues the run in log/
-    python train_gpt2.py --help                              # every flag, its default and its unit
+    python train_gpt2.py --help                              # every flag, its default and unit
 
-Read it top to bottom: model, data, configuration, optimizer, evaluation, set-up, and the loop, whose weight update
-stands between two marked lines. What is imported from support/ (flags, shards, devices, the process group, checkpoints,
-logs) can be read later.
+The whole training run is in this file, in reading order: model, Hugging Face folders, data, configuration,
+optimizer, ranks, log, evaluation, checkpoints, and the loop, whose weight update is between two marked lines.
 
-Shapes: B batch (sequences of a micro-batch), T time (tokens of a sequence), C channels (n_embd = n_head * head size),
-nh heads, hs head size, V vocabulary (50,257). A *step* is one update of the weights from `total_batch_size` tokens. The
-ranks share them, and each takes its share in micro-steps of B * T tokens, whose gradients add up. Step s is logged with
-the weights that s updates have made: the loss of step 0 is that of the untrained model.
+Shapes: B batch (sequences of a micro-batch), T time (tokens of a sequence), C channels (n_embd = n_head * head
+size), nh heads, hs head size, V vocabulary (50,257). A *step* is one update of the weights from total_batch_size
+tokens. The ranks share them equally; each accumulates gradients over micro-steps of B * T tokens. What is logged
+at step s belongs to the weights after s updates: the loss of step 0 is that of the untrained model.
 """
 
 import contextlib
 import gc
+import hashlib
+import json
 import math
+import os
+import re
+import shlex
+import signal
+import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import numpy as np
+import safetensors.torch
+import tiktoken
 import torch
-import torch.nn as nn
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
-import hellaswag
-from support import check, checkpoints, runlog
-from support.cli import InputError, RunError, flag, parse_args, run, say, say_wrapped
-from support.devices import can_compile, computes_in_bfloat16, on_host, peak_flops, round_length
-from support.distributed import Distributed
-from support.ending import conclude, to_read
-from support.huggingface import model_folder, read_pretrained, to_hub, write_pretrained
-from support.loss import chunked_next_token_loss
-from support.memory import choose_micro_batch_size, recomputed, refuse_what_cannot_fit
-from support.muon import Muon, Optimizers
-from support.plan import announce, print_plan
-from support.rundir import last_config
-from support.sharding import share_state
-from support.shards import TokenStream
-from support.signals import StopSignals
-from support.tokenizer import VOCAB_SIZE, get_tokenizer
+from support import cli, devices, files, tokenizer
+from support.cli import InputError, LostRank, RunError, first_line, print0
+from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
 
-# ---------------------------------------------------------------------------------------------------------------------
+ROOT = Path(__file__).parent
+
+# ------------------------------------------------------------------------------------------------------------
 # Model: GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3)
 
 
@@ -61,7 +62,7 @@ from support.tokenizer import VOCAB_SIZE, get_tokenizer
 class GPTConfig:
     """The shape of a GPT-2. The defaults are GPT-2 small, 124,439,808 parameters."""
 
-    block_size: int = 1024  # the longest context, in tokens
+    block_size: int = 1024  # longest context, in tokens
     vocab_size: int = VOCAB_SIZE
     n_layer: int = 12
     n_head: int = 12
@@ -69,7 +70,7 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head self-attention in which a token sees itself and what stands before it. (B, T, C) -> (B, T, C)"""
+    """Multi-head self-attention; each token attends to itself and to earlier ones. (B, T, C) -> (B, T, C)"""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -77,27 +78,28 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs)
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU (tanh form) between them. (B, T, C) -> (B, T, C)"""
+    """Two linear layers with GELU (tanh approximation) between them. (B, T, C) -> (B, T, C)"""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
 class Block(nn.Module):
-    """A transformer block with LayerNorm before each part. (B, T, C) -> (B, T, C)"""
+    """A pre-LayerNorm transformer block. (B, T, C) -> (B, T, C)"""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -106,39 +108,86 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), mask)
         return x + self.mlp(self.ln_2(x))
 
 
-def lm_head(x: torch.Tensor, wte: torch.Tensor) -> torch.Tensor:
+def lm_head(x: Tensor, wte: Tensor) -> Tensor:
     """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
 
-    On a GPU the product is made with V rounded up to a multiple of 64 (50,257 -> 50,304), which suits its tensor
-    cores; the rows added are zeros made on the spot, neither parameters nor seen by the softmax.
+    On a GPU the matmul is padded to a multiple of 64 columns (50,257 -> 50,304), which suits its tensor cores.
+    The padding is made on the fly: it is not a parameter, and the softmax does not see it.
     """
     V = wte.size(0)
-    if x.is_cuda:
-        wte = F.pad(wte, (0, 0, 0, -V % 64))
+    wte = F.pad(wte, (0, 0, 0, -V % 64)) if x.is_cuda else wte
     return F.linear(x, wte)[..., :V]
 
 
-def next_token_loss(x: torch.Tensor, wte: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (B, T, V) and their mean cross-entropy in nats, a float32 scalar. x (B, T, C), targets (B, T)"""
     logits = lm_head(x, wte)
     return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor]]
+class ChunkedLoss(torch.autograd.Function):
+    """next_token_loss and its gradient in one pass, for 1,024 tokens at a time.
+
+    The logits of a micro-batch, (B, T, 50257), would be larger than all weights of GPT-2 (124M). In chunks they
+    take less memory everywhere, and less time on a CPU (bench/NOTES.md).
+    x (N, C), wte (V, C), targets (N,), needs_gradient -> float32 scalar
+    """
+
+    CHUNK = 1024  # tokens
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wte: Tensor, targets: Tensor, needs_gradient: bool) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        w, V = wte.to(dtype), wte.size(0)
+        w = F.pad(w, (0, 0, 0, -V % 64)) if x.is_cuda else w  # as in lm_head
+        loss = torch.zeros((), device=x.device)
+        dx, dw = (torch.empty_like(x), torch.zeros_like(w, dtype=wte.dtype)) if needs_gradient else (x, None)
+        for i in range(0, len(x), ChunkedLoss.CHUNK):
+            chunk = slice(i, i + ChunkedLoss.CHUNK)
+            x_chunk, target = x[chunk].to(dtype), targets[chunk, None]
+            # On a CPU float32 matmuls are twice as fast with a token's logits in a column, V being so large. In
+            # 16 bits the softmax takes longer than the matmuls, and prefers them in a row (bench/NOTES.md).
+            logits = (w @ x_chunk.t()).t() if dtype == torch.float32 else x_chunk @ w.t()  # (n, V)
+            logits = logits.float()
+            logits[:, V:] = -math.inf
+            target_logits, largest = logits.gather(1, target), logits.amax(1, keepdim=True)
+            p = logits.sub_(largest).exp_()
+            total = p.sum(1, keepdim=True)
+            loss += (largest + total.log() - target_logits).sum()
+            if needs_gradient:  # of the summed loss by the logits: the probability, minus 1 at the target
+                p = p.div_(total).scatter_add_(1, target, torch.full_like(target_logits, -1.0)).to(dtype)
+                dx[chunk] = p @ w
+                dw += p.t() @ x_chunk
+            del logits, p  # otherwise they live until the next ones are allocated
+        if needs_gradient:
+            ctx.save_for_backward(dx.div_(len(x)), dw[:V].div_(len(x)))
+        return loss / len(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        return dx.mul_(gradient), dw.mul_(gradient), None, None
+
+
+def chunked_next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[None, Tensor]:
+    """next_token_loss without ever holding all logits. x (…, C), wte (V, C), targets (…)"""
+    return None, ChunkedLoss.apply(x.flatten(0, -2), wte, targets.flatten(), torch.is_grad_enabled())
 
 
 class GPT(nn.Module):
-    """GPT-2, its parameters under GPT-2's own names. Linear weights are (out, in), the transpose of Hugging Face's."""
+    """GPT-2 with GPT-2's parameter names. Linear weights are (out, in), the transpose of Hugging Face's."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.recompute = False  # run each block again in the backward pass, instead of keeping what it computed
+        self.loss_function = next_token_loss  # or another computation of the same loss, see prepare()
+        self.low_memory = False  # recompute each block in the backward pass: do not store its activations
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -148,8 +197,8 @@ class GPT(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """GPT-2's initialization: normal with std 0.02, biases 0, LayerNorms 1 and 0.
 
-        Each block adds two branches to the residual stream; the projections that end them are scaled by
-        1 / sqrt(2 * n_layer), so that the stream's variance at the start does not grow with depth (section 2.3).
+        Each block adds two branches to the residual stream; their last projections are scaled by
+        1 / sqrt(2 * n_layer), so that the stream's initial variance does not grow with depth (section 2.3).
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -158,52 +207,52 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def hidden(
-        self, idx: torch.Tensor, position: torch.Tensor | None = None, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What the head reads: final LayerNorm's output (B, T, C) for tokens idx (B, T).
+    def prepare(self, compiled: bool) -> None:
+        """Chooses how training computes; results agree to rounding. Blocks are compiled one by one, so that all
+        share the same code. Compiled, the plain loss makes few passes over the logits: best on a GPU."""
+        for block in self.h if compiled else ():
+            block.compile(dynamic=False)
+        self.loss_function = chunked_next_token_loss
+        if compiled and self.wte.weight.device.type != "cpu" and not self.low_memory:
+            self.loss_function = torch.compile(lambda *args: (None, next_token_loss(*args)[1]), dynamic=False)
 
-        position (B, T) or (T,): the tokens' positions, 0 … T-1 unless given. mask (B, 1, T, T) bool: which tokens each
-        token sees, itself and those before it unless given.
+    def hidden(self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """The input of the head: the final LayerNorm's output (B, T, C) for tokens idx (B, T).
+
+        position (B, T) or (T,): of the tokens, by default 0 … T-1. mask (B, 1, T, T) bool: which tokens each
+        token attends to, by default itself and earlier ones.
         """
         if position is None:
             if idx.size(1) > self.config.block_size:
-                raise InputError(f"a sequence of {idx.size(1)} tokens; the model's context is {self.config.block_size}")
+                raise InputError(f"{idx.size(1)} tokens, but the model's context is {self.config.block_size}")
             position = torch.arange(idx.size(1), device=idx.device)
         x = self.wte(idx) + self.wpe(position)  # (B, T, C)
         for block in self.h:
-            x = recomputed(block, x, mask) if self.recompute and torch.is_grad_enabled() else block(x, mask)
+            if self.low_memory and torch.is_grad_enabled():
+                x = recompute(block, x, mask, use_reentrant=False)
+                torch.clear_autocast_cache()  # or 16-bit copies of all weights live until the forward pass ends
+            else:
+                x = block(x, mask)
         return self.ln_f(x)
 
-    def forward(
-        self, idx: torch.Tensor, targets: torch.Tensor | None = None, loss_function: LossFunction = next_token_loss
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """idx, targets (B, T) int64 -> logits (B, T, V), mean cross-entropy in nats (None without targets).
-
-        loss_function: another computation of the same loss; one that never makes the logits returns None for them.
-        """
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """idx, targets (B, T) int64 -> logits (B, T, V), mean cross-entropy in nats. No loss without targets; no
+        logits if loss_function never holds all of them."""
         x = self.hidden(idx)
         if targets is None:
             return lm_head(x, self.wte.weight), None
-        return loss_function(x, self.wte.weight, targets)
-
-    def compile_blocks(self) -> None:
-        """Compiles the blocks one by one, which is the same code for all. Names and state stay as they are, and
-        `torch.compiler.set_stance("force_eager")` runs the plain code on shapes that come once (evaluation, samples).
-        """
-        for block in self.h:
-            block.compile(dynamic=False)
+        return self.loss_function(x, self.wte.weight, targets)
 
     @torch.no_grad()
     def generate(
-        self, idx: torch.Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int = 50,
+        self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int = 50,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Continues idx (B, T) by sampling among the top_k likeliest tokens. -> (B, T + max_new_tokens)"""
+    ) -> Tensor:
+        """Continues idx (B, T) by sampling from the top_k most likely tokens. -> (B, T + max_new_tokens)"""
         for _ in range(max_new_tokens):
-            window = idx[:, -self.config.block_size :]  # the newest tokens
+            window = idx[:, -self.config.block_size :]
             T = window.size(1)
-            padding = min(round_length(T, idx.device), self.config.block_size) - T  # behind T, and seen by none before
+            padding = min(devices.round_length(T, idx.device), self.config.block_size) - T  # after T: not seen
             x = self.hidden(F.pad(window, (0, padding)))[:, T - 1]  # (B, C)
             logits = lm_head(x, self.wte.weight).float() / temperature  # (B, V)
             logits, candidates = logits.topk(min(top_k, logits.size(-1)))  # (B, k) each
@@ -216,293 +265,387 @@ class GPT(nn.Module):
         return total if position_embeddings else total - self.wpe.weight.numel()
 
     def flops_per_token(self, T: int) -> int:
-        """Training FLOPs a token, forward and backward: 6 N + 12 L C T, N without position embeddings, which take no
-        part in a product (PaLM, Chowdhery et al. 2022, appendix B). Recomputation and the causal mask don't count."""
+        """Training FLOPs a token, forward and backward: 6 N + 12 L C T, N without position embeddings, which are
+        in no matmul (PaLM, Chowdhery et al. 2022, appendix B). Recomputation and causality do not count."""
         return 6 * self.num_parameters(False) + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> "GPT":
-        """A GPT-2 from a folder or from the hub (`gpt2`, `gpt2-medium`, …). Raises InputError if it is no GPT-2."""
-        folder = model_folder(name)
-        config, state = read_pretrained(folder, [field.name for field in fields(GPTConfig)])
-        with torch.device("meta"):  # the parameters come from the files: none need be made first
-            model = cls(GPTConfig(**config))
+        """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …). Raises InputError if it is none."""
+        if not Path(name).exists():
+            from support.models import model_folder
+
+            name = model_folder(name)
+        config, state = read_pretrained(Path(name))
+        with torch.device("meta"):  # neither memory nor initialization: the parameters come from the files
+            model = cls(config)
         try:
             model.load_state_dict(state, strict=True, assign=True)
         except RuntimeError as error:
-            raise InputError(f"{folder}: weights do not fit its config.json: {' '.join(str(error).split())}") from None
+            reason = " ".join(str(error).split())
+            raise InputError(f"{name}: weights do not match its config.json: {reason}") from None
         return model.requires_grad_(True)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes a Hugging Face GPT-2: config.json, model.safetensors and, for GPT-2's vocabulary, its tokenizer."""
-        write_pretrained(Path(folder), asdict(self.config), to_hub(self.state_dict()))
+        """Writes a Hugging Face GPT-2: config.json, model.safetensors and, with GPT-2's vocabulary, a tokenizer."""
+        write_pretrained(Path(folder), self.config, self.state_dict())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data
+# ------------------------------------------------------------------------------------------------------------
+# Hugging Face folders. Two things differ from ours: names begin with `transformer.` (not in OpenAI's uploads), and
+# linear layers are Conv1D, whose weights are (in, out). A field that a fork adds to GPTConfig keeps its name.
+
+GPT2_MATHS = {  # GPT-2 in Hugging Face's terms; a model that differs in one of these computes something else
+    "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True,
+    "add_cross_attention": False,
+}
+CONFIG_NAMES = {"block_size": "n_positions"} | {n: n for n in ("vocab_size", "n_layer", "n_head", "n_embd")}
+CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
+
+
+def read_pretrained(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """A folder's model, its float32 parameters under our names. Raises InputError if it is no whole GPT-2."""
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise InputError(f"{folder}: no model here (config.json is missing or not JSON)") from None
+    names = {field.name: CONFIG_NAMES.get(field.name, field.name) for field in fields(GPTConfig)}
+    for key, expected in GPT2_MATHS.items():
+        value = raw.get(key, expected if key != "model_type" else None)
+        same = value == expected or (key == "n_inner" and value == 4 * raw.get("n_embd", 0))
+        if not same and key not in names:
+            raise InputError(f"{folder}: not a GPT-2: {key} is {value!r} in its config.json, not {expected!r}")
+    if missing := [name for name in CONFIG_NAMES.values() if name not in raw]:
+        raise InputError(f"{folder}: config.json lacks {', '.join(missing)}")
+    state: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            part = safetensors.torch.load_file(path)
+        except safetensors.SafetensorError as error:
+            raise InputError(f"{path}: damaged or not a weights file ({first_line(error)})") from None
+        for name, t in part.items():
+            name = name.removeprefix("transformer.")
+            if not name.endswith((".attn.bias", ".attn.masked_bias")):  # these are masks
+                # Copied, since load_file maps the file, and NFS and Windows cannot remove a mapped file.
+                t = t.t() if CONV1D.search(name) else t
+                state[name] = t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if not state:
+        raise InputError(f"{folder}: no model.safetensors here")
+    head = state.pop("lm_head.weight", None)
+    if head is not None and not torch.equal(head, state["wte.weight"]):
+        raise InputError(f"{folder}: not a GPT-2: its head is not tied to its token embedding")
+    return GPTConfig(**{ours: raw[theirs] for ours, theirs in names.items() if theirs in raw}), state
+
+
+def write_pretrained(folder: Path, config: GPTConfig, state: dict[str, Tensor]) -> None:
+    """Writes config.json, model.safetensors and GPT-2's tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    eot = EOT if config.vocab_size == VOCAB_SIZE else None  # None: some other vocabulary
+    raw = {"architectures": ["GPT2LMHeadModel"], "dtype": "float32", "n_ctx": config.block_size, "attn_pdrop": 0.0,
+           "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": eot, "eos_token_id": eot}
+    raw |= GPT2_MATHS | {CONFIG_NAMES.get(name, name): value for name, value in asdict(config).items()}
+    texts = {"config.json": json.dumps(raw, indent=2) + "\n"}
+    if eot:  # the tokenizer's files are copied: transformers would write the same, but takes seconds to import
+        special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+        settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": config.block_size} | special
+        texts["tokenizer_config.json"] = json.dumps(settings, indent=2) + "\n"
+        for ours, theirs in {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}.items():
+            texts[theirs] = tokenizer.bpe_files()[ours].read_text(encoding="utf-8")
+    for name, text in texts.items():
+        with files.atomic_write(folder / name, "w") as file:
+            file.write(text)
+    weights = {f"transformer.{name}": t.t().contiguous() if CONV1D.search(name) else t for name, t in state.items()}
+    with files.atomic_path(folder / "model.safetensors") as partial:
+        safetensors.torch.save_file(weights, partial, metadata={"format": "pt"})
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Data: the order of tokens, and the loader (support/tokenizer.py opens shards)
+
+SHARDS_FOLDER = "edu_fineweb10B"
+PASSAGE = 256  # tokens of a .txt file that stay together when it is shuffled
+
+
+def permutation(n: int, *seed: int) -> np.ndarray:
+    """A permutation of 0 … n-1 that depends on `seed` only; numpy's own may change with its version."""
+    return np.random.PCG64(seed).random_raw(n).argsort(kind="stable")
+
+
+class TokenStream:
+    """A split's tokens as one endless sequence, whose order is a function of the seed.
+
+    An epoch is the shards in random order, each with its documents in random order; epochs follow each other
+    without a gap. A document begins at 50256; a .txt file is cut into passages of 256 tokens. Without `shuffle`
+    the order is that of the files. Any position can be read directly.
+
+    data: folder of .npy / .bin shards, or a .txt file. split: "train" or "val". Raises InputError for bad files.
+    """
+
+    def __init__(self, data: str | Path, split: str, seed: int = 1337, shuffle: bool = True):
+        data = Path(data)
+        self._starts: dict[int, np.ndarray] = {}  # shard -> where its documents start
+        if not data.exists():
+            raise InputError(f"{data}: no such data; `python fineweb.py` makes shards, or give --data a .txt file")
+        if data.is_dir():
+            self.paths = tokenizer.find_shards(data, split)
+            self.shards = [tokenizer.open_shard(path) for path in self.paths]
+        elif data.suffix == ".txt":
+            self.paths, self.shards = [data], [tokenizer.tokenize_text(data, split)]
+            self._starts[0] = np.arange(0, len(self.shards[0]), PASSAGE)
+        else:
+            raise InputError(f"{data}: neither a folder of shards nor a .txt file; fineweb.py makes shards")
+        self.seed, self.shuffle = seed, shuffle
+        self.lengths = np.array([len(shard) for shard in self.shards])
+        self.total_tokens = int(self.lengths.sum())
+        self._orders: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}  # of the last two (epoch, shard)
+
+    def locate(self, position: int) -> tuple[int, int, int]:
+        """(epoch, shard, offset in the epoch's order of that shard) of a position in the stream."""
+        epoch, offset = divmod(position, self.total_tokens)
+        n = len(self.shards)
+        order = permutation(n, self.seed, epoch) if self.shuffle else np.arange(n)
+        ends = self.lengths[order].cumsum()
+        i = int(np.searchsorted(ends, offset, side="right"))
+        return epoch, int(order[i]), int(offset - (ends[i] - self.lengths[order[i]]))
+
+    def read(self, position: int, count: int) -> np.ndarray:
+        """Tokens [position, position + count) of the stream, 1-D uint16."""
+        pieces = []
+        while count > 0:
+            epoch, shard, begin = self.locate(position)
+            n = min(count, int(self.lengths[shard]) - begin)
+            if self.shuffle:
+                piece = self._read_documents(epoch, shard, begin, begin + n)
+            else:
+                piece = self.shards[shard][begin : begin + n]
+            tokenizer.check_tokens(piece, self.paths[shard])
+            pieces.append(piece)
+            position, count = position + n, count - n
+        return np.concatenate(pieces)
+
+    def _read_documents(self, epoch: int, shard: int, begin: int, end: int) -> np.ndarray:
+        """Tokens [begin, end) of a shard with its documents in this epoch's order."""
+        starts, lengths, ends = self._document_order(epoch, shard)
+        first, last = np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, end, side="left")
+        documents = [self.shards[shard][starts[i] : starts[i] + lengths[i]] for i in range(first, last + 1)]
+        documents[-1] = documents[-1][: len(documents[-1]) - int(ends[last] - end)]
+        documents[0] = documents[0][begin - int(ends[first] - lengths[first]) :]
+        return np.concatenate(documents)
+
+    def _document_order(self, epoch: int, shard: int) -> tuple[np.ndarray, ...]:
+        """A shard's documents in this epoch's order: start and length in the file, end in the stream; (n,) each."""
+        if (epoch, shard) not in self._orders:
+            tokens, chunk = self.shards[shard], 1 << 24
+            if shard not in self._starts:
+                found = [i + np.flatnonzero(tokens[i : i + chunk] == EOT) for i in range(0, len(tokens), chunk)]
+                # Tokens before the first 50256 end a document that began in the previous shard.
+                self._starts[shard] = np.union1d([0], np.concatenate(found)).astype(np.uint32)
+            starts = self._starts[shard].astype(np.int64)
+            order = permutation(len(starts), self.seed, epoch, shard + 1)
+            lengths = np.diff(starts, append=len(tokens))[order]
+            if len(self._orders) == 2:
+                self._orders.pop(next(iter(self._orders)))
+            self._orders[epoch, shard] = starts[order], lengths, lengths.cumsum()
+        return self._orders[epoch, shard]
 
 
 class DataLoaderLite:
-    """Batches of next-token pairs from token shards or a .txt file, in an order that is a function of the seed alone.
+    """Batches of next-token pairs from a TokenStream.
 
-    The tokens are one endless stream, documents shuffled anew each epoch (TokenStream in support/shards.py). The ranks
-    take the next B * T tokens each, in rank order, micro-batch after micro-batch. So the tokens of a step do not depend
-    on how it is split into ranks and micro-batches, each token is an input once an epoch, and the loader's state is one
-    position.
-
-    data: folder of .npy / .bin shards, or a .txt file. split: "train" or "val". tokens_per_step: where the ranks don't
-    divide a step's micro-batches, its last round has none for the last ones, which are given rank 0's.
-    pin_memory: for copies to a GPU that need not be waited for. Raises InputError for bad files.
+    In each micro-step the ranks take the next B * T tokens each, in rank order. So the tokens of a step do not
+    depend on how it is split into ranks and micro-batches, every token is an input once an epoch, and the state
+    is one position. pin_memory: for asynchronous copies to a GPU. Raises InputError for bad files.
     """
 
     def __init__(
         self, data: str | Path, split: str, B: int, T: int, rank: int = 0, world_size: int = 1, seed: int = 1337,
-        shuffle: bool = True, tokens_per_step: int | None = None, pin_memory: bool = False,
+        shuffle: bool = True, pin_memory: bool = False,
     ):
         self.stream = TokenStream(data, split, seed, shuffle)
-        self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
-        self.tokens_per_step, self.pin_memory = tokens_per_step, pin_memory
+        self.B, self.T, self.rank, self.world_size, self.pin_memory = B, T, rank, world_size, pin_memory
         self.position = 0  # in the stream, of the next micro-batch of all ranks
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="data")  # prepares batches ahead
         self._ahead: deque[Future] = deque()
-        self._ahead_position = 0  # where the next one to be prepared begins, on rank 0
 
-    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of this rank's next micro-batch, (B, T) int64 each, prepared in the background."""
+        stride = self.B * self.T * self.world_size
         while len(self._ahead) < 3:
-            first, self._ahead_position = self._ahead_position, self._after(self._ahead_position)
-            start = first + self.rank * self.B * self.T
-            self._ahead.append(self._worker.submit(self._make_batch, start if start < self._ahead_position else first))
-        self.position = self._after(self.position)
+            start = self.position + len(self._ahead) * stride + self.rank * self.B * self.T
+            self._ahead.append(self._worker.submit(self._make_batch, start))
+        self.position += stride
         return self._ahead.popleft().result()
 
-    def _after(self, position: int) -> int:
-        """Where the stream goes on when each rank has taken a micro-batch at `position`, which may end a step early."""
-        end, step = position + self.B * self.T * self.world_size, self.tokens_per_step
-        return min(end, (position // step + 1) * step) if step else end
-
-    def _make_batch(self, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # One token more than B * T: the targets are the inputs shifted by one.
+    def _make_batch(self, start: int) -> tuple[Tensor, Tensor]:
+        # One token more than B * T: targets are the inputs shifted by one.
         buffer = torch.from_numpy(self.stream.read(start, self.B * self.T + 1).astype(np.int64))
-        if self.pin_memory:
-            buffer = buffer.pin_memory()
+        buffer = buffer.pin_memory() if self.pin_memory else buffer
         return buffer[:-1].view(self.B, self.T), buffer[1:].view(self.B, self.T)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, and what its order depends on."""
+        """The position, and what the order of tokens depends on."""
         stream = self.stream
-        return {"position": self.position, "seed": stream.seed, "shuffle": stream.shuffle,
-                "shards": stream.fingerprint()}
+        names = [(path.name, int(length)) for path, length in zip(stream.paths, stream.lengths, strict=True)]
+        digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
+        return {"position": self.position, "seed": stream.seed, "shuffle": stream.shuffle, "shards": digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Moves to a saved position. Raises InputError when the stream is another one."""
+        """Moves to a saved position. Raises InputError if it belongs to another stream."""
         for key, value in self.state_dict().items():
             if key != "position" and state[key] != value:
-                raise InputError(f"the data differ from the checkpoint's ({key} {value}, there {state[key]})")
-        self.position = self._ahead_position = state["position"]
+                raise InputError(f"the data differ from the checkpoint's ({key} {value}, was {state[key]})")
+        self.position = state["position"]
         self._ahead.clear()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Configuration
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Trains a GPT-2 from scratch, or from a model's weights. A preset changes some defaults; flags override it."""
+    """Trains a GPT-2 from scratch or from given weights. A preset changes some defaults; flags override it."""
 
+    # which defaults; auto: gpt2 if edu_fineweb10B/ holds shards, else shakespeare; gpt2-fast: a newer recipe
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "shakespeare"] = "auto"
-    """Set of defaults; auto: gpt2 when edu_fineweb10B/ holds shards, else shakespeare; gpt2-fast: a newer recipe."""
-    data: str = "edu_fineweb10B"
-    """Folder of token shards (python fineweb.py makes them), or a .txt file."""
-    log_dir: str = "log"
-    """Folder for log.txt, run.json and checkpoints."""
-    init: str = "scratch"
-    """Initial weights: scratch, a hub name (gpt2, gpt2-medium, gpt2-large, gpt2-xl) or a folder with a GPT-2."""
-    resume: bool = False
-    """Continue from the newest checkpoint in log_dir; start when there is none."""
-    max_steps: int = 19_073
-    """Number of updates; 19,073 are one epoch of 10 billion tokens."""
-    total_batch_size: int = 524_288
-    """Tokens an update, over all ranks and micro-batches."""
-    micro_batch_size: int = 0
-    """Sequences a forward pass on one device (B); 0: the largest power of two that fits."""
-    seq_len: int = 1024
-    """Tokens a sequence (T)."""
-    n_layer: int = 12
-    """Number of blocks."""
-    n_head: int = 12
-    """Number of attention heads."""
-    n_embd: int = 768
-    """Number of channels (C)."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """AdamW (betas 0.9, --beta2) for all parameters, or Muon for the matrices inside the blocks (support/muon.py)."""
-    schedule: Literal["cosine", "wsd"] = "cosine"
-    """Learning rate after the warm-up: half a cosine from max_lr to min_lr; or max_lr, then a linear warm-down."""
-    warmdown_steps: int = 5000
-    """Steps of the warm-down to min_lr at the end of a wsd schedule."""
-    max_lr: float = 6e-4
-    """Learning rate at the end of the warm-up."""
-    min_lr: float = 6e-5
-    """Learning rate of the last step."""
-    warmup_steps: int = 715
-    """Steps of linear warm-up."""
-    beta2: float = 0.95
-    """AdamW's memory of squared gradients, kept from step to step; small batches want a longer one (0.99, 0.999)."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of the matrices (biases and LayerNorms have none)."""
-    grad_clip: float = 1.0
-    """Largest gradient norm; 0: no clipping."""
-    seed: int = 1337
-    """Seed of the initial weights and of the data order."""
-    shuffle: bool = True
-    """Permute shards, and documents (of a .txt file: passages) within each, anew every epoch; otherwise file order."""
+    data: str = SHARDS_FOLDER  # folder of token shards (python fineweb.py makes them), or a .txt file
+    log_dir: str = "log"  # folder for log.txt, run.json and checkpoints
+    init: str = "scratch"  # scratch, a Hub name (gpt2, gpt2-medium, gpt2-large, gpt2-xl), or a GPT-2's folder
+    resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
+    max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
+    total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
+    micro_batch_size: int = 0  # sequences per forward pass on one device (B); 0: the largest power of two that fits
+    seq_len: int = 1024  # tokens per sequence (T)
+    n_layer: int = 12  # number of blocks
+    n_head: int = 12  # number of attention heads
+    n_embd: int = 768  # number of channels (C)
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the blocks (support/muon.py)
+    schedule: Literal["cosine", "wsd"] = "cosine"  # after the warm-up; wsd: constant, then a linear warm-down
+    warmdown_steps: int = 5000  # steps of the wsd schedule's warm-down to min_lr
+    max_lr: float = 6e-4  # learning rate at the end of the warm-up
+    min_lr: float = 6e-5  # learning rate of the last step
+    warmup_steps: int = 715  # steps of linear warm-up
+    beta2: float = 0.95  # AdamW's decay rate for squared gradients; small batches need a higher one (0.99, 0.999)
+    weight_decay: float = 0.1  # decoupled weight decay of matrices (none for biases and LayerNorms)
+    grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
+    seed: int = 1337  # seed of the initial weights and of the data order
+    shuffle: bool = True  # reshuffle shards and their documents (a .txt file: passages) every epoch
+    # compile the blocks, and on a GPU the loss, with torch.compile; the default with a GPU
     compile: bool = field(default_factory=lambda: torch.cuda.is_available())
-    """Compile the blocks, and on a GPU the loss, with torch.compile: the default with a GPU."""
-    low_memory: bool = False
-    """Compute the blocks twice instead of keeping their activations, and the logits of 1,024 tokens at a time."""
-    shard_optimizer: bool = False
-    """Share the optimizer's state out among the ranks (ZeRO-1) instead of keeping all of it on each."""
-    device: str = "auto"
-    """auto, cpu, cuda or mps."""
+    low_memory: bool = False  # recompute each block in the backward pass; make logits for 1,024 tokens at a time
+    shard_optimizer: bool = False  # shard the optimizer's state over the ranks (ZeRO-1) instead of replicating it
+    device: str = "auto"  # auto, cpu, cuda or mps
+    # precision of matmuls (auto: float32 on a CPU); weights, LayerNorm statistics and losses stay float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products; weights, LayerNorm statistics and losses stay in float32."""
-    deterministic: bool = False
-    """On a GPU, take kernels that add in a fixed order, so that a resumed run is bit for bit; a CPU's always do."""
-    eval_every: int = 250
-    """Steps between validation losses; 0: never."""
-    eval_tokens: int = 10_485_760
-    """Tokens of each validation loss (at most one pass over the validation split)."""
-    hellaswag_every: int = 250
-    """Steps between HellaSwag evaluations; 0: never."""
-    hellaswag_data: str = ""
-    """Local HellaSwag .jsonl; empty: the official validation set, downloaded once."""
-    sample_every: int = 250
-    """Steps between samples; 0: never."""
-    sample_prompt: str = "Hello, I'm a language model,"
-    """How the samples begin."""
-    save_every: int = 1000
-    """Steps between checkpoints; 0: never."""
-    keep_checkpoints: int = 3
-    """Number of newest checkpoints to keep; 0: all."""
-    keep_every: int = 0
-    """Checkpoints of every so many steps are kept for ever; 0: none."""
-    skip_bad_steps: int = 0
-    """Updates with an infinite or undefined loss or gradient to leave out; one more stops the run."""
-    tensorboard: bool = False
-    """Write the log's streams for TensorBoard, too, into log_dir/tensorboard/ (pip install tensorboard)."""
-    wandb: bool = False
-    """Send the log's streams to Weights & Biases, too (pip install wandb)."""
-    check_against: str = ""
-    """Folder of a reference (reference/shakespeare, …): say at the end whether this run's losses match its."""
-    plan: bool = False
-    """Print the arithmetic of the run and exit."""
+    deterministic: bool = False  # use deterministic kernels on a GPU, so that resuming is bit-exact, as on a CPU
+    eval_every: int = 250  # steps between validation losses; 0: never
+    eval_tokens: int = 10_485_760  # tokens of each validation loss (at most one pass over the validation split)
+    hellaswag_every: int = 250  # steps between HellaSwag evaluations; 0: never
+    hellaswag_data: str = ""  # local HellaSwag .jsonl; empty: the official validation set, downloaded once
+    sample_every: int = 250  # steps between samples; 0: never
+    sample_prompt: str = "Hello, I'm a language model,"  # prompt of the samples
+    save_every: int = 1000  # steps between checkpoints; 0: never
+    keep_checkpoints: int = 3  # newest checkpoints to keep, besides the one with the lowest validation loss; 0: all
+    keep_every: int = 0  # never delete checkpoints at multiples of this many steps; 0: none
+    skip_bad_steps: int = 0  # number of non-finite updates to skip before aborting
+    tensorboard: bool = False  # log for TensorBoard, too, in log_dir/tensorboard/ (pip install tensorboard)
+    wandb: bool = False  # log to Weights & Biases, too (pip install wandb)
+    plan: bool = False  # print the arithmetic of the run and exit
 
 
-HELP_GROUPS = {  # the first setting of each group
-    "preset": "the run", "max_steps": "batch", "n_layer": "model", "optimizer": "optimizer", "seed": "chance",
-    "compile": "machine", "eval_every": "evaluation and samples", "save_every": "checkpoints and accidents",
-    "tensorboard": "reports",
-}
-SHARDS_FOLDER = "edu_fineweb10B"
 SHAKESPEARE = dict(
-    data=str(Path(__file__).with_name("input.txt")),
-    max_steps=600, total_batch_size=512, seq_len=128, n_layer=4, n_head=4, n_embd=64,
+    data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=64, n_layer=4, n_head=4, n_embd=64,
     optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20, warmdown_steps=300, beta2=0.995,
     compile=False, eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300, sample_prompt="ROMEO:",
     save_every=300,
 )
-# The recipe is from small models (bench/recipes), but for the learning rate, which is the one published for AdamW, this
-# model and batch (Muon's updates are made as large as AdamW's). Nobody has trained 124M with it to the end yet.
+# The recipe is from small models (bench/recipes); the learning rate is the one published for AdamW at this size
+# and batch, since Muon's updates are scaled to AdamW's. Nobody has trained 124M with it to the end yet.
 GPT2_FAST = dict(optimizer="muon", schedule="wsd", max_steps=9_536, warmup_steps=476, warmdown_steps=4_768,
                  max_lr=1.8e-3, min_lr=0.0)
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": {}, "gpt2-fast": GPT2_FAST, "gpt3": dict(seq_len=2048), "shakespeare": SHAKESPEARE,
 }
+# What a resumption may not change, since the losses would change by more than rounding.
+FIXED = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "optimizer", "schedule", "max_lr", "min_lr",
+         "warmup_steps", "beta2", "weight_decay", "grad_clip", "seed", "shuffle")
 
 
 def check_config(config: TrainConfig) -> None:
-    """Collects every problem that can be seen without looking at data or devices, and raises them as one InputError."""
+    """Collects every problem that shows without data or devices, and raises them as one InputError."""
     problems = []
-    for name in ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens"):
-        if getattr(config, name) < 1:
-            problems.append(f"{flag(name)} {getattr(config, name)}: at least 1")
+    positive = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens")
     for name, value in asdict(config).items():
-        if isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
-            problems.append(f"{flag(name)} {value}: not below 0")
+        if isinstance(value, int | float) and not (value >= (name in positive) and math.isfinite(value)):
+            problems.append(f"{cli.flag(name)} {value}: must be at least {int(name in positive)}")
     if config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.beta2 >= 1:
-        problems.append(f"--beta2 {config.beta2}: below 1")
+        problems.append(f"--beta2 {config.beta2}: must be below 1")
     if config.eval_every and config.eval_tokens < config.seq_len:
-        problems.append(f"--eval-tokens {config.eval_tokens}: less than one sequence of --seq-len {config.seq_len}")
+        problems.append(f"--eval-tokens {config.eval_tokens}: less than a sequence, --seq-len {config.seq_len}")
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
     if problems:
-        raise InputError("; ".join(dict.fromkeys(problems)))
+        raise InputError("; ".join(problems))
 
 
 def read_config(args: list[str] | None = None) -> TrainConfig:
     """The command line as a TrainConfig: the preset's values, overridden by the flags. Raises InputError."""
-    # Parsed twice: once to learn the preset (and whether --help is wanted), once with its values as the defaults.
-    args = sys.argv[1:] if args is None else args
-    asked = parse_args(TrainConfig, args=[arg for arg in args if arg not in ("-h", "--help")])
-    preset = asked.preset
-    if preset == "auto":
-        preset = "gpt2" if any(Path(SHARDS_FOLDER).glob("*_train_*")) else "shakespeare"
-    defaults = PRESETS[preset] | (dict(compile=False) if asked.device in ("cpu", "mps") else {})
-    config = parse_args(TrainConfig, replace(TrainConfig(), **defaults), args, HELP_GROUPS)
+    first = ArgumentParser(add_help=False, allow_abbrev=False)  # these two flags change other flags' defaults
+    first.add_argument("--preset", nargs="?", default="auto")
+    first.add_argument("--device", nargs="?", default="auto")
+    given, _ = first.parse_known_args(args)
+    if given.preset == "auto":
+        given.preset = "gpt2" if any(Path(SHARDS_FOLDER).glob("*_train_*")) else "shakespeare"
+    defaults = PRESETS.get(given.preset, {}) | (dict(compile=False) if given.device in ("cpu", "mps") else {})
+    config = cli.parse_args(TrainConfig, replace(TrainConfig(), **defaults), args)
     check_config(config)
     return config
 
 
-# What may differ between a run and its resumption. Anything else would change the losses by more than rounding; device
-# and precision may, since a run moves to another GPU when that is the one to be had.
-MAY_CHANGE = {
-    "preset", "data", "log_dir", "init", "resume", "max_steps", "warmdown_steps", "micro_batch_size", "compile",
-    "low_memory", "shard_optimizer", "device", "dtype", "deterministic", "eval_every", "eval_tokens", "hellaswag_every",
-    "hellaswag_data", "sample_every", "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "skip_bad_steps",
-    "tensorboard", "wandb", "check_against", "plan",
-}
-
-
 def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
-    """What keeps `config` from resuming a run whose configuration was `before`; [] when nothing does.
-
-    A setting that `before` lacks, because the script did not have it then, counts as its default.
-    """
+    """What prevents `config` from resuming a run whose configuration was `before`. A setting that an older
+    version of this script did not have counts as its default."""
     before = asdict(TrainConfig()) | before
-    return [f"{flag(name)} was {before[name]}, is {now}" for name, now in asdict(config).items()
-            if name not in MAY_CHANGE and now != before[name]]
+    return [f"{cli.flag(name)} was {before[name]}, is {now}" for name in FIXED
+            if (now := getattr(config, name)) != before[name]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Optimizer
 
 
-def configure_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW | Optimizers:
-    """AdamW, which decays matrices and embeddings, nothing else; its betas are GPT-3's unless --beta2 says otherwise
-    (Brown et al. 2020, appendix B). With --optimizer muon the matrices inside the blocks are Muon's."""
-    matrices = {n: p for n, p in model.h.named_parameters() if p.dim() == 2} if config.optimizer == "muon" else {}
-    others = [p for n, p in model.named_parameters() if n.removeprefix("h.") not in matrices]
+def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> Any:
+    """AdamW that decays matrices and embeddings only, with GPT-3's betas unless --beta2 says otherwise (Brown et
+    al. 2020, appendix B). With --optimizer muon the matrices inside the blocks are Muon's. dtype: of matmuls."""
+    muon = {n: p for n, p in model.h.named_parameters() if p.dim() == 2 and config.optimizer == "muon"}
+    others = [p for n, p in model.named_parameters() if n.removeprefix("h.") not in muon]
     groups = [
         {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
-    # fused: one kernel over all parameters, on the CPU too, where it is several times the loop's speed.
-    adamw = torch.optim.AdamW(groups, lr=config.max_lr, betas=(0.9, config.beta2), eps=1e-8, fused=True)
-    if not matrices:
-        return adamw
-    dtype = torch.bfloat16 if computes_in_bfloat16(model.wte.weight.device) else torch.float32
-    return Optimizers(Muon(matrices.items(), config.max_lr, config.weight_decay, dtype=dtype), adamw)
+    # fused: one kernel for all parameters; on a CPU, too, it is several times as fast as the loop.
+    optimizer = torch.optim.AdamW(groups, lr=config.max_lr, betas=(0.9, config.beta2), eps=1e-8, fused=True)
+    if muon:
+        from support.muon import Muon, Optimizers
+
+        dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        optimizer = Optimizers(Muon(muon.items(), config.max_lr, config.weight_decay, dtype=dtype), optimizer)
+    if config.shard_optimizer and dist.is_initialized():
+        from support.sharding import shard_state
+
+        shard_state(optimizer)
+    return optimizer
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
     """Learning rate of update `step` (from 0): linear warm-up to max_lr, then the schedule down to min_lr.
 
-    cosine is GPT-3's (Brown et al. 2020, appendix B). wsd stays at max_lr and ends in a linear warm-down, so that until
-    then nothing depends on max_steps: a run can be extended (Hägele et al. 2024, "Scaling Laws and Compute-Optimal
-    Training Beyond Fixed Training Durations").
+    cosine is GPT-3's (Brown et al. 2020, appendix B). wsd stays at max_lr and ends in a linear warm-down, so
+    nothing before that depends on max_steps and a run can be extended (Hägele et al. 2024, "Scaling Laws and
+    Compute-Optimal Training Beyond Fixed Training Durations").
     """
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
@@ -516,378 +659,583 @@ def get_lr(step: int, config: TrainConfig) -> float:
     return config.min_lr + share * (config.max_lr - config.min_lr)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
+# Ranks and device
+
+PATIENCE = timedelta(hours=2)  # while one rank hashes or downloads; gradients keep torch's own, shorter timeout
+
+
+@dataclass
+class DDPContext:
+    """This process among the ranks of a run (rank 0 of 1 without torchrun), its device, and collectives."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype
+    description: str  # device and precision, with the reason
+    host_group: Any = None  # gloo's, for gather
+
+    @classmethod
+    def start(cls, config: TrainConfig) -> "DDPContext":
+        """Chooses the device and joins torchrun's process group. Raises InputError."""
+        rank, local_rank, world_size = cli.torchrun_ranks()
+        device, dtype, description = devices.choose_device(config.device, config.dtype, local_rank, world_size)
+        cuda, host_group = device.type == "cuda", None
+        if device.type == "cpu":
+            devices.keep_freed_memory()
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it at its first matmul
+            torch.use_deterministic_algorithms(True)
+        if "RANK" in os.environ:
+            store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+            if os.environ.get("GROUP_WORLD_SIZE") == "1":
+                # torchrun (2.13) keeps one store across restarts, with the addresses of lost ranks in it.
+                store = dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            store.set(f"kind/{rank}", kind := f"{device.type} in {str(dtype)[6:]}")
+            if (first := store.get("kind/0").decode()) != kind:
+                raise InputError(f"this rank would use {kind}, rank 0 {first}: set --device and --dtype for all")
+            dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
+                                    device_id=device if cuda else None)
+            host_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        return cls(rank, world_size, device, dtype, description, host_group)
+
+    def autocast(self) -> torch.autocast:
+        """Runs matmuls in `dtype`; does nothing in float32."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        if self.world_size > 1:
+            tensor = tensor.to(self.device)
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any = None) -> list[Any]:
+        """Every rank's `value`, in rank order; also a barrier, where ranks may wait for long."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Log
+
+
+class Log:
+    """Writes log.txt, one `step stream value` per line, and draws curves.png; only rank 0 does either.
+
+    resumed_step: where a resumed run's log continues; None for a new run, whose lines are appended.
+    """
+
+    def __init__(self, config: TrainConfig, rank: int, resumed_step: int | None):
+        self.log_dir, self.file, self._trackers, self._artist = Path(config.log_dir), None, [], None
+        if rank == 0:
+            self.file = files.open_log(self.log_dir, resumed_step)
+        if rank == 0 and (config.tensorboard or config.wandb):
+            from support.trackers import start_trackers
+
+            self._trackers = start_trackers(self.log_dir, resumed_step or 0, config.tensorboard, config.wandb)
+
+    def write(self, step: int, **values: str) -> None:
+        if self.file:
+            self.file.write("".join(f"{step} {stream} {value}\n" for stream, value in values.items()))
+        for track in self._trackers:
+            track(step, {stream: float(value) for stream, value in values.items()})
+
+    def draw(self, wait: bool) -> None:
+        """Draws curves.png in another process, so that training neither waits nor loads matplotlib."""
+        if self.file and (wait or not self._artist or self._artist.poll() is not None):
+            if self._artist:
+                self._artist.wait()
+            command = [sys.executable, "-m", "support.plots", str(self.log_dir.resolve())]
+            self._artist = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            if wait:
+                self._artist.wait()
+
+
+def open_log(config: TrainConfig, checkpoint: Path | None, resuming: bool, step: int, ddp: DDPContext) -> Log:
+    """Prepares the run's folder, notes the start in run.json, and opens the log."""
+    log_dir, resumed_step = Path(config.log_dir), None
+    ddp.gather()  # all ranks have read what they need from the folder
+    if ddp.rank == 0:
+        entries = files.run_entries(log_dir)
+        # A run that was stopped before its first checkpoint starts again and writes the same log again.
+        if checkpoint or (resuming and not differences(entries[-1]["config"] if entries else {}, config)):
+            resumed_step = step
+        files.clear_log_dir(log_dir, resumed=bool(checkpoint))
+        modules = {"torch": torch, "numpy": np, "tiktoken": tiktoken, "safetensors": safetensors}
+        versions = {"python": sys.version.split()[0]} | {name: m.__version__ for name, m in modules.items()}
+        paths = {name: cli.shown(getattr(config, name)) for name in ("data", "log_dir", "hellaswag_data")}
+        files.add_run_entry(log_dir, versions=versions, step=step, device=ddp.description,
+                            world_size=ddp.world_size, config=asdict(config) | paths)
+    return Log(config, ddp.rank, resumed_step)
+
+
+# ------------------------------------------------------------------------------------------------------------
 # Evaluation
 
 
 @torch.no_grad()
-def validation_loss(
-    model: GPT, loader: DataLoaderLite, tokens: int, dist: Distributed,
-    loss_function: LossFunction = chunked_next_token_loss,
-) -> float:
-    """Mean loss in nats over the first `tokens` tokens of the loader's split, each weighing the same.
+def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, ddp: DDPContext) -> float:
+    """Mean loss in nats over the first `tokens` tokens of the loader's split, all with the same weight.
 
-    The ranks share the sequences; the losses are summed over all, then divided, so that neither the batch size nor
-    the number of ranks matters. Where training runs compiled on a GPU, so do full batches.
+    Each rank evaluates some of the sequences; their losses are summed over all ranks before the division, so that
+    neither B nor the number of ranks matters. Where training runs compiled on a GPU, so do full batches here.
     """
     B, T = loader.B, loader.T
     sequences = min(tokens, loader.stream.total_tokens - 1) // T
-    losses, sizes = [torch.zeros((), device=dist.device)], [0]
-    for first in range(dist.rank * B, sequences, dist.world_size * B):
+    losses, sizes = [torch.zeros((), device=ddp.device)], [0]
+    for first in range(ddp.rank * B, sequences, ddp.world_size * B):
         n = min(B, sequences - first)
-        buffer = torch.from_numpy(loader.stream.read(first * T, n * T + 1).astype(np.int64)).to(dist.device)
-        stance = "default" if n == B and dist.device.type != "cpu" else "force_eager"
-        with dist.autocast(), torch.compiler.set_stance(stance):
-            x = model.hidden(buffer[:-1].view(n, T))  # (n, T, C)
-            losses.append(loss_function(x, model.wte.weight, buffer[1:].view(n, T))[1])
-            sizes.append(n)
-    # The one wait for the device. The sum is made on the host in float64, which not every device has.
+        buffer = torch.from_numpy(loader.stream.read(first * T, n * T + 1).astype(np.int64)).to(ddp.device)
+        stance = "default" if n == B and ddp.device.type != "cpu" else "force_eager"
+        with ddp.autocast(), torch.compiler.set_stance(stance):
+            losses.append(model(buffer[:-1].view(n, T), buffer[1:].view(n, T))[1])
+        sizes.append(n)
+    # The only device sync. The sum is made on the host in float64, which not every device has.
     total = sum(loss * n for loss, n in zip(torch.stack(losses).tolist(), sizes, strict=True))
-    return dist.sum(torch.tensor(total, dtype=torch.float64)).item() / sequences
+    return ddp.sum(torch.tensor(total, dtype=torch.float64)).item() / sequences
 
 
-def print_samples(model: GPT, prompt: str, dist: Distributed, last: bool = False) -> None:
-    """Four continuations of `prompt` by 32 tokens, a line each; at the end of a run two by 64, with their line breaks.
-
-    They are drawn with a generator of their own: training's random state is not touched.
-    """
-    tokenizer = get_tokenizer()
+def print_samples(model: GPT, prompt: str, ddp: DDPContext, last: bool = False) -> None:
+    """Four continuations of `prompt` by 32 tokens, one per line; at the end of a run two by 64, as text."""
     samples, length = (2, 64) if last else (4, 32)
-    generator = torch.Generator(device=dist.device).manual_seed(42 + dist.rank)
-    idx = torch.tensor([tokenizer.encode_ordinary(prompt)] * samples, device=dist.device)
-    with dist.autocast():
+    generator = torch.Generator(device=ddp.device).manual_seed(42 + ddp.rank)  # leaves training's alone
+    idx = torch.tensor([get_tokenizer().encode_ordinary(prompt)] * samples, device=ddp.device)
+    with ddp.autocast():
         idx = model.generate(idx, max_new_tokens=length, generator=generator)
-    for i, text in enumerate(map(tokenizer.decode, idx.tolist())):
-        tqdm.write(f"rank {dist.rank} sample {i}:" + (f"\n{to_read(text)}" if last else f" {text!r}"))  # above the bar
+    for i, text in enumerate(map(get_tokenizer().decode, idx.tolist())):
+        lines = ("".join(c if c.isprintable() else " " for c in line) for line in text.splitlines())
+        tqdm.write(f"rank {ddp.rank} sample {i}:" + ("\n  " + "\n  ".join(lines) if last else f" {text!r}"))
 
 
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
-    """Whether something that happens every so many steps (0: never), and after the last one, happens at `step`."""
+    """Whether something that happens every `every` steps (0: never), and after the last one, happens at `step`."""
     return every > 0 and (step % every == 0 or step == config.max_steps)
 
 
 def evaluate(
     step: int, model: GPT, val_loader: DataLoaderLite | None, tasks: list[Any] | None, config: TrainConfig,
-    dist: Distributed, log: runlog.Log, loss_function: LossFunction = chunked_next_token_loss,
-) -> float:
-    """Evaluates the weights that `step` updates have made, as far as it is due: validation loss, HellaSwag, samples.
-
-    Dropout, which GPT-2 is trained without but a fork may have, is off. Returns the validation loss, inf if not due.
-    """
-    model.eval()
-    val, last = math.inf, step == config.max_steps
+    ddp: DDPContext, log: Log,
+) -> float | None:
+    """Whatever is due at `step`: validation loss, which is returned, HellaSwag, samples, curves."""
+    model.eval()  # GPT-2 is trained without dropout, but a fork may have it
+    val, last = None, step == config.max_steps
     if is_due(config.eval_every, step, config):
-        val = validation_loss(model, val_loader, config.eval_tokens, dist, loss_function)
-        say(f"step {step:5d} validation loss {val:.4f}")
+        val = validation_loss(model, val_loader, config.eval_tokens, ddp)
+        print0(f"step {step:5d} validation loss {val:.4f}")
         log.write(step, val=f"{val:.6f}")
-    with torch.compiler.set_stance("force_eager"):  # nothing is compiled for shapes that come once
+    with torch.compiler.set_stance("force_eager"):  # shapes that occur once are not worth compiling
         if is_due(config.hellaswag_every, step, config) and tasks:
-            accuracy = hellaswag.evaluate(model.hidden, model.wte.weight, tasks, dist)
-            say(f"step {step:5d} HellaSwag {accuracy:.4f}")
+            import hellaswag
+
+            with ddp.autocast():
+                correct = hellaswag.count_correct(model, tasks, ddp.device, ddp.rank, ddp.world_size)
+            accuracy = ddp.sum(torch.tensor(correct, dtype=torch.float64)).item() / len(tasks)
+            print0(f"step {step:5d} HellaSwag {accuracy:.4f}")
             log.write(step, hella=f"{accuracy:.4f}")
-        if is_due(config.eval_every, step, config) and not last:  # the last picture is conclude's
-            log.draw()
-        if is_due(config.sample_every, step, config) and step > 0 and not (last and dist.rank):
-            print_samples(model, config.sample_prompt, dist, last)
+        if is_due(config.sample_every, step, config) and step > 0 and not (last and ddp.rank):
+            print_samples(model, config.sample_prompt, ddp, last)
+    if val is not None and step > 0:
+        log.draw(wait=last)
     model.train()
     return val
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Set-up
+# ------------------------------------------------------------------------------------------------------------
+# Checkpoints: Hugging Face folders that also hold training_state.pt
+
+CHECKPOINT_FORMAT = 1
 
 
 @dataclass
-class Progress:
-    """How far a run has come: what a checkpoint keeps besides weights, optimizer, data position and random state."""
+class TrainState:
+    """All that the rest of a run depends on, besides its configuration."""
+
+    model: GPT
+    optimizer: Any
+    scaler: torch.amp.GradScaler
+    loader: DataLoaderLite
     step: int = 0  # updates made
-    best_val: float = math.inf  # nats
     elapsed: float = 0.0  # seconds spent in updates
-    skipped: int = 0  # updates left out, their loss or gradient being infinite or undefined
+    skipped: int = 0  # updates skipped because loss or gradient was not finite
+
+    def state_dict(self, config: TrainConfig, ddp: DDPContext) -> dict[str, Any]:
+        """Everything but the weights. All ranks call it."""
+        kinds = {"cpu": torch, ddp.device.type: torch if ddp.device.type == "cpu" else getattr(torch, ddp.device.type)}
+        return {
+            "format": CHECKPOINT_FORMAT, "step": self.step, "elapsed": self.elapsed, "skipped": self.skipped,
+            "tokens": self.step * config.total_batch_size, "config": asdict(config), "dtype": str(ddp.dtype),
+            "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
+            "loader": self.loader.state_dict(),
+            "random": ddp.gather({name: module.get_rng_state() for name, module in kinds.items()}),
+        }
+
+    def restore(self, checkpoint: Path, config: TrainConfig, ddp: DDPContext) -> None:
+        """Restores everything but the weights. Raises InputError if the checkpoint is another run's."""
+        saved = read_training_state(checkpoint)
+        if changes := differences(saved["config"], config):
+            raise InputError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
+        self.loader.load_state_dict(saved["loader"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if ddp.device.type == "cpu":  # a GPU copies what it loads; a CPU would keep using the file's mapped pages
+            for moments in self.optimizer.state.values():
+                moments.update({key: tensor.clone() for key, tensor in moments.items()})
+        if saved["scaler"]:  # only float16 has one; a run that switches to float16 starts with a fresh scale
+            self.scaler.load_state_dict(saved["scaler"])
+        if saved["dtype"] != str(ddp.dtype):
+            print0(f"precision: {saved['dtype']} so far, {ddp.dtype} from here on; losses agree to rounding")
+        for kind, generator in saved["random"][ddp.rank].items() if ddp.rank < len(saved["random"]) else ():
+            if kind in ("cpu", ddp.device.type):
+                (torch if kind == "cpu" else getattr(torch, kind)).set_rng_state(generator)
+        self.step, self.elapsed, self.skipped = saved["step"], saved["elapsed"], saved["skipped"]
 
 
-def model_config(config: TrainConfig) -> GPTConfig:
-    """The shape of the model that a run from scratch trains."""
-    return GPTConfig(config.seq_len, VOCAB_SIZE, config.n_layer, config.n_head, config.n_embd)
+def read_training_state(checkpoint: Path) -> dict[str, Any]:
+    """TrainState.state_dict() as saved; nothing in the file is executed. Raises InputError. Its tensors are the
+    file's mapped pages, to be copied and dropped: NFS and Windows cannot remove a mapped file."""
+    path = checkpoint / "training_state.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
+    if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
+        raise InputError(f"{path}: not a training state of format {CHECKPOINT_FORMAT}, which this script reads")
+    return state
 
 
-def start_model(config: TrainConfig, checkpoint: Path | None, dist: Distributed) -> GPT:
-    """The model to train, on the device: from a checkpoint, from --init, or new (the same weights for the same seed).
+def find_checkpoint(log_dir: Path) -> Path | None:
+    """The newest intact checkpoint, with a warning for each damaged one; None if there are none at all. Raises
+    InputError if all are damaged."""
+    checkpoints = files.list_checkpoints(log_dir)
+    for checkpoint in reversed(checkpoints):
+        try:
+            files.verify_checksums(checkpoint, {"training_state.pt", "model.safetensors", "config.json"})
+            read_training_state(checkpoint)
+            return checkpoint
+        except InputError as error:
+            print(f"warning: {error}; trying the previous one", file=sys.stderr, flush=True)
+    if checkpoints:
+        raise InputError(f"{log_dir}: all {len(checkpoints)} checkpoints are damaged; use another --log-dir")
+    return None
 
-    Raises InputError, on all ranks, for a model that doesn't go with the data.
+
+def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> None:
+    """Writes log_dir/step_*/ whole or not at all, then deletes old checkpoints. All ranks call it.
+
+    After a failure (full disk, say) earlier checkpoints are intact, training continues, and the next save tries
+    again; after the last step it is an InputError.
     """
+    saved, log_dir = state.state_dict(config, ddp), Path(config.log_dir)
+    if ddp.rank == 0:
+        folder = log_dir / f"step_{state.step:06d}"
+        try:
+            with files.atomic_path(folder) as partial:
+                write_pretrained(partial, state.model.config, state.model.state_dict())
+                torch.save(saved, partial / "training_state.pt")
+                (partial / "README.md").write_text(model_card(log_dir, state.step), encoding="utf-8")
+                files.write_checksums(partial)
+        except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+            problem = f"{folder}: not written ({first_line(error)})"
+            if state.step == config.max_steps:
+                raise InputError(f"{problem}: free some space; --resume continues from the last one") from None
+            print(f"error: {problem}; training continues, the next save tries again", file=sys.stderr, flush=True)
+        # Checkpoints of later steps, if any, are damaged: this run was resumed from before them.
+        steps = [step for step in map(files.step_of, files.list_checkpoints(log_dir)) if step <= state.step]
+        losses = dict(zip(*files.read_log(log_dir).get("val", ([], [])), strict=True))
+        best = min(steps, key=lambda step: losses.get(step, math.inf), default=0)
+        for step in steps[: -config.keep_checkpoints] if config.keep_checkpoints else []:
+            if step != best and not (config.keep_every and step % config.keep_every == 0):
+                files.remove_folder(log_dir / f"step_{step:06d}")
+    ddp.gather()  # the other ranks' collectives would not wait as long as this may take
+
+
+def model_card(log_dir: Path, step: int) -> str:
+    """README.md of a checkpoint, in the Hub's format."""
+    entry = files.run_entries(log_dir)[-1]
+    config, torch_version = entry["config"], entry["versions"]["torch"]
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gpt2]
+---
+# A GPT-2 trained with gpt2-repro
+
+After {step:,} of {config["max_steps"]:,} steps, {step * config["total_batch_size"]:,} tokens of
+`{Path(config["data"]).name}`, from {config["init"]}, at commit {entry["git_commit"]} with torch {torch_version}:
+
+    {shlex.join(["python", *entry["command"]])}
+
+It continues text. It was not trained to follow instructions, and what it writes may be false.
+"""
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Set-up
+
+
+def new_model(config: TrainConfig) -> GPT:
+    """An untrained model of the configured shape."""
+    return GPT(GPTConfig(config.seq_len, VOCAB_SIZE, config.n_layer, config.n_head, config.n_embd))
+
+
+def start_model(config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -> GPT:
+    """The model to train, on the device: from a checkpoint, from --init, or new. Raises InputError if it does not
+    fit the data."""
     torch.manual_seed(config.seed)
     model, start = None, checkpoint or config.init
-    with dist.shared_errors():
-        if dist.rank == 0:  # the others receive the weights, and their hosts hold none
-            model = GPT(model_config(config)) if start == "scratch" else GPT.from_pretrained(start)
-            if model.config.block_size < config.seq_len or model.config.vocab_size != VOCAB_SIZE:
-                raise InputError(f"--init {config.init}: context {model.config.block_size}, vocabulary "
-                                 f"{model.config.vocab_size}; wanted: --seq-len {config.seq_len} or more, and GPT-2's "
-                                 f"{VOCAB_SIZE}")
-    shape = dist.gather(model and model.config)[0]
+    if ddp.rank == 0:  # the others receive the weights, and hold none on their hosts
+        model = new_model(config) if start == "scratch" else GPT.from_pretrained(start)
+        context, vocabulary = model.config.block_size, model.config.vocab_size
+        if context < config.seq_len or vocabulary != VOCAB_SIZE:
+            raise InputError(f"--init {config.init}: context {context}, vocabulary {vocabulary}; needed are --seq-len "
+                             f"{config.seq_len} or more, and GPT-2's {VOCAB_SIZE}")
+    shape = ddp.gather(model and model.config)[0]
     with torch.device("meta"):
         model = model or GPT(shape)
-    model.recompute = config.low_memory
-    return dist.on_device(model)
+    model = model.to(ddp.device) if ddp.rank == 0 else model.to_empty(device=ddp.device)
+    for tensor in [*model.parameters(), *model.buffers()] if ddp.world_size > 1 else []:
+        dist.broadcast(tensor.detach(), 0)
+    model.low_memory = config.low_memory
+    if ddp.device.type == "cpu" and model.num_parameters() > 50_000_000:
+        from support.plan import return_freed_memory
+
+        return_freed_memory(config.low_memory)
+    return model
 
 
-def open_data(config: TrainConfig, B: int, dist: Distributed) -> tuple[DataLoaderLite, DataLoaderLite | None]:
-    """The loaders of both splits (None: no validation wanted). Raises InputError, on all ranks, for bad data."""
-    T = config.seq_len
-    shape = dict(B=B, T=T, rank=dist.rank, world_size=dist.world_size, pin_memory=dist.device.type == "cuda")
-    with dist.shared_errors():  # on several machines the data may be missing on one
-        loader = DataLoaderLite(config.data, "train", **shape, seed=config.seed, shuffle=config.shuffle,
-                                tokens_per_step=config.total_batch_size)
-        if loader.stream.total_tokens <= config.total_batch_size:
-            raise InputError(f"{config.data}: {loader.stream.total_tokens} training tokens, too few for one batch of "
-                             f"--total-batch-size {config.total_batch_size}: give more text or lower it")
-        val_loader = DataLoaderLite(config.data, "val", **shape, shuffle=False) if config.eval_every else None
-        if val_loader and val_loader.stream.total_tokens <= T:
-            raise InputError(f"{config.data}: {val_loader.stream.total_tokens} validation tokens, too few for one "
-                             f"sequence of --seq-len {T}: give more text, shorten it, or --eval-every 0")
+def choose_micro_batch_size(config: TrainConfig, model: GPT, ddp: DDPContext) -> int:
+    """B: --micro-batch-size, or the largest power of two that divides a rank's share of a step and fits. Raises
+    InputError if the ranks cannot share a step equally."""
+    T, B, total = config.seq_len, config.micro_batch_size, config.total_batch_size
+    if total % (unit := T * max(B, 1) * ddp.world_size):
+        raise InputError(f"--total-batch-size {total} is not a multiple of {unit} (sequence length x micro-batch x "
+                         f"ranks); the nearest that is: {max(round(total / unit), 1) * unit}")
+    sequences = total // (T * ddp.world_size)  # of a step, on each rank
+    sizes = [size for size in (128, 64, 32, 16, 8, 4, 2, 1) if sequences % size == 0]
+    if not B and ddp.device.type == "cuda":
+        from support.plan import fits
+
+        moments = 8 * model.num_parameters() // (ddp.world_size if config.shard_optimizer else 1)
+        logits, buckets = config.compile and not config.low_memory, ddp.world_size > 1
+        fit = lambda size: fits(model, size, T, ddp.dtype, moments, logits, buckets or size < sequences)  # noqa: E731
+        return next((size for size in sizes if all(ddp.gather(fit(size)))), 1)
+    return B or next(size for size in sizes if size * T <= 4096 or size == 1)  # enough for a CPU's cores
+
+
+def open_data(config: TrainConfig, B: int, ddp: DDPContext) -> tuple[DataLoaderLite, DataLoaderLite | None]:
+    """The loaders of both splits (None: no validation). Raises InputError for bad data."""
+    shape = dict(B=B, T=config.seq_len, rank=ddp.rank, world_size=ddp.world_size)
+    loader = DataLoaderLite(config.data, "train", **shape, seed=config.seed, shuffle=config.shuffle,
+                            pin_memory=ddp.device.type == "cuda")
+    val_loader = DataLoaderLite(config.data, "val", **shape, shuffle=False) if config.eval_every else None
+    for part, name in ((loader, "total_batch_size"), (val_loader, "seq_len")):
+        if part and part.stream.total_tokens <= getattr(config, name):
+            raise InputError(f"{config.data}: {part.stream.total_tokens} tokens, too few for {cli.flag(name)} "
+                             f"{getattr(config, name)}: lower it, or provide more text")
     return loader, val_loader
 
 
-def restore(
-    checkpoint: Path, config: TrainConfig, optimizer: Any, scaler: torch.amp.GradScaler, loader: DataLoaderLite,
-    dist: Distributed,
-) -> Progress:
-    """Puts everything but the weights back to where the checkpoint was. Raises InputError, on all ranks, if it is
-    another run's."""
-    with dist.shared_errors():  # on another machine the folder may be missing
-        state = checkpoints.read_training_state(checkpoint)
-        if changes := differences(state["config"], config):
-            raise InputError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
-        loader.load_state_dict(state["loader"])
-    optimizer.load_state_dict(state["optimizer"])
-    if dist.device.type == "cpu":  # a GPU copies what it loads; a CPU would go on using the file's own pages
-        for moments in optimizer.state.values():
-            moments.update(on_host(moments))
-    if state["scaler"]:  # only float16 has one; a run that comes to float16 from another precision begins it anew
-        scaler.load_state_dict(state["scaler"])
-    if (before := state.get("dtype", str(dist.dtype))) != str(dist.dtype):
-        say(f"precision: {before} until now, {dist.dtype} from here on: the losses agree to rounding")
-    if dist.rank < len(state["random"]):
-        checkpoints.set_random_state(state["random"][dist.rank], dist.device)
-    return Progress(**{name: state[name] for name in asdict(Progress())})
-
-
-def open_log(
-    config: TrainConfig, checkpoint: Path | None, resuming: bool, step: int, dist: Distributed
-) -> runlog.Log:
-    """The run's log, in a folder that is cleared of what a killed run left half written. Rank 0 alone writes to it."""
-    log_dir, resumed_step = Path(config.log_dir), None
-    dist.gather(None)  # all ranks have read what they need before rank 0 touches the folder
-    if dist.rank == 0:
-        # A run that was stopped before its first checkpoint starts again, and writes the same log again.
-        if checkpoint or (resuming and not differences(last_config(log_dir), config)):
-            resumed_step = step
-        runlog.clear_log_dir(log_dir, resumed=bool(checkpoint))
-        runlog.add_run_entry(log_dir, asdict(config), step=step, device=dist.description, world_size=dist.world_size)
-    with dist.shared_errors():
-        log = runlog.Log(log_dir if dist.rank == 0 else None, resumed_step)
-        log.mirror(config.tensorboard, config.wandb)
-    return log
-
-
-def choose_loss(config: TrainConfig, device: torch.device, compiled: bool) -> LossFunction:
-    """Which computation of the loss a training step uses: decided here, and nowhere else.
-
-    Compiled, the plain one takes few passes over the logits: the choice for a GPU. In pieces it needs less memory, is
-    faster on a CPU (bench/NOTES.md), and is what remains where nothing is compiled.
-    """
-    if compiled and device.type != "cpu" and not config.low_memory:
-        return torch.compile(lambda *args: (None, next_token_loss(*args)[1]), dynamic=False)
-    return chunked_next_token_loss
-
-
-def parallelize(model: GPT, loss_function: LossFunction, B: int, T: int, dist: Distributed) -> nn.Module:
-    """The model as training calls it: itself, or wrapped so that the ranks average their gradients."""
-    if dist.world_size == 1:
+def wrap_in_ddp(model: GPT, B: int, T: int, ddp: DDPContext) -> nn.Module:
+    """The module that training calls: on several ranks DDP, which averages their gradients."""
+    if ddp.world_size == 1:
         return model
-    device_ids = [dist.device.index] if dist.device.type == "cuda" else None
-    torch._dynamo.config.optimize_ddp = False  # it cuts graphs at DDP's buckets, but ours are single blocks
-    replica = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    # DDP packs the gradients anew after its first backward pass, in their order of arrival, and with it the order of
-    # sums changes. Done before the first step, on no matter what tokens, a resumed run adds as it did before.
-    # The second pass leaves the gradients where they stay from then on, as parts of DDP's buckets.
-    x = torch.zeros(B, T, dtype=torch.int64, device=dist.device)
-    for _ in range(2):
-        replica.zero_grad(set_to_none=True)
-        with dist.autocast():
-            replica(x, x, loss_function)[1].backward()
-    replica.zero_grad(set_to_none=False)
-    return replica
+    torch._dynamo.config.optimize_ddp = False  # it splits graphs at DDP's buckets, but ours are single blocks
+    gpu = [ddp.device.index] if ddp.device.type == "cuda" else []
+    ddp_model = DistributedDataParallel(model, device_ids=gpu or None, gradient_as_bucket_view=True)
+    # After its first backward DDP rebuilds its buckets in arrival order, which changes summation order; trigger
+    # that before step 0, so that a resumed run sums as before. The second pass leaves gradients in the buckets.
+    x = torch.zeros(B, T, dtype=torch.int64, device=ddp.device)
+    with torch.random.fork_rng(gpu):  # a fork's dropout
+        for _ in range(2):
+            ddp_model.zero_grad(set_to_none=True)
+            with ddp.autocast():
+                ddp_model(x, x)[1].backward()
+    ddp_model.zero_grad(set_to_none=False)
+    return ddp_model
 
 
-def skip_bad_step(step: int, loss: float, norm: float, where: str, progress: Progress, config: TrainConfig) -> None:
-    """Counts an update that is left out, its loss or gradient being infinite or undefined. Raises RunError when that
-    is one more than --skip-bad-steps allows."""
-    progress.skipped += 1
-    what = f"step {step}: loss {loss}, gradient norm {norm}; it began at {where}"
-    if progress.skipped > config.skip_bad_steps:
-        raise RunError(f"{what}. The weights are as before; checkpoints are in {config.log_dir}. A lower --max-lr may "
-                       f"help; --resume --skip-bad-steps {progress.skipped} leaves this update out")
-    say(f"warning: {what}: update left out, {progress.skipped} of {config.skip_bad_steps}")
+def announce(state: TrainState, config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -> float:
+    """Prints what is about to be trained. Returns the tokens per second of all ranks at 100 % MFU."""
+    loader, flops, steps = state.loader, state.model.flops_per_token(config.seq_len), config.max_steps
+    tokens, batch, micro_batch = loader.stream.total_tokens, config.total_batch_size, loader.B * loader.T
+    peak, source = devices.peak_flops(ddp.device, ddp.dtype)
+    print0(f"model: {state.model.num_parameters():,} parameters, {flops / 1e6:,.0f} MFLOP a token")
+    print0(f"speed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s a device ({source})")
+    print0(f"data: {cli.shown(config.data)}, {tokens:,} training tokens")
+    print0(f"steps: {steps:,} of {batch:,} tokens, {steps * batch / tokens:.3f} epochs")
+    print0(f"batch: {loader.B} sequences x {loader.T} tokens x {batch // micro_batch // ddp.world_size} micro-steps x "
+           f"{ddp.world_size} ranks")
+    print0(f"log and checkpoints: {config.log_dir}/" + (f", resumed from {checkpoint}" if checkpoint else ""))
+    return ddp.world_size * peak / flops
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def skip_bad_step(state: TrainState, loss: float, norm: float, position: int, config: TrainConfig) -> None:
+    """Counts a skipped update. Raises RunError if it is one more than --skip-bad-steps allows."""
+    epoch, shard, offset = state.loader.stream.locate(position)
+    state.skipped += 1
+    what = (f"step {state.step}: loss {loss}, gradient norm {norm}, on the data from token {offset} of "
+            f"{state.loader.stream.paths[shard]}, in its order of epoch {epoch}")
+    if state.skipped > config.skip_bad_steps:
+        raise RunError(f"{what}. The weights are unchanged; checkpoints are in {config.log_dir}. Try a lower "
+                       f"--max-lr, or --resume --skip-bad-steps {state.skipped} to skip this update")
+    print0(f"warning: {what}: update skipped, {state.skipped} of {config.skip_bad_steps}")
+
+
+def conclude(state: TrainState, config: TrainConfig, val: float | None, val_loader: DataLoaderLite | None) -> None:
+    """Prints the last lines of a run."""
+    if val is not None:  # per character, so that it can be compared with other tokenizers'
+        count = min(config.eval_tokens, val_loader.stream.total_tokens - 1) // config.seq_len * config.seq_len
+        tokens = val_loader.stream.read(1, count)
+        characters = len(get_tokenizer().decode(tokens[tokens != EOT].tolist()))
+        print0(f"\nvalidation loss: {val:.4f} nats a token, {val * count / characters:.4f} nats a character")
+    print0(f"done: {state.step:,} steps, {state.elapsed / 60:.1f} minutes of training")
+    if (picture := Path(config.log_dir, "curves.png")).exists():
+        print0(f"curves: {picture}")
+    if config.save_every:
+        words = ["python", cli.shown(ROOT / "sample.py"), config.log_dir, config.sample_prompt]
+        print0(f"model: {config.log_dir}/step_{state.step:06d}/, which Hugging Face loads\nsample: {shlex.join(words)}")
+
+
+# ------------------------------------------------------------------------------------------------------------
 # The loop
 
 
-def train(config: TrainConfig, dist: Distributed) -> int:
-    """Trains, evaluates and saves; every rank of a job runs it. Returns the exit status: 0; 1 when the losses are not
-    those of --check-against; after a signal 130 or 143. Raises InputError, and RunError when a loss is undefined."""
+def train(config: TrainConfig, ddp: DDPContext) -> int:
+    """Trains, evaluates and saves; every rank runs it. Returns the exit status: 0, or 130 / 143 after a signal.
+    Raises InputError, and RunError if an update is not finite."""
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
-        say(f"no shards in {SHARDS_FOLDER}/: the shakespeare preset, on input.txt\n(`python fineweb.py` builds shards)")
-    say_wrapped(f"device: {dist.description}")
-    with dist.shared_errors():
-        reference = check.read_reference(Path(config.check_against)) if config.check_against else None
-    if dist.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 for the products that are left in float32
+        print0(f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them): the shakespeare preset")
+    print0(f"device: {ddp.description}")
+    if ddp.device.type == "cuda" and ddp.dtype != torch.float32:
+        torch.set_float32_matmul_precision("high")  # TF32 for the matmuls that remain in float32
+    if ddp.device.type == "cpu" and config.dtype == "auto" and (speedup := devices.bfloat16_speedup()) >= 1.3:
+        print0(f"  (matmuls are {speedup:.1f} times as fast with --dtype bfloat16)")
 
-    # Model, data, optimizer: new, or as a checkpoint has them.
-    resuming, checkpoint = checkpoints.find_start(config, dist)
-    model = start_model(config, checkpoint, dist)
-    B, T = choose_micro_batch_size(config, model, dist), config.seq_len
-    micro_batches = config.total_batch_size // (B * T)  # in a step, of all ranks
-    micro_steps = math.ceil(micro_batches / dist.world_size)  # in which each rank takes one
-    loader, val_loader = open_data(config, B, dist)
+    # Model, data and optimizer: new, or as a checkpoint has them.
+    resuming = config.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    checkpoint = find_checkpoint(Path(config.log_dir)) if resuming and ddp.rank == 0 else None
+    checkpoint = ddp.gather(checkpoint)[0]
+    model = start_model(config, checkpoint, ddp)
+    B, T = choose_micro_batch_size(config, model, ddp), config.seq_len
+    grad_accum_steps = config.total_batch_size // (B * T * ddp.world_size)
+    loader, val_loader = open_data(config, B, ddp)
     tasks = None
     if config.hellaswag_every:
-        tasks = hellaswag.prepare_for_training(config.hellaswag_data, model.config.block_size, dist)
-    optimizer = configure_optimizer(model, config)
-    share_state(optimizer, config, dist)
-    scaler = torch.amp.GradScaler(dist.device.type, enabled=dist.dtype == torch.float16)
-    progress = Progress()
+        import hellaswag
+
+        tasks = hellaswag.prepare_for_training(config.hellaswag_data, model.config.block_size, ddp.gather)
+    optimizer = configure_optimizer(model, config, ddp.dtype)
+    scaler = torch.amp.GradScaler(ddp.device.type, enabled=ddp.dtype == torch.float16)
+    state = TrainState(model, optimizer, scaler, loader)
     if checkpoint:
-        progress = restore(checkpoint, config, optimizer, scaler, loader, dist)
-        if progress.step >= config.max_steps:
-            say(f"{checkpoint}: the run has all its {config.max_steps} steps; more with --max-steps")
+        state.restore(checkpoint, config, ddp)
+        if state.step >= config.max_steps:
+            print0(f"{checkpoint}: the run has all its {config.max_steps} steps; more with --max-steps")
             return 0
-    log = open_log(config, checkpoint, resuming, progress.step, dist)
+    log = open_log(config, checkpoint, resuming, state.step, ddp)
 
-    # `model` stays as it is for evaluation and checkpoints; `replica`, of the same weights, is what training calls.
-    compiled = config.compile and can_compile(dist.device)
-    if compiled:
-        model.compile_blocks()
-    loss_function = choose_loss(config, dist.device, compiled)
-    replica = parallelize(model, loss_function, B, T, dist)
-    full_speed = dist.world_size * peak_flops(dist.device, dist.dtype)[0] / model.flops_per_token(T)  # tok/s: MFU 100 %
-    announce(config, model, loader, checkpoint, dist)
-    writer = checkpoints.CheckpointWriter(config, dist)
-
-    def save(wait: bool) -> None:
-        training_state = {
-            **asdict(progress),
-            "tokens": progress.step * config.total_batch_size,
-            "config": asdict(config),
-            "optimizer": optimizer.state_dict(),
-            "scaler": scaler.state_dict(),
-            "dtype": str(dist.dtype),
-            "loader": loader.state_dict(),
-            "random": dist.gather(checkpoints.random_state(dist.device)),
-        }
-        log.sync()  # a checkpoint's log must not be shorter than the checkpoint
-        with dist.shared_errors():
-            writer.save(model, training_state, wait)
-
+    # Evaluation and checkpoints use `model`; training calls `ddp_model`, which has the same weights.
+    model.prepare(config.compile and devices.can_compile(ddp.device))
+    ddp_model = wrap_in_ddp(model, B, T, ddp)
+    full_speed, start, val = announce(state, config, checkpoint, ddp), state.step, None
+    bar = tqdm(total=config.max_steps, initial=start, unit="step", leave=False,
+               disable=None if ddp.rank == 0 else True)
     gc.collect()
-    gc.freeze()  # Python's collector, which may run in any step, need not look at what was made so far
-    bar = tqdm(total=config.max_steps, initial=progress.step, unit="step", leave=False,
-               disable=None if dist.rank == 0 else True)
-    start = progress.step
-    with StopSignals() as signals, bar, writer:
+    gc.freeze()  # exclude set-up objects from garbage collection
+    with cli.stop_signals() as received, bar:
         for step in range(start, config.max_steps + 1):
-            last = step == config.max_steps
-            val = evaluate(step, model, val_loader, tasks, config, dist, log, loss_function)
-            progress.best_val = min(progress.best_val, val)
-            if is_due(config.save_every, step, config) and (step > start or last):
-                save(wait=last)
-            if last:
+            val = evaluate(step, model, val_loader, tasks, config, ddp, log)
+            if is_due(config.save_every, step, config) and (step > start or step == config.max_steps):
+                save_checkpoint(state, config, ddp)
+            if step == config.max_steps:
                 break
 
-            # ---- One update of the weights ---------------------------------------------------------------------------
+            # ---- One update of the weights ---------------------------------------------------------------------
             began = time.perf_counter()
             lr = get_lr(step, config)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            position = loader.position  # of this batch in the data, to be named if something is wrong with it
-            loss_sum = torch.zeros((), device=dist.device)
-            for micro_step in range(micro_steps):
-                x, y = (t.to(dist.device, non_blocking=True) for t in loader.next_batch())  # (B, T) each
-                # Each backward pass adds to the gradients. The ranks exchange theirs once, during the last one: under
-                # no_sync DDP leaves them alone until then.
-                exchange = dist.world_size == 1 or micro_step == micro_steps - 1
-                with contextlib.nullcontext() if exchange else replica.no_sync():
-                    # autocast is for the forward pass alone: the backward pass takes the precisions that it chose.
-                    with dist.autocast():
-                        _, loss = replica(x, y, loss_function)
-                    # In the last round there may be fewer micro-batches than ranks: the others' is rank 0's, once more.
-                    loss = loss * (micro_step * dist.world_size + dist.rank < micro_batches)
-                    # A loss is a mean over B * T tokens, and DDP takes the mean of the ranks' gradients: divided by
-                    # micro-batches a rank, they add up to the gradients of the mean over the whole batch. The scaler
-                    # keeps float16's small gradients from becoming 0; in other precisions it does nothing.
-                    scaler.scale(loss / (micro_batches / dist.world_size)).backward()
-                loss_sum += loss.detach()  # stays on the device: .item() here would wait for each micro-step
-            # The norm must be that of the gradients themselves, so the scale comes out before they are clipped.
+            position = loader.position  # of this batch in the data, to name it if the update is not finite
+            loss_sum = torch.zeros((), device=ddp.device)
+            for micro_step in range(grad_accum_steps):
+                asynchronous = ddp.device.type == "cuda"  # from pinned memory; elsewhere it could be freed too early
+                x, y = (t.to(ddp.device, non_blocking=asynchronous) for t in loader.next_batch())  # (B, T) each
+                # DDP all-reduces gradients only in the last micro-step; no_sync() skips the others.
+                sync = ddp.world_size == 1 or micro_step == grad_accum_steps - 1
+                with contextlib.nullcontext() if sync else ddp_model.no_sync():
+                    with ddp.autocast():  # for the forward pass only: the backward pass uses the same precisions
+                        _, loss = ddp_model(x, y)
+                    # Gradients add up over micro-steps, and DDP averages over ranks: dividing by grad_accum_steps
+                    # makes them those of the mean loss over the step. The scaler keeps float16's small gradients
+                    # from underflowing; in other precisions it does nothing.
+                    scaler.scale(loss / grad_accum_steps).backward()
+                loss_sum += loss.detach()  # stays on the device: .item() would sync in every micro-step
+            # Unscale before clipping: the norm must be that of the true gradients.
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            # The one wait for the device: all ranks learn the mean loss, and whether one of them was told to stop.
-            stop = torch.tensor(float(signals.received), device=dist.device)
-            loss_sum, stop = dist.sum(torch.stack([loss_sum, stop])).tolist()
-            loss, norm = loss_sum / micro_batches, norm.item()
-            # An undefined gradient would spoil the weights and both moments for good. All ranks decide alike, as loss
-            # and norm are the same on all. float16's scaler leaves such an update out by itself and lowers its scale.
+            # The step's only device sync: all-reduce loss and stop flag.
+            stop = torch.full((), float(bool(received)), device=ddp.device)
+            loss_sum, stop = ddp.sum(torch.stack([loss_sum, stop])).tolist()
+            loss, norm = loss_sum / (grad_accum_steps * ddp.world_size), norm.item()
+            # A non-finite gradient would ruin weights and moments. All ranks see the same loss and norm, so all
+            # decide alike. float16's scaler skips such an update itself, and lowers its scale.
             if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
                 scaler.step(optimizer)
             else:
-                skip_bad_step(step, loss, norm, loader.stream.where(position), progress, config)
+                skip_bad_step(state, loss, norm, position, config)
             scaler.update()
-            # None, where the next backward pass writes, or zeros, to which it adds: DDP's stay in its buckets, beside
-            # which under no_sync new ones would need the same memory again.
-            optimizer.zero_grad(set_to_none=dist.world_size == 1)
-            # ---- End of the update -----------------------------------------------------------------------------------
+            # Under DDP zero in place: gradients are views of its buckets, and no_sync() would allocate a second copy.
+            optimizer.zero_grad(set_to_none=ddp.world_size == 1)
+            # ---- End of the update -----------------------------------------------------------------------------
 
             seconds = time.perf_counter() - began
-            progress.step, progress.elapsed = step + 1, progress.elapsed + seconds
+            state.step, state.elapsed = step + 1, state.elapsed + seconds
             rate = config.total_batch_size / seconds
-            mfu = rate / full_speed
-            say(f"step {step:5d} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} "
-                f"{seconds * 1e3:.0f} ms {rate:,.0f} tok/s mfu {mfu:.1%}")
-            log.write(step, train=f"{loss:.6f}", lr=f"{lr:.6e}", norm=f"{norm:.6f}",
-                      tok_per_sec=f"{rate:.1f}", mfu=f"{mfu:.4f}", ms=f"{seconds * 1e3:.2f}")
+            print0(f"step {step:5d} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} "
+                   f"{seconds * 1e3:.0f} ms {rate:,.0f} tok/s mfu {rate / full_speed:.1%}")
+            log.write(step, train=f"{loss:.6f}", lr=f"{lr:.6e}", norm=f"{norm:.6f}", tok_per_sec=f"{rate:.1f}",
+                      mfu=f"{rate / full_speed:.4f}", ms=f"{seconds * 1e3:.2f}")
             bar.update()
             if stop:
                 if config.save_every:
-                    save(wait=True)
-                say(f"stopped by a signal after step {step}; --resume goes on")
-                return signals.exit_status
-    if dist.rank == 0:
-        conclude(config, progress, loader, val_loader, val, log)
-    if reference and dist.rank == 0:
-        matches, verdict = check.compare(Path(config.log_dir), reference, config.total_batch_size, dist.dtype)
-        say(f"{verdict} {config.check_against}")
-        return 0 if matches else 1
+                    save_checkpoint(state, config, ddp)
+                print0(f"stopped by a signal after step {step}; --resume continues")
+                return 130 if received[:1] == [signal.SIGINT] else 143
+    if ddp.rank == 0:
+        conclude(state, config, val, val_loader)
     return 0
 
 
 def main(args: list[str] | None = None) -> int:
     config = read_config(args)
-    with torch.device("meta"):  # shapes without memory
-        model = GPT(model_config(config)) if config.init == "scratch" else None
     if config.plan:
-        print_plan(config, model or GPT.from_pretrained(config.init))
+        from support.plan import print_plan
+
+        with torch.device("meta"):
+            model = new_model(config) if config.init == "scratch" else GPT.from_pretrained(config.init)
+        device, dtype, description = devices.choose_device(config.device, config.dtype)
+        print_plan(model, config.data, config.max_steps, config.total_batch_size, max(config.micro_batch_size, 1),
+                   config.seq_len, config.low_memory, config.compile, device, dtype, description)
         return 0
-    dist = Distributed.start(config)
-    with dist.own_errors():
-        if model:
-            refuse_what_cannot_fit(config, model, dist)
-        status = train(config, dist)
-    dist.stop()
+    ddp = DDPContext.start(config)
+    try:
+        status = train(config, ddp)
+    except RuntimeError as error:
+        if devices.is_out_of_memory(error):
+            sharding = ", --shard-optimizer" if ddp.world_size > 1 else ""
+            raise InputError(f"out of memory on {ddp.device}: try --micro-batch-size "
+                             f"{max(config.micro_batch_size // 2, 1)}, --low-memory{sharding}") from None
+        lost = ("Connection closed by peer", "Connection reset by peer", "NCCL")
+        if ddp.world_size > 1 and any(part in str(error) for part in lost):
+            raise LostRank("another rank has exited; see its error line, or torchrun's report") from None
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return status
 
 
 if __name__ == "__main__":
-    run(main)
+    cli.run(main)

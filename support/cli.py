@@ -1,13 +1,14 @@
-"""Flags, errors and exit status: what every script here shares."""
+"""Flags, errors, signals and exit status: what every script here shares."""
 
+import contextlib
 import errno
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -79,6 +80,26 @@ def user_error(error: BaseException) -> str | None:
         name = f"{error.filename}: " if error.filename else ""
         return f"{name}{error.strerror}{_USER_ERRNOS[error.errno]}"
     return None
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collects SIGINT, SIGTERM and SIGUSR1 (Slurm's, before the time limit) instead of ending the process; a
+    second SIGINT exits at once."""
+    received: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if number == signal.SIGINT in received:
+            os._exit(130)
+        received.append(number)
+
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    former = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def run(main: Callable[[], int | None]) -> None:

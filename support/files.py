@@ -8,12 +8,14 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from support.cli import InputError
+from support.cli import InputError, first_line, shown
 
 
 def sha256(path: Path) -> str:
@@ -22,14 +24,23 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_writable(path: str) -> None:
-    """Call before work whose result goes to `path`. Raises InputError if its folder is missing or not
-    writable."""
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        raise InputError(f"{path}: there is no folder {Path(path).parent}")
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"{path}: no write access to its folder; choose another")
+def write_checksums(folder: Path) -> None:
+    """Writes SHA256SUMS, which `sha256sum -c` reads, too, over the files of a folder."""
+    sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    (folder / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
+
+
+def verify_checksums(folder: Path, required: set[str]) -> None:
+    """Raises InputError unless every file in SHA256SUMS, the required ones among them, is as it was
+    written."""
+    try:
+        sums = [line.split("  ") for line in (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()]
+        damaged = [name for digest, name in sums if sha256(folder / name) != digest]
+        damaged += sorted(required - {name for _, name in sums})
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder}: incomplete checkpoint ({first_line(error)})") from None
+    if damaged:
+        raise InputError(f"{folder}: damaged checkpoint ({', '.join(damaged)})")
 
 
 @contextlib.contextmanager
@@ -134,3 +145,46 @@ def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     except ValueError:
         raise InputError(f"{path}: not JSON; move it away") from None
+
+
+def add_run_entry(log_dir: Path, **details: Any) -> None:
+    """Adds a start to run.json: when, with which command and commit (a + if files have changed since), and
+    `details`. Paths are relative to the working folder, so that what may be published does not say where it
+    ran."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
+    commit = ""
+    with contextlib.suppress(OSError):  # no git on this machine
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    entry = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": [*map(shown, sys.argv)],
+             "git_commit": commit or None, **details}
+    entries = [*run_entries(log_dir), entry]
+    with atomic_write(log_dir / "run.json", "w") as file:
+        file.write(json.dumps(entries, indent=2) + "\n")
+
+
+def clear_log_dir(log_dir: Path, resumed: bool) -> None:
+    """Makes the folder, removes what a killed process left half written, and moves an earlier run's
+    checkpoints."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for left_over in log_dir.glob(".*.partial"):
+        remove_folder(left_over) if left_over.is_dir() else left_over.unlink()
+    if not resumed and (old := list_checkpoints(log_dir)):
+        aside = next(path for i in range(1, 10**6) if not (path := log_dir / f"earlier_{i}").exists())
+        aside.mkdir()
+        for folder in old:
+            folder.rename(aside / folder.name)
+        print(f"{log_dir}/ has checkpoints of an earlier run (--resume continues one): moved to {aside}/")
+
+
+def open_log(log_dir: Path, resumed_step: int | None) -> IO[str]:
+    """log.txt, to append lines to. A resumed run's lines from its step on are removed: they will be written
+    again."""
+    path = log_dir / "log.txt"
+    if path.exists():
+        lines = log_lines(path)
+        if resumed_step is not None:
+            start = last_start(lines)
+            lines[start:] = [line for line in lines[start:] if int(line.split()[0]) < resumed_step]
+        with atomic_write(path, "w") as file:
+            file.writelines(line + "\n" for line in lines)
+    return open(path, "a", encoding="utf-8", newline="\n", buffering=1)

@@ -1,12 +1,12 @@
-"""Muon: AdamW's place for the matrices inside the blocks (`train_gpt2.py --optimizer muon`).
+"""Muon, in AdamW's place for the matrices inside the blocks (`train_gpt2.py --optimizer muon`).
 
-The momentum of a matrix's gradient is made nearly orthogonal, so that an update moves all directions alike (Jordan et
-al. 2024, kellerjordan.github.io/posts/muon). Its size is matched to that of AdamW's updates (Liu et al. 2025, "Muon is
-Scalable for LLM Training", section 2.2), so that one learning rate and one weight decay serve both. c_attn's weight is
-three matrices, query, key and value, one above the other: each is made orthogonal on its own. The mathematics is
-torch.optim.Muon's with adjust_lr_fn="match_rms_adamw"; the differences are that split, that the layers' matrices of one
-shape go through the products together, dealt out to the ranks, and float32 where the chip has no bfloat16.
-"""
+The momentum of a matrix's gradient is made nearly orthogonal, so that an update moves equally far in all
+directions (Jordan et al. 2024, kellerjordan.github.io/posts/muon). Its size is matched to that of AdamW's
+updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so that one learning rate and one
+weight decay serve both. c_attn's weight is three matrices, query, key and value, one above the other: each is
+made orthogonal separately. The mathematics is torch.optim.Muon's with adjust_lr_fn="match_rms_adamw"; the
+differences are that split, that the layers' matrices of one shape share their matmuls, which the ranks
+divide, and float32 unless the run is in bfloat16. """
 
 import math
 from collections import defaultdict
@@ -31,7 +31,7 @@ def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 def orthogonalize_on_all_ranks(x: torch.Tensor) -> torch.Tensor:
-    """orthogonalize, of which each rank does a share of the matrices. x (L, A, B) is the same on all ranks."""
+    """orthogonalize, each rank a share of the matrices. x (L, A, B) is the same on all ranks."""
     if not torch.distributed.is_initialized():
         return orthogonalize(x)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
     named_parameters: (name, parameter) pairs; the name says which is c_attn.weight. dtype: of the products.
     """
 
-    sharded = False  # support/sharding.py: this rank has the gradients of its own matrices alone
+    sharded = False  # support/sharding.py: this rank only has the gradients of its own matrices
 
     def __init__(
         self, named_parameters: Any, lr: float, weight_decay: float, momentum: float = 0.95, *, dtype: torch.dtype
@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            lr, momentum, alike = group["lr"], group["momentum"], defaultdict(list)
+            lr, momentum, by_shape = group["lr"], group["momentum"], defaultdict(list)
             for name, p in zip(group["param_names"], group["params"], strict=True):
                 if p.grad is None:
                     continue
@@ -68,8 +68,8 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 buffer = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
                 matrices = 3 if name.endswith("c_attn.weight") else 1  # query, key, value
-                alike[p.shape, matrices].append((p, p.grad.lerp(buffer, momentum)))
-            for ((rows, columns), matrices), pairs in alike.items():
+                by_shape[p.shape, matrices].append((p, p.grad.lerp(buffer, momentum)))
+            for ((rows, columns), matrices), pairs in by_shape.items():
                 stacked = torch.stack([update for _, update in pairs]).to(self.dtype)  # (L, rows, columns)
                 rows //= matrices
                 make_orthogonal = orthogonalize if self.sharded else orthogonalize_on_all_ranks

@@ -1,12 +1,12 @@
 """Pictures of what runs logged: for `log/curves.png`, which a run keeps up to date, and for play.ipynb."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from support.files import atomic_path
-from support.rundir import read_log, run_entries
+from support.files import atomic_path, read_log, run_entries
 
 # Published results on the same scales. The validation loss is comparable on FineWeb-Edu alone.
 VAL_BASELINES = {"GPT-2 124M (OpenAI), on FineWeb-Edu": 3.2924}
@@ -18,7 +18,8 @@ Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # stream -> (tokens or hours,
 
 
 def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
-    """The streams of a log folder against `x`: the tokens seen until then, or the hours that its steps had taken."""
+    """The streams of a log folder against `x`: the tokens seen until then, or the hours that its steps had
+    taken."""
     folder = Path(folder)
     streams = read_log(folder)
     batch = run_entries(folder)[-1]["config"]["total_batch_size"]
@@ -59,7 +60,8 @@ def draw_baseline(axes: Any, name: str, value: float, right: bool = False) -> No
 
 
 def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
-    """Training loss, raw (faint) and smoothed, and validation loss; the first fall, of a long run, is cut off."""
+    """Training loss, raw (faint) and smoothed, and validation loss; the first fall, of a long run, is cut
+    off."""
     start = 0.0
     for i, (name, run) in enumerate(runs.items()):
         if "train" in run:
@@ -98,26 +100,24 @@ def draw_panel(axes: Any, runs: dict[str, Curves], stream: str, x: str) -> None:
     finish(axes, x, PANELS[stream])
 
 
-def save_curves(log_dir: Path, baselines: dict[str, float] | None = None) -> Path | None:
-    """Draws log_dir/curves.png from the log as it stands; does nothing where matplotlib is not installed.
+def save_curves(log_dir: Path) -> None:
+    """Draws log_dir/curves.png from the log."""
+    from matplotlib.figure import Figure
 
-    baselines: losses of other models on the data of a run on a .txt file, by name. -> the picture's path
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
     run = {log_dir.name: read_curves(log_dir)}
     figure = Figure(figsize=(12, 7))
     above, below = figure.add_gridspec(2, 1, height_ratios=(3, 2), left=0.06, right=0.98, top=0.95, bottom=0.08,
                                        hspace=0.3)
     hella = "hella" in run[log_dir.name]
     loss, *others = above.subgridspec(1, 1 + hella)
-    draw_loss(figure.add_subplot(loss), run, "tokens", VAL_BASELINES if on_fineweb(log_dir) else baselines or {})
+    draw_loss(figure.add_subplot(loss), run, "tokens", VAL_BASELINES if on_fineweb(log_dir) else {})
     if hella:
         draw_hellaswag(figure.add_subplot(others[0]), run, "tokens")
     for place, stream in zip(below.subgridspec(1, len(PANELS)), PANELS, strict=True):
         draw_panel(figure.add_subplot(place), run, stream, "tokens")
     with atomic_path(log_dir / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=100)
-    return log_dir / "curves.png"
+
+
+if __name__ == "__main__":  # train_gpt2.py runs `python -m support.plots LOG_DIR`
+    save_curves(Path(sys.argv[1]))

@@ -72,6 +72,19 @@ def encode(text: str) -> Iterator[np.ndarray]:
         start = end
 
 
+def tokenize_text(path: Path, split: str) -> np.ndarray:
+    """A .txt file as one document, the last tenth of its tokens for validation. -> 1-D uint16"""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from None
+    if not text.strip():
+        raise InputError(f"{path}: an empty text")
+    tokens = np.concatenate([[EOT], *encode(text)], dtype=np.uint16, casting="unsafe")
+    boundary = len(tokens) - max(len(tokens) // 10, 1)
+    return tokens[:boundary] if split == "train" else tokens[boundary:]
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Shards
 
@@ -101,6 +114,22 @@ def open_shard(path: Path) -> np.ndarray:
     for page in (tokens[:2048], tokens[-2048:]):
         check_tokens(page, path)
     return tokens
+
+
+def find_shards(folder: Path, split: str) -> list[Path]:
+    """A split's shards, sorted by name. A half-written or foreign file is an InputError, never skipped."""
+    paths = []
+    for path in sorted(folder.iterdir()):
+        match = SHARD_NAME.fullmatch(path.name)
+        if match and match[1] == split:
+            paths.append(path)
+        elif path.name.endswith(".partial"):
+            raise InputError(f"{path}: half written; run the fineweb.py command again to finish it")
+        elif not match and path.suffix in (".npy", ".bin"):
+            raise InputError(f"{path}: not named like a shard (NAME_train_000001.npy or .bin); move it elsewhere")
+    if not paths:
+        raise InputError(f"{folder}: no {split} shards here; `python fineweb.py --out {folder}` makes them")
+    return paths
 
 
 def check_tokens(tokens: np.ndarray, path: Path) -> None:

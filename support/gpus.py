@@ -1,0 +1,22 @@
+"""Peak speeds of GPUs, for MFU and --plan."""
+
+# Dense 16-bit tensor-core peaks in TFLOP/s with float32 accumulation, by torch.cuda.get_device_name without
+# the vendor. Names are exact, since variants of a chip differ: an H100 NVL is no H100 SXM. Others are
+# measured. Sources: NVIDIA's data sheets (half of what they give "with sparsity"), for GeForce the
+# architecture white papers' tables "FP16 Tensor TFLOPS with FP32 Accumulate" (Ampere GA102, Ada, RTX
+# Blackwell), AMD's MI300X data sheet. NVIDIA publishes no sheet for the H20; 148 is in resellers' sheets.
+PEAK_TFLOPS = {
+    "B200": 2250, "GH200 480GB": 990, "H200": 989, "H200 NVL": 836, "H100 80GB HBM3": 989, "H100 NVL": 836,
+    "H100 PCIe": 756, "H20": 148, "A100-SXM4-40GB": 312, "A100-SXM4-80GB": 312, "A100-PCIE-40GB": 312,
+    "A100 80GB PCIe": 312, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "RTX 6000 Ada Generation": 364,
+    "RTX A6000": 155, "GeForce RTX 5090": 209.5, "GeForce RTX 4090": 165.2, "GeForce RTX 3090 Ti": 80,
+    "GeForce RTX 3090": 71, "V100-SXM2-16GB": 125, "V100-SXM2-32GB": 125, "V100-PCIE-16GB": 112,
+    "V100-PCIE-32GB": 112, "T4": 65, "AMD Instinct MI300X": 1307,
+}
+
+
+def data_sheet_flops(name: str) -> float | None:
+    """16-bit tensor-core FLOP/s of a GPU by its torch.cuda.get_device_name; None if PEAK_TFLOPS does not have
+    it."""
+    tflops = PEAK_TFLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
+    return tflops and tflops * 1e12
