@@ -1,10 +1,10 @@
 """Runs a list of recipes over several seeds, one run after another, and compares what they needed.
 
-    python sweep.py bench/recipes/small.toml             # again: goes on where it was stopped
-    python sweep.py bench/recipes/small.toml --jobs 2    # two at a time
+    python bench/recipes/sweep.py bench/recipes/small.toml             # again: continues where it was stopped
+    python bench/recipes/sweep.py bench/recipes/small.toml --jobs 2    # two at a time
 
-The file holds `seeds`, the flags that all runs share, and a table for every recipe, in TOML; names are those of
-train_gpt2.py's flags. The first recipe is the one that the others are measured against:
+The file holds `seeds`, the flags that all runs share, and a table for every recipe, in TOML; names are those
+of train_gpt2.py's flags. The first recipe is the one that the others are measured against:
 
     seeds = [1, 2, 3]
     [common]
@@ -16,10 +16,9 @@ train_gpt2.py's flags. The first recipe is the one that the others are measured 
     max_steps = 200
     optimizer = "muon"
 
-Each run is `python train_gpt2.py --resume` with its own folder, FILE's name / recipe / seed, so a finished one is
-passed over and a stopped one goes on. At the end `table.md` and `curves.png` there say, over the seeds, what loss each
-recipe ended with and after how many tokens its validation loss was as low as the first one's at its end.
-"""
+Each run is `python train_gpt2.py --resume` in its own folder, OUT/FILE/RECIPE/SEED/, so a finished one is
+skipped and a stopped one continues. At the end `table.md` and `curves.png` show each recipe's final loss over
+the seeds, and after how many tokens its validation loss reached the first recipe's final one. """
 
 import statistics
 import subprocess
@@ -32,9 +31,11 @@ from typing import Annotated, Any
 
 import tyro
 
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
 from support.cli import InputError, flag, parse_args, run
-from support.files import atomic_path
-from support.rundir import read_log
+from support.files import atomic_path, read_log
 from train_gpt2 import TrainConfig, read_config
 
 
@@ -51,7 +52,7 @@ class SweepConfig:
 
 
 def read_sweep(path: Path) -> tuple[list[int], dict[str, dict[str, Any]]]:
-    """Seeds, and each recipe's settings with the common ones. Raises InputError for anything that is no setting."""
+    """Seeds, and each recipe's settings with the common ones. Raises InputError for an unknown setting."""
     try:
         sweep = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -59,7 +60,7 @@ def read_sweep(path: Path) -> tuple[list[int], dict[str, dict[str, Any]]]:
     unknown = sweep.keys() - {"seeds", "common", "recipes"}
     seeds, recipes = sweep.get("seeds"), sweep.get("recipes")
     if unknown or not seeds or not recipes or not all(isinstance(seed, int) for seed in seeds):
-        raise InputError(f"{path}: wanted are seeds = [1, 2, …], [common] and a [recipes.NAME] each, nothing else")
+        raise InputError(f"{path}: needs seeds = [1, 2, …], [common] and one [recipes.NAME] per recipe, nothing else")
     recipes = {name: {**sweep.get("common", {}), **recipe} for name, recipe in recipes.items()}
     known = {field.name for field in fields(TrainConfig)} - {"seed", "log_dir", "resume"}
     for name, recipe in recipes.items():
@@ -80,9 +81,9 @@ def as_flags(recipe: dict[str, Any]) -> list[str]:
 
 
 def run_one(folder: Path, flags: list[str]) -> None:
-    """Trains, or goes on, or finds that all is done; what it prints goes to folder/console.txt. Raises InputError."""
+    """Starts, continues or skips a run; its output goes to folder/console.txt. Raises InputError."""
     folder.mkdir(parents=True, exist_ok=True)
-    script = Path(__file__).with_name("train_gpt2.py")
+    script = ROOT / "train_gpt2.py"
     with open(folder / "console.txt", "a", encoding="utf-8") as console:
         done = subprocess.run([sys.executable, script, *flags], stdout=console, stderr=subprocess.STDOUT)
     if done.returncode:
@@ -92,7 +93,8 @@ def run_one(folder: Path, flags: list[str]) -> None:
 
 
 def tokens_to_reach(curve: list[tuple[int, float]], target: float) -> float | None:
-    """Where a curve of (tokens, loss) first comes down to `target`, on the line between two points; None if nowhere."""
+    """Where a curve of (tokens, loss) first reaches `target`, interpolated between two points; None if
+    nowhere."""
     for (before, high), (after, low) in zip([curve[0], *curve], curve, strict=False):
         if low <= target:
             return after if high <= target else before + (after - before) * (high - target) / (high - low)
@@ -106,7 +108,7 @@ def spread(values: list[float]) -> str:
 
 
 def table(curves: dict[str, list[list[tuple[int, float]]]]) -> str:
-    """Markdown: what each recipe ended with, and when it had the first recipe's mean final loss."""
+    """Markdown: each recipe's final loss, and when it reached the first recipe's mean final loss."""
     first = next(iter(curves.values()))
     target = statistics.fmean(curve[-1][1] for curve in first)
     budget = first[0][-1][0]
