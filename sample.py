@@ -16,7 +16,6 @@ from support.cli import InputError, flag, parse_args, run
 from support.devices import choose_device
 from support.models import find_model, load_causal_lm
 
-
 @dataclass(frozen=True)
 class SampleConfig:
     """Continues a prompt with a trained model."""

@@ -10,7 +10,6 @@ import torch
 from support.cli import InputError, first_line
 from support.files import list_checkpoints
 
-
 def model_folder(name: str | Path) -> Path:
     """`name` if it exists; otherwise the hub's model of that name, downloaded once. Raises InputError."""
     if Path(name).exists():

@@ -47,19 +47,21 @@ def duration(seconds: float) -> str:
 
 
 def print_plan(
-    model: torch.nn.Module, data: str, max_steps: int, total_batch_size: int, B: int, T: int, low_memory: bool, compiled: bool,
-    device: torch.device, dtype: torch.dtype, description: str,
+    model: torch.nn.Module, device: torch.device, dtype: torch.dtype, description: str, *, data: str, max_steps: int,
+    total_batch_size: int, micro_batch_size: int, seq_len: int, low_memory: bool, compile: bool, **_: object,
 ) -> None:
-    """Prints what a run will take. model: a GPT; torch's "meta" device will do for its parameters."""
+    """Prints what a run will take. model: a GPT, whose parameters may be on the "meta" device. The keywords are the
+    settings of the same name, others are ignored."""
+    B, T = micro_batch_size or 1, seq_len
     N, flops = model.num_parameters(), model.flops_per_token(T)
     tokens, available = max_steps * total_batch_size, count_tokens(Path(data))
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops
-    memory = estimate_memory(model, B, T, device, dtype, low_memory, compiled)
+    memory = estimate_memory(model, B, T, device, dtype, low_memory, compile)
     epochs = f"{tokens / available:.3f} of {available:,} training tokens" if available else f"unknown: no {data} yet"
     rows = {
         "device": description,
-        "parameters": f"{N:,} ({model.num_parameters(False) - model.wte.weight.numel():,} without embeddings)",
+        "parameters": f"{N:,} ({N - model.wte.weight.numel() - model.wpe.weight.numel():,} without embeddings)",
         "FLOPs a token": f"{flops:,} (6 N + 12 L C T, N without position embeddings)",
         "tokens": f"{tokens:,} in {max_steps:,} steps of {total_batch_size:,}",
         "epochs": epochs,
@@ -70,8 +72,8 @@ def print_plan(
     }
     for chip in ("A100-SXM4-80GB", "H100 80GB HBM3"):
         seconds = flops * tokens / (8 * PEAK_TFLOPS[chip] * 1e12 * ASSUMED_MFU)
-        rows[f"on 8 x {chip.split()[0].split('-')[0]}"] = f"{duration(seconds)}, projected: {ASSUMED_MFU:.0%} of " \
-                                                          f"8 x {PEAK_TFLOPS[chip]} TFLOP/s"
+        name = f"on 8 x {chip.split()[0].split('-')[0]}"
+        rows[name] = f"{duration(seconds)}, projected: {ASSUMED_MFU:.0%} of 8 x {PEAK_TFLOPS[chip]} TFLOP/s"
     for name, value in rows.items():
         print(f"{name:>13}: {value}")
 

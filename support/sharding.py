@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 def assign_owners(sizes: list[int], ranks: int) -> list[int]:
     """The owner of each parameter, by size: the largest first, each to the rank with the fewest values so
     far."""

@@ -38,7 +38,6 @@ from support.cli import InputError, flag, parse_args, run
 from support.files import atomic_path, read_log
 from train_gpt2 import TrainConfig, read_config
 
-
 @dataclass(frozen=True)
 class SweepConfig:
     """Runs recipes over seeds and compares them."""
