@@ -16,7 +16,6 @@ A task is one sequence: its context, then the four endings, each of which sees t
 and takes its positions as though it stood there alone. So the context is computed once, and the head only
 where an ending is scored. Losses are float32 whatever the model computes in. """
 
-import contextlib
 import hashlib
 import json
 import math
@@ -47,7 +46,6 @@ DOWNLOADED = Path(__file__).parent / "hellaswag" / "hellaswag_val.jsonl"
 # ------------------------------------------------------------------------------------------------------------
 # Data
 
-
 def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
     """Fetches the validation set unless `path` holds it; it appears there whole and verified. Raises
     InputError."""
@@ -64,13 +62,12 @@ def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
         except OSError as error:  # URLError and time-outs are OSErrors
             reason = error
     else:
-        raise InputError(f"{URL}: could not be fetched ({first_line(reason)}); --data (in training --hellaswag-data) "
-                         "takes a local file")
+        raise InputError(f"{URL}: download failed ({first_line(reason)}); --data (in training "
+                         "--hellaswag-data) takes a local file")
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as file:
         file.write(content)
     return path
-
 
 def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
     """The tasks of a .jsonl file, the official validation set unless given. Raises InputError naming a bad
@@ -84,24 +81,23 @@ def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             example = json.loads(line)
-            if example["label"] not in range(4) or len(example["endings"]) != 4 or not all(example["endings"]):
+            endings = example["endings"]
+            if example["label"] not in range(4) or len(endings) != 4 or not all(endings):
                 raise ValueError("label or endings")
             if not example["ctx"]:
                 raise ValueError("empty ctx")
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path}, line {number}: no HellaSwag task ({error!r}); it needs ctx, label 0 to 3 and "
-                             "four endings") from None
+            raise InputError(f"{path}, line {number}: not a HellaSwag task ({error!r}); it needs ctx, a "
+                             "label from 0 to 3 and four endings") from None
         examples.append(example)
     if not examples:
         raise InputError(f"{path}: no tasks")
     return examples
 
-
 def preprocess(text: str) -> str:
     """lm-evaluation-harness's cleaning of a text (lm_eval/tasks/hellaswag/utils.py): WikiHow's [marks] taken
     out."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
 
 def encode(example: dict[str, Any], harness: bool = False) -> tuple[list[int], list[list[int]], list[int]]:
     """Tokens of the context, of the four endings, and what a summed loss is divided by for acc_norm: the
@@ -113,14 +109,13 @@ def encode(example: dict[str, Any], harness: bool = False) -> tuple[list[int], l
         return encode(example["ctx"]), endings, [len(ending) for ending in endings]
     # A file without ctx_a and ctx_b (the harness wants the second capitalized) has them joined in ctx.
     ctx = f"{example['ctx_a']} {example['ctx_b'].capitalize()}" if "ctx_b" in example else example["ctx"]
-    query, choices = preprocess(f"{example['activity_label']}: {ctx}"), list(map(preprocess, example["endings"]))
+    query = preprocess(f"{example['activity_label']}: {ctx}")
+    choices = list(map(preprocess, example["endings"]))
     context = encode(query.rstrip())  # what spaces it ends in belong to the ending
     return context, [encode(f"{query} {c}")[len(context) :] for c in choices], list(map(len, choices))
 
-
 # ------------------------------------------------------------------------------------------------------------
 # Scoring
-
 
 @dataclass(frozen=True)
 class Task:
@@ -137,7 +132,6 @@ class Task:
     label: int
     cut: bool  # the context was too long for the model's window and lost its beginning
 
-
 def prepare(examples: list[dict[str, Any]], block_size: int, harness: bool = False) -> list[Task]:
     """Tokenizes tasks for a model with a window of block_size tokens. A context that is too long is cut on
     the left, so that every ending stays whole. Raises InputError for an ending that alone fills the
@@ -147,7 +141,7 @@ def prepare(examples: list[dict[str, Any]], block_size: int, harness: bool = Fal
         context, endings, lengths = encode(example, harness)
         rooms = [block_size + 1 - len(ending) for ending in endings]  # its last token is not read
         if min(rooms) < 1:
-            raise InputError(f"HellaSwag task {number}: an ending does not fit into the model's {block_size} tokens")
+            raise InputError(f"HellaSwag task {number}: an ending exceeds the model's {block_size} tokens")
         cut = len(context) > min(rooms)
         pieces = [] if cut else [(context, 0, 0)]  # tokens, the position of the first, segment
         n, sources = 0 if cut else len(context), []
@@ -173,7 +167,6 @@ def prepare(examples: list[dict[str, Any]], block_size: int, harness: bool = Fal
         tasks.append(Task(*tensors, example["label"], cut))
     return tasks
 
-
 def prepare_for_training(path: str, block_size: int, gather: Callable[[Any], list[Any]]) -> list[Task] | None:
     """The tasks of a local file, or (path "") of the official one, which one process of each machine
     downloads.
@@ -196,7 +189,6 @@ def prepare_for_training(path: str, block_size: int, gather: Callable[[Any], lis
     if problem and rank == 0:
         print(f"warning: training without HellaSwag: {problem}", file=sys.stderr, flush=True)
     return None if problem else tasks
-
 
 @dataclass(frozen=True)
 class Score:
@@ -223,7 +215,6 @@ class Score:
     def accuracies(self) -> tuple[int, float, float]:
         """(tasks, acc, acc_norm)"""
         return self.num_total, self.num_correct / self.num_total, self.num_correct_norm / self.num_total
-
 
 @torch.no_grad()
 def score(
@@ -252,15 +243,17 @@ def score(
         tokens, position, segment = torch.zeros(B, T).long(), torch.zeros(B, T).long(), torch.full((B, T), 5)
         for b, i in enumerate(batch):
             n = len(tasks[i].tokens)
-            tokens[b, :n], position[b, :n], segment[b, :n] = tasks[i].tokens, tasks[i].position, tasks[i].segment
-        row = torch.cat([torch.full_like(tasks[i].source, b) for b, i in enumerate(batch)])  # (M,) each, of all tasks
+            tokens[b, :n], position[b, :n] = tasks[i].tokens, tasks[i].position
+            segment[b, :n] = tasks[i].segment
+        row = torch.cat([torch.full_like(tasks[i].source, b) for b, i in enumerate(batch)])  # (M,) each
         source, answer, ending = (torch.cat([getattr(tasks[i], name) for i in batch])
                                   for name in ("source", "answer", "ending"))
         # A token sees what stands before it in the context and in its own ending (padding, segment 5, sees
         # padding).
         same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
         mask = (same & torch.ones(T, T).tril().bool())[:, None]  # (B, 1, T, T)
-        x = hidden(tokens.to(device), position.to(device), mask.to(device))[row.to(device), source.to(device)]  # (M, C)
+        x = hidden(tokens.to(device), position.to(device), mask.to(device))  # (B, T, C)
+        x = x[row.to(device), source.to(device)]  # (M, C)
         loss = torch.cat([
             F.cross_entropy(F.linear(part, head.to(part.dtype)).float(), target, reduction="none")
             for part, target in zip(x.split(1024), answer.to(device).split(1024), strict=True)
@@ -270,15 +263,13 @@ def score(
     lengths = torch.stack([tasks[i].lengths for i in index]) if index else losses
     return Score(index, losses, lengths, torch.tensor([tasks[i].label for i in index]))
 
-
 def count_correct(model: Any, tasks: list[Task], device: torch.device, rank: int, world_size: int) -> int:
     """How many of this rank's share of the tasks a GPT of train_gpt2.py gets right, by acc_norm."""
-    return score(model.hidden, model.wte.weight, tasks, device, rank=rank, world_size=world_size).num_correct_norm
-
+    share = score(model.hidden, model.wte.weight, tasks, device, rank=rank, world_size=world_size)
+    return share.num_correct_norm
 
 # ------------------------------------------------------------------------------------------------------------
 # Command
-
 
 @dataclass(frozen=True)
 class HellaSwagConfig:
@@ -301,7 +292,6 @@ class HellaSwagConfig:
     json: str = ""
     """File for the predictions and losses of every task."""
 
-
 def main(args: list[str] | None = None) -> None:
     config = parse_args(HellaSwagConfig, args=args)
     if config.batch_size < 1 or config.limit < 0:
@@ -317,28 +307,27 @@ def main(args: list[str] | None = None) -> None:
 
     model, _ = load_causal_lm(folder, device, attn_implementation="sdpa")
     if model.config.vocab_size < get_tokenizer().n_vocab:
-        raise InputError(f"{folder}: a vocabulary of {model.config.vocab_size}; the tasks are in GPT-2's tokens")
+        raise InputError(f"{folder}: a vocabulary of {model.config.vocab_size}, smaller than GPT-2's")
 
     def hidden(tokens: torch.Tensor, position: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return model.base_model(tokens, position_ids=position, attention_mask=mask, use_cache=False)[0]
 
     window = model.config.max_position_embeddings
-    autocast = torch.autocast(device.type, dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
     results = {}
     for style in ("harness", "completion") if config.harness else ("completion",):
         tasks = prepare(examples, window, harness=style == "harness")
         with autocast:
-            results[style] = score(hidden, model.get_output_embeddings().weight, tasks, device, config.batch_size,
-                                   progress=True)
+            head = model.get_output_embeddings().weight
+            results[style] = score(hidden, head, tasks, device, config.batch_size, progress=True)
         n, acc, acc_norm = results[style].accuracies()
         error, error_norm = (math.sqrt(p * (1 - p) / n) for p in (acc, acc_norm))
         name = "lm-evaluation-harness" if style == "harness" else style
-        print(f"{name} style: acc {acc:.4f} (standard error {error:.4f}), acc_norm {acc_norm:.4f} ({error_norm:.4f}); "
-              f"{sum(task.cut for task in tasks)} contexts cut to fit the model's window of {window}")
+        print(f"{name} style: acc {acc:.4f} (standard error {error:.4f}), acc_norm {acc_norm:.4f} "
+              f"({error_norm:.4f}); {sum(task.cut for task in tasks)} contexts cut to {window} tokens")
     if config.json:
         write_json(Path(config.json), **results)
     print(f"{n} acc: {acc:.4f} acc_norm: {acc_norm:.4f}")
-
 
 def write_json(path: Path, completion: Score, harness: Score | None = None) -> None:
     """One object a task, in the file's order: label, both predictions, the summed loss of each ending and
@@ -357,7 +346,6 @@ def write_json(path: Path, completion: Score, harness: Score | None = None) -> N
         row["harness"] = {key: value for key, value in other.items() if key not in ("task", "label")}
     with atomic_write(path, "w") as file:
         json.dump(objects, file)
-
 
 if __name__ == "__main__":
     run(main)

@@ -38,13 +38,13 @@ class SampleConfig:
     device: str = "auto"
     """auto, cpu, cuda or mps."""
 
-
 def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> None:
     """Prints `num_samples` continuations of the prompt, each as it is made."""
     from transformers import GenerationConfig, TextStreamer
 
     context = model.config.max_position_embeddings
-    ids = tokenizer(prompt or tokenizer.bos_token, return_tensors="pt").input_ids[:, 1 - context :].to(model.device)
+    ids = tokenizer(prompt or tokenizer.bos_token, return_tensors="pt").input_ids
+    ids = ids[:, 1 - context :].to(model.device)
     generation = GenerationConfig(
         max_new_tokens=min(config.max_new_tokens, context - ids.size(1)),
         do_sample=config.temperature > 0,
@@ -56,8 +56,8 @@ def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> Non
     for i in range(config.num_samples):
         torch.manual_seed(config.seed + i)
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation, streamer=streamer)
-
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation,
+                       streamer=streamer)
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(SampleConfig, args=args)
@@ -80,7 +80,6 @@ def main(args: list[str] | None = None) -> None:
         if not line:
             return None
         sample(model, tokenizer, line.rstrip("\n"), config)
-
 
 if __name__ == "__main__":
     run(main)

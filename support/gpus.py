@@ -14,7 +14,6 @@ PEAK_TFLOPS = {
     "V100-PCIE-32GB": 112, "T4": 65, "AMD Instinct MI300X": 1307,
 }
 
-
 def data_sheet_flops(name: str) -> float | None:
     """16-bit tensor-core FLOP/s of a GPU by its torch.cuda.get_device_name; None if PEAK_TFLOPS does not have
     it."""

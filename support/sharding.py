@@ -23,7 +23,6 @@ def assign_owners(sizes: list[int], ranks: int) -> list[int]:
         loads[owners[i]] += sizes[i]
     return owners
 
-
 def shard_state(optimizer: Any) -> None:
     """Shards the state of an optimizer, or of each one in support.muon.Optimizers.
 
@@ -35,7 +34,6 @@ def shard_state(optimizer: Any) -> None:
         part.register_step_post_hook(shards.exchange_weights)
         part.register_state_dict_post_hook(shards.gather_state)
         part.register_load_state_dict_pre_hook(shards.select_state)
-
 
 class Shards:
     """One optimizer's parameters, in the order of its groups, and their owners."""
@@ -65,7 +63,8 @@ class Shards:
         """On rank 0 the whole state, one tensor at a time and in host memory; elsewhere this rank's shard."""
         mine = state_dict["state"]
         shapes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(shapes, {i: {k: (t.shape, t.dtype) for k, t in s.items()} for i, s in mine.items()})
+        own = {i: {key: (t.shape, t.dtype) for key, t in tensors.items()} for i, tensors in mine.items()}
+        dist.all_gather_object(shapes, own)
         whole: dict[int, dict[str, torch.Tensor]] = {}
         for i, tensors in sorted((i, tensors) for shard in shapes for i, tensors in shard.items()):
             for key, (shape, dtype) in tensors.items():
