@@ -741,6 +741,18 @@ def evaluate(step: int, model: GPT, val_loader: DataLoaderLite | None, tasks: li
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints: Hugging Face folders that also hold training_state.pt
 
+def read_training_state(checkpoint: Path) -> dict[str, Any]:
+    """TrainState.state_dict() as saved. Executes nothing in the file. Raises InputError. The tensors are
+    mapped, to be copied and dropped: NFS and Windows cannot remove a mapped file."""
+    path = checkpoint / "training_state.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
+    if not isinstance(state, dict) or state.get("format") != 1:
+        raise InputError(f"{path}: not a training state of format 1")
+    return state
+
 @dataclass
 class TrainState:
     """All that the rest of a run depends on, besides its configuration."""
@@ -783,18 +795,6 @@ class TrainState:
                 (torch if kind == "cpu" else getattr(torch, kind)).set_rng_state(generator)
         self.step, self.elapsed, self.skipped = saved["step"], saved["elapsed"], saved["skipped"]
 
-def read_training_state(checkpoint: Path) -> dict[str, Any]:
-    """TrainState.state_dict() as saved. Executes nothing in the file. Raises InputError. The tensors are
-    mapped, to be copied and dropped: NFS and Windows cannot remove a mapped file."""
-    path = checkpoint / "training_state.pt"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
-    if not isinstance(state, dict) or state.get("format") != 1:
-        raise InputError(f"{path}: not a training state of format 1")
-    return state
-
 def find_checkpoint(log_dir: Path) -> Path | None:
     """The newest intact checkpoint, with a warning for each damaged one; None if there is none at all. Raises
     InputError if all are damaged."""
@@ -809,6 +809,21 @@ def find_checkpoint(log_dir: Path) -> Path | None:
     if checkpoints:
         raise InputError(f"{log_dir}: all {len(checkpoints)} checkpoints are damaged; use another --log-dir")
     return None
+
+def model_card(log_dir: Path, step: int) -> str:
+    """README.md of a checkpoint, in the Hub's format."""
+    entry = files.run_entries(log_dir)[-1]
+    config, command = entry["config"], shlex.join(["python", *entry["command"]])
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gpt2]
+---
+A GPT-2 after {step:,} steps of {config["total_batch_size"]:,} tokens of `{Path(config["data"]).name}`, from
+{config["init"]}, trained by gpt2-repro at commit {entry["git_commit"]}: `{command}`
+
+It continues text; it was not trained to follow instructions, and what it writes may be false.
+"""
 
 def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> None:
     """Writes log_dir/step_*/ whole or not at all, deletes old checkpoints, draws curves.png. All ranks call
@@ -832,27 +847,12 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> 
         # Checkpoints of later steps, if any, are damaged: this run was resumed from before them.
         steps = [step for step in map(files.step_of, files.list_checkpoints(log_dir)) if step <= state.step]
         losses = dict(zip(*files.read_log(log_dir).get("val", ([], [])), strict=True))
-        best = min(steps, key=lambda step: losses.get(step, math.inf), default=0)
+        best = min((step for step in steps if step in losses), key=losses.get, default=None)
         for step in steps[: -config.keep_checkpoints] if config.keep_checkpoints else []:
             if step != best and not (config.keep_every and step % config.keep_every == 0):
                 files.remove_folder(log_dir / f"step_{step:06d}")
         draw = subprocess.run if state.step == config.max_steps else subprocess.Popen  # train without waiting
         draw([sys.executable, "-m", "support.plots", log_dir.resolve()], cwd=ROOT, stderr=subprocess.DEVNULL)
-
-def model_card(log_dir: Path, step: int) -> str:
-    """README.md of a checkpoint, in the Hub's format."""
-    entry = files.run_entries(log_dir)[-1]
-    config, command = entry["config"], shlex.join(["python", *entry["command"]])
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [gpt2]
----
-A GPT-2 after {step:,} steps of {config["total_batch_size"]:,} tokens of `{Path(config["data"]).name}`, from
-{config["init"]}, trained by gpt2-repro at commit {entry["git_commit"]}: `{command}`
-
-It continues text; it was not trained to follow instructions, and what it writes may be false.
-"""
 
 # ------------------------------------------------------------------------------------------------------------
 # Set-up

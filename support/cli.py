@@ -1,6 +1,8 @@
 """Flags, errors, signals and exit status: what every script here shares."""
 
+import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -45,8 +47,9 @@ def parse_args(config_class: type, default: Any = None, args: Sequence[str] | No
     own defaults. tyro reports a wrong flag itself, and exits with status 2."""
     import tyro
 
-    defaults = {} if default is None else {"default": default}
-    return tyro.cli(config_class, args=args, console_outputs=torchrun_ranks()[0] == 0, **defaults)
+    defaults, rank0 = {} if default is None else {"default": default}, torchrun_ranks()[0] == 0
+    with contextlib.redirect_stderr(sys.stderr if rank0 else io.StringIO()):  # console_outputs misses some errors
+        return tyro.cli(config_class, args=args, console_outputs=rank0, **defaults)
 
 # System errors that the user can fix, with a hint where the system's own message has none.
 USER_ERRNOS = {number: "" for number in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)}
