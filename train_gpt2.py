@@ -328,7 +328,8 @@ def write_pretrained(folder: Path, config: GPTConfig, state: dict[str, Tensor]) 
     for name, text in texts.items():
         with files.atomic_write(folder / name, "w") as file:
             file.write(text)
-    state = {f"transformer.{n}": t.t().contiguous() if CONV1D.search(n) else t for n, t in state.items()}
+    state = {f"transformer.{name}": (t.t() if CONV1D.search(name) else t).cpu().contiguous()
+             for name, t in state.items()}
     with files.atomic_path(folder / "model.safetensors") as partial:
         safetensors.torch.save_file(state, partial, metadata={"format": "pt"})
 
@@ -913,9 +914,7 @@ def open_data(config: TrainConfig, B: int, ddp: DDPContext) -> tuple[DataLoaderL
     return loaders[0], loaders[1] if config.eval_every else None
 
 def wrap_in_ddp(model: GPT, B: int, T: int, ddp: DDPContext) -> nn.Module:
-    """The module that training calls: on several ranks DDP, which averages their gradients."""
-    if ddp.world_size == 1:
-        return model
+    """The model in DDP, which averages the ranks' gradients, after two backward passes to settle its buckets."""
     torch._dynamo.config.optimize_ddp = False  # it splits graphs at DDP's buckets, but ours are single blocks
     gpu = [ddp.device.index] if ddp.device.type == "cuda" else []
     ddp_model = DistributedDataParallel(model, device_ids=gpu or None, gradient_as_bucket_view=True)
@@ -997,7 +996,7 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
 
     # Evaluation and checkpoints use `model`; training calls `ddp_model`, which has the same weights.
     model.prepare(config.compile and devices.can_compile(ddp.device))
-    ddp_model = wrap_in_ddp(model, B, T, ddp)
+    ddp_model = wrap_in_ddp(model, B, T, ddp) if ddp.world_size > 1 else model
     full_speed, start, val = announce(state, config, checkpoint, ddp), state.step, None
     gc.collect()
     gc.freeze()  # exclude set-up objects from garbage collection

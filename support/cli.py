@@ -48,7 +48,7 @@ def parse_args(config_class: type, default: Any = None, args: Sequence[str] | No
     import tyro
 
     defaults, rank0 = {} if default is None else {"default": default}, torchrun_ranks()[0] == 0
-    with contextlib.redirect_stderr(sys.stderr if rank0 else io.StringIO()):  # console_outputs misses some errors
+    with contextlib.redirect_stderr(sys.stderr if rank0 else io.StringIO()):  # it misses some errors
         return tyro.cli(config_class, args=args, console_outputs=rank0, **defaults)
 
 # System errors that the user can fix, with a hint where the system's own message has none.
