@@ -914,7 +914,7 @@ def open_data(config: TrainConfig, B: int, ddp: DDPContext) -> tuple[DataLoaderL
     return loaders[0], loaders[1] if config.eval_every else None
 
 def wrap_in_ddp(model: GPT, B: int, T: int, ddp: DDPContext) -> nn.Module:
-    """The model in DDP, which averages the ranks' gradients, after two backward passes to settle its buckets."""
+    """The model in DDP, which averages the ranks' gradients, its buckets in their final order."""
     torch._dynamo.config.optimize_ddp = False  # it splits graphs at DDP's buckets, but ours are single blocks
     gpu = [ddp.device.index] if ddp.device.type == "cuda" else []
     ddp_model = DistributedDataParallel(model, device_ids=gpu or None, gradient_as_bucket_view=True)
