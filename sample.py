@@ -25,8 +25,7 @@ class SampleConfig:
     prompt: Positional[str] = ""
     """Text to continue; without one, prompts are read from standard input, a line each."""
     max_new_tokens: int = 100
-    """Most tokens to add to a prompt; a sample also ends with the model's context, or at an end-of-text
-    token."""
+    """Tokens to add at most; a sample also ends at the end of the context or of the text."""
     temperature: float = 1.0
     """Divides the logits: below 1 likelier tokens gain; 0: always the likeliest token."""
     top_k: int = 50

@@ -200,9 +200,8 @@ class GPT(nn.Module):
             self.loss_function = torch.compile(lambda *args: (None, next_token_loss(*args)[1]), dynamic=False)
 
     def hidden(self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """The head's input: the final LayerNorm's output (B, T, C) for tokens idx (B, T). position (B, T) or
-        (T,): by default 0 … T-1. mask (B, 1, T, T) bool: by default a token attends to itself and earlier
-        ones."""
+        """The head's input, (B, T, C), for tokens idx (B, T). position (B, T) or (T,): by default 0 … T-1. mask
+        (B, 1, T, T) bool: by default a token attends to itself and earlier ones."""
         if position is None:
             if idx.size(1) > self.config.block_size:
                 raise InputError(f"{idx.size(1)} tokens, but the model's context is {self.config.block_size}")
@@ -347,9 +346,8 @@ class TokenStream:
     """A split's tokens as one endless sequence, whose order is a function of the seed.
 
     An epoch is the shards in random order, each with its documents in random order; epochs follow each other
-    without a gap. A document begins at 50256; a .txt file is cut into passages of 256 tokens. Without
-    `shuffle` the order is that of the files. data: folder of shards or .txt file. Raises InputError for bad
-    files."""
+    without a gap. A document begins at 50256; a .txt file is cut into passages of 256 tokens. Without shuffle
+    the order is that of the files. data: folder of shards or .txt file. Raises InputError if it is bad."""
 
     def __init__(self, data: str | Path, split: str, seed: int = 1337, shuffle: bool = True):
         data = Path(data)
@@ -422,9 +420,8 @@ class TokenStream:
 class DataLoaderLite:
     """Batches of next-token pairs from a TokenStream. Raises InputError for bad files.
 
-    In each micro-step the ranks take the next B * T tokens each, in rank order. So the tokens of a step do
-    not depend on ranks and micro-batches, every token is an input once an epoch, and the state is one
-    position."""
+    In each micro-step the ranks take the next B * T tokens each, in rank order. So a step's tokens do not depend
+    on ranks and micro-batches, every token is an input once an epoch, and the state is one position."""
 
     def __init__(self, data: str | Path, split: str, B: int, T: int, rank: int = 0, world_size: int = 1,
                  seed: int = 1337, shuffle: bool = True):
@@ -797,8 +794,7 @@ class TrainState:
         self.step, self.elapsed, self.skipped = saved["step"], saved["elapsed"], saved["skipped"]
 
 def find_checkpoint(log_dir: Path) -> Path | None:
-    """The newest intact checkpoint, with a warning for each damaged one; None if there is none at all. Raises
-    InputError if all are damaged."""
+    """The newest intact checkpoint; None if there are none at all. Raises InputError if all are damaged."""
     checkpoints = files.list_checkpoints(log_dir)
     for checkpoint in reversed(checkpoints):
         try:
@@ -827,9 +823,8 @@ It continues text; it was not trained to follow instructions, and what it writes
 """
 
 def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> None:
-    """Writes log_dir/step_*/ whole or not at all, deletes old checkpoints, draws curves.png. All ranks call
-    it. A failure (full disk, say) leaves earlier checkpoints intact, and ends the run only after its last
-    step."""
+    """Writes log_dir/step_*/ whole or not at all, deletes old checkpoints, draws curves.png; all ranks call it.
+    A failure (full disk, say) leaves earlier checkpoints intact, and ends the run only after its last step."""
     saved, log_dir = state.state_dict(config, ddp), Path(config.log_dir)
     if ddp.rank == 0:
         folder = log_dir / f"step_{state.step:06d}"
@@ -932,13 +927,13 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ddp: DDPContext) -> nn.Module:
 def announce(state: TrainState, config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -> float:
     """Prints what is about to be trained. Returns the tokens per second of all ranks at 100 % MFU."""
     loader, batch, flops = state.loader, config.total_batch_size, state.model.flops_per_token(config.seq_len)
-    tokens, micro_steps = loader.stream.total_tokens, batch // (loader.B * loader.T * ddp.world_size)
+    tokens, grad_accum_steps = loader.stream.total_tokens, batch // (loader.B * loader.T * ddp.world_size)
     peak, source = devices.peak_flops(ddp.device, ddp.dtype)
     print0(f"model: {state.model.num_parameters():,} parameters, {flops / 1e6:,.0f} MFLOP a token")
     print0(f"speed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s a device ({source})")
     print0(f"data: {cli.shown(config.data)}, {tokens:,} training tokens")
     print0(f"steps: {config.max_steps:,} of {batch:,} tokens, {config.max_steps * batch / tokens:.3f} epochs")
-    print0(f"batch: {loader.B} x {loader.T} tokens x {micro_steps} micro-steps x {ddp.world_size} ranks")
+    print0(f"batch: {loader.B} x {loader.T} tokens x {grad_accum_steps} micro-steps x {ddp.world_size} ranks")
     print0(f"log and checkpoints: {config.log_dir}/" + (f", resumed from {checkpoint}" if checkpoint else ""))
     return ddp.world_size * peak / flops
 

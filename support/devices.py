@@ -69,8 +69,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
     return 2 * n**3 / min(seconds)
 
 def bfloat16_speedup() -> float:
-    """How many times as fast as float32's this CPU's bfloat16 matmuls are: below 1 where they are
-    emulated."""
+    """This CPU's speed in bfloat16 matmuls, relative to float32; below 1 where they are emulated."""
     flops = [matmul_flops(torch.device("cpu"), dtype, 256) for dtype in (torch.bfloat16, torch.float32)]
     return flops[0] / flops[1]
 
@@ -84,8 +83,7 @@ def can_compile(device: torch.device) -> bool:
     return True
 
 def round_length(length: int, device: torch.device) -> int:
-    """A sequence length, on a GPU rounded up to a multiple of 64: cuDNN's attention plans again for every
-    shape."""
+    """A length, on a GPU rounded up to a multiple of 64: cuDNN's attention plans again for each shape."""
     return length + -length % 64 if device.type == "cuda" else length
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,5 +1,4 @@
-"""Files that appear whole or not at all, and what a run leaves in its folder: log.txt, run.json,
-checkpoints."""
+"""Files that appear whole or not at all, and a run's folder: log.txt, run.json, checkpoints."""
 
 import contextlib
 import hashlib
@@ -103,8 +102,7 @@ def log_lines(path: Path) -> list[str]:
     return [line for line in lines if re.fullmatch(r"\d+ \w+ \S+", line)]
 
 def last_start(lines: list[str]) -> int:
-    """The index at which the last run begins: a log is appended to, and steps only fall where a run
-    starts."""
+    """The index of the last run's first line: a log is appended to, and steps only fall at a start."""
     steps = [int(line.split()[0]) for line in lines]
     return max((i for i in range(1, len(steps)) if steps[i] < steps[i - 1]), default=0)
 

@@ -1,5 +1,4 @@
-"""Models of others: found on the Hugging Face hub, and any causal LM loaded for sample.py and
-hellaswag.py."""
+"""Models on the Hugging Face hub, and loading any causal LM for sample.py and hellaswag.py."""
 
 import os
 from pathlib import Path
@@ -55,8 +54,7 @@ def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[
     return model, tokenizer
 
 def check_writable(path: str) -> None:
-    """Call before work whose result goes to `path`. Raises InputError if its folder is missing or not
-    writable."""
+    """Call before long work. Raises InputError if the folder of `path` is missing or not writable."""
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise InputError(f"{path}: there is no folder {Path(path).parent}")

@@ -1,5 +1,4 @@
-"""The arithmetic of a run (`--plan`), the micro-batch that fits on a GPU, and a large model's memory on a
-CPU."""
+"""A run's arithmetic (`--plan`), the micro-batch that fits on a GPU, a large model's memory on a CPU."""
 
 import ctypes
 import gc

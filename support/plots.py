@@ -17,8 +17,7 @@ PANELS = {"lr": "learning rate", "norm": "gradient norm before clipping", "tok_p
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # stream -> (tokens or hours, values)
 
 def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
-    """The streams of a log folder against `x`: the tokens seen until then, or the hours that its steps had
-    taken."""
+    """The streams of a log folder over `x`: tokens seen, or hours of training."""
     folder = Path(folder)
     streams = read_log(folder)
     batch = run_entries(folder)[-1]["config"]["total_batch_size"]
@@ -55,8 +54,7 @@ def draw_baseline(axes: Any, name: str, value: float, right: bool = False) -> No
               size="small", verticalalignment="bottom", horizontalalignment=side)
 
 def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
-    """Training loss, raw (faint) and smoothed, and validation loss; the first fall, of a long run, is cut
-    off."""
+    """Training loss, raw (faint) and smoothed, and validation loss; a long run's initial fall is cropped."""
     start = 0.0
     for i, (name, run) in enumerate(runs.items()):
         if "train" in run:

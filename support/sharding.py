@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 def assign_owners(sizes: list[int], ranks: int) -> list[int]:
-    """The owner of each parameter, by size: the largest first, each to the rank with the fewest values so
-    far."""
+    """Each parameter's owner: by size, largest first, each to the rank with the fewest values so far."""
     owners, loads = [0] * len(sizes), [0] * ranks
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[i] = loads.index(min(loads))

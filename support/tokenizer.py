@@ -43,8 +43,7 @@ def bpe_files() -> dict[str, Path]:
 
 @functools.cache
 def get_tokenizer() -> tiktoken.Encoding:
-    """tiktoken's "gpt2" encoding: 50,257 tokens, `encode_ordinary(text) -> list[int]`, `decode(ids) ->
-    str`."""
+    """tiktoken's "gpt2" encoding, 50,257 tokens: encode_ordinary(text) -> list[int], decode(ids) -> str."""
     return tiktoken.Encoding(
         "gpt2",
         pat_str=SPLIT_PATTERN,

@@ -10,8 +10,7 @@ from support.files import run_entries
 Tracker = Callable[[int, dict[str, float]], object]  # called with a step and its streams
 
 def start_trackers(log_dir: Path, first_step: int, tensorboard: bool, wandb: bool) -> list[Tracker]:
-    """A function for each tracker, to call with every step's values. Raises InputError if one is not
-    installed."""
+    """A function per tracker, to call at every step. Raises InputError if one is not installed."""
     trackers: list[Tracker] = []
     if tensorboard:
         try:

@@ -90,8 +90,7 @@ def run_one(folder: Path, flags: list[str]) -> None:
     print(f"{folder}: done", flush=True)
 
 def tokens_to_reach(curve: list[tuple[int, float]], target: float) -> float | None:
-    """Where a curve of (tokens, loss) first reaches `target`, interpolated between two points; None if
-    nowhere."""
+    """Where a curve of (tokens, loss) first reaches `target`, interpolated; None if it does not."""
     for (before, high), (after, low) in zip([curve[0], *curve], curve, strict=False):
         if low <= target:
             return after if high <= target else before + (after - before) * (high - target) / (high - low)
