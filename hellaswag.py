@@ -68,8 +68,7 @@ def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
     return path
 
 def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
-    """The tasks of a .jsonl file, by default the official validation set. Raises InputError for a bad
-    line."""
+    """The tasks of a .jsonl file, by default the official ones. Raises InputError for a bad line."""
     path = path or download()
     examples = []
     try:
@@ -93,8 +92,7 @@ def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
     return examples
 
 def preprocess(text: str) -> str:
-    """lm-evaluation-harness's cleaning of a text (lm_eval/tasks/hellaswag/utils.py): removes WikiHow's
-    [marks]."""
+    """Removes WikiHow's [marks], as lm-evaluation-harness does (lm_eval/tasks/hellaswag/utils.py)."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 def encode(example: dict[str, Any], harness: bool = False) -> tuple[list[int], list[list[int]], list[int]]:

@@ -200,8 +200,8 @@ class GPT(nn.Module):
             self.loss_function = torch.compile(lambda *args: (None, next_token_loss(*args)[1]), dynamic=False)
 
     def hidden(self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """The head's input, (B, T, C), for tokens idx (B, T). position (B, T) or (T,): by default 0 … T-1. mask
-        (B, 1, T, T) bool: by default a token attends to itself and earlier ones."""
+        """The head's input (B, T, C) for tokens idx (B, T). position (B, T) or (T,): by default 0 … T-1.
+        mask (B, 1, T, T) bool: by default a token attends to itself and earlier ones."""
         if position is None:
             if idx.size(1) > self.config.block_size:
                 raise InputError(f"{idx.size(1)} tokens, but the model's context is {self.config.block_size}")
@@ -420,8 +420,8 @@ class TokenStream:
 class DataLoaderLite:
     """Batches of next-token pairs from a TokenStream. Raises InputError for bad files.
 
-    In each micro-step the ranks take the next B * T tokens each, in rank order. So a step's tokens do not depend
-    on ranks and micro-batches, every token is an input once an epoch, and the state is one position."""
+    In each micro-step the ranks take the next B * T tokens each, in rank order. So a step's tokens do not
+    depend on ranks and micro-batches, a token is an input once an epoch, and the state is one position."""
 
     def __init__(self, data: str | Path, split: str, B: int, T: int, rank: int = 0, world_size: int = 1,
                  seed: int = 1337, shuffle: bool = True):
@@ -823,8 +823,8 @@ It continues text; it was not trained to follow instructions, and what it writes
 """
 
 def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> None:
-    """Writes log_dir/step_*/ whole or not at all, deletes old checkpoints, draws curves.png; all ranks call it.
-    A failure (full disk, say) leaves earlier checkpoints intact, and ends the run only after its last step."""
+    """Writes log_dir/step_*/ whole or not at all, deletes old checkpoints, draws curves.png; all ranks call
+    it. A failure (full disk, say) leaves earlier ones intact, and ends the run only after its last step."""
     saved, log_dir = state.state_dict(config, ddp), Path(config.log_dir)
     if ddp.rank == 0:
         folder = log_dir / f"step_{state.step:06d}"
