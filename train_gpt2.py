@@ -104,19 +104,24 @@ class Block(nn.Module):
         x = x + self.attn(self.ln_1(x), mask)
         return x + self.mlp(self.ln_2(x))
 
-def lm_head(x: Tensor, wte: Tensor) -> Tensor:
+def padded_head(x: Tensor, wte: Tensor) -> Tensor:
     """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
 
-    On a GPU the matmul is padded to a multiple of 64 columns (50,304), which suits its tensor cores. The
-    padding is made on the fly: it is not a parameter, and the softmax does not see it. """
-    V = wte.size(0)
-    wte = F.pad(wte, (0, 0, 0, -V % 64)) if x.is_cuda else wte
-    return F.linear(x, wte)[..., :V]
+    On a GPU there are more columns, zeros, up to a multiple of 64 (50,304), which suits its tensor cores. The
+    padding is made on the fly: it is not a parameter, and no softmax may see it. """
+    return F.linear(x, F.pad(wte, (0, 0, 0, -wte.size(0) % 64)) if x.is_cuda else wte)
+
+def lm_head(x: Tensor, wte: Tensor) -> Tensor:
+    """padded_head without padding. (…, C), (V, C) -> logits (…, V)"""
+    return padded_head(x, wte)[..., : wte.size(0)]
 
 def next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (B, T, V) and their mean cross-entropy in nats, a float32 scalar. x (B, T, C), targets (B, T)"""
-    logits = lm_head(x, wte)
-    return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    logits, V = padded_head(x, wte), wte.size(0)
+    scores = logits.float()
+    if logits.size(-1) > V:  # compiled, -inf for padding is one kernel backward; a slice would be two
+        scores = torch.where(torch.arange(logits.size(-1), device=x.device) < V, scores, -math.inf)
+    return logits[..., :V], F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 class ChunkedLoss(torch.autograd.Function):
     """next_token_loss and its gradient in one pass, for 1,024 tokens at a time.
