@@ -107,21 +107,22 @@ class Block(nn.Module):
 def padded_head(x: Tensor, wte: Tensor) -> Tensor:
     """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
 
-    On a GPU there are more columns, zeros, up to a multiple of 64 (50,304), which suits its tensor cores. The
-    padding is made on the fly: it is not a parameter, and no softmax may see it. """
-    return F.linear(x, F.pad(wte, (0, 0, 0, -wte.size(0) % 64)) if x.is_cuda else wte)
+    On a GPU it adds columns up to a multiple of 64 (50,304), for the tensor cores. A bias makes them -inf, so
+    that no softmax needs a mask or a slice, which would be slower (bench/kernels/README.md). """
+    V, bias = wte.size(0), None
+    if x.is_cuda:
+        bias = F.pad(wte.new_zeros(V), (0, -V % 64), value=-math.inf)
+        wte = F.pad(wte, (0, 0, 0, -V % 64))
+    return F.linear(x, wte, bias)
 
 def lm_head(x: Tensor, wte: Tensor) -> Tensor:
-    """padded_head without padding. (…, C), (V, C) -> logits (…, V)"""
+    """padded_head without the padding. (…, C), (V, C) -> logits (…, V)"""
     return padded_head(x, wte)[..., : wte.size(0)]
 
 def next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (B, T, V) and their mean cross-entropy in nats, a float32 scalar. x (B, T, C), targets (B, T)"""
     logits, V = padded_head(x, wte), wte.size(0)
-    scores = logits.float()
-    if logits.size(-1) > V:  # compiled, -inf for padding is one kernel backward; a slice would be two
-        scores = torch.where(torch.arange(logits.size(-1), device=x.device) < V, scores, -math.inf)
-    return logits[..., :V], F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+    return logits[..., :V], F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 class ChunkedLoss(torch.autograd.Function):
     """next_token_loss and its gradient in one pass, for 1,024 tokens at a time.
@@ -202,7 +203,8 @@ class GPT(nn.Module):
             block.compile(dynamic=False)
         self.loss_function = chunked_next_token_loss
         if compiled and self.wte.weight.device.type != "cpu" and not self.low_memory:
-            self.loss_function = torch.compile(lambda *args: (None, next_token_loss(*args)[1]), dynamic=False)
+            self.loss_function = torch.compile(lambda *args: (None, next_token_loss(*args)[1]), dynamic=False,
+                                               options={"online_softmax": False})  # fewer instructions
 
     def hidden(self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The head's input (B, T, C) for tokens idx (B, T). position (B, T) or (T,): by default 0 … T-1.
