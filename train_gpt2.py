@@ -104,24 +104,21 @@ class Block(nn.Module):
         x = x + self.attn(self.ln_1(x), mask)
         return x + self.mlp(self.ln_2(x))
 
-def padded_head(x: Tensor, wte: Tensor) -> Tensor:
+def lm_head(x: Tensor, wte: Tensor, padded: bool = False) -> Tensor:
     """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
 
     On a GPU it adds columns up to a multiple of 64 (50,304), for the tensor cores. A bias makes them -inf, so
-    that no softmax needs a mask or a slice, which would be slower (bench/kernels/README.md). """
+    that a softmax over all of them (`padded`) needs no slice, which is slower (bench/kernels/README.md)."""
     V, bias = wte.size(0), None
     if x.is_cuda:
         bias = F.pad(wte.new_zeros(V), (0, -V % 64), value=-math.inf)
         wte = F.pad(wte, (0, 0, 0, -V % 64))
-    return F.linear(x, wte, bias)
-
-def lm_head(x: Tensor, wte: Tensor) -> Tensor:
-    """padded_head without the padding. (…, C), (V, C) -> logits (…, V)"""
-    return padded_head(x, wte)[..., : wte.size(0)]
+    logits = F.linear(x, wte, bias)
+    return logits if padded else logits[..., :V]
 
 def next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (B, T, V) and their mean cross-entropy in nats, a float32 scalar. x (B, T, C), targets (B, T)"""
-    logits, V = padded_head(x, wte), wte.size(0)
+    logits, V = lm_head(x, wte, padded=True), wte.size(0)
     return logits[..., :V], F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 class ChunkedLoss(torch.autograd.Function):

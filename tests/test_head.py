@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F
 
 import train_gpt2
-from train_gpt2 import next_token_loss, padded_head
+from train_gpt2 import lm_head, next_token_loss
 
 @pytest.fixture
 def padded(monkeypatch):
-    """padded_head takes the tensors of a CPU for a GPU's, once this has been called."""
+    """lm_head takes the tensors of a CPU for a GPU's, once this has been called."""
     return lambda: monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
 def loss_and_gradients(function, V, dtype):
@@ -34,7 +34,7 @@ def test_padded_columns_change_neither_loss_nor_gradients(V, dtype, atol, padded
     padded()
     found = loss_and_gradients(next_token_loss, V, dtype)
     assert found[0].shape == (2, 64, V)
-    assert padded_head(torch.ones(1, 48), torch.ones(V, 48)).size(1) % 64 == 0
+    assert lm_head(torch.ones(1, 48), torch.ones(V, 48), padded=True).size(1) % 64 == 0
     rtol = 1e-4 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=rtol)
     assert found[1].item() == pytest.approx(expected[1].item(), abs=1e-6)
@@ -44,11 +44,11 @@ def test_padded_columns_change_neither_loss_nor_gradients(V, dtype, atol, padded
 @pytest.mark.skipif(os.name == "nt", reason="torch.compile may lack a C++ compiler")
 def test_compiled_loss_ignores_padded_columns(monkeypatch):
     """torch.compile asks for the real device: the padded head is written out."""
-    def padded_head(x, wte):
+    def padded_head(x, wte, padded):
         return F.linear(x, F.pad(wte, (0, 0, 0, 24)), F.pad(wte.new_zeros(1000), (0, 24), value=-math.inf))
 
     expected = loss_and_gradients(next_token_loss, 1000, torch.float32)
-    monkeypatch.setattr(train_gpt2, "padded_head", padded_head)
+    monkeypatch.setattr(train_gpt2, "lm_head", padded_head)
     model = train_gpt2.GPT(train_gpt2.GPTConfig(64, 1000, 0, 4, 48))
     del model.wte
     model.wte = SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda")))  # as prepare() sees it
