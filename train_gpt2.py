@@ -690,9 +690,11 @@ def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, ddp: DDPCon
     for first in range(ddp.rank * B, sequences, ddp.world_size * B):
         n = min(B, sequences - first)
         buffer = torch.from_numpy(loader.stream.read(first * T, n * T + 1).astype(np.int64)).to(ddp.device)
-        stance = "default" if n == B and ddp.device.type != "cpu" else "force_eager"
-        with ddp.autocast(), torch.compiler.set_stance(stance):
-            losses.append(model(buffer[:-1].view(n, T), buffer[1:].view(n, T))[1])
+        compiled = n == B and ddp.device.type != "cpu"  # eager otherwise, and then without the full logits
+        loss_function = model.loss_function if compiled else chunked_next_token_loss
+        with ddp.autocast(), torch.compiler.set_stance("default" if compiled else "force_eager"):
+            x = model.hidden(buffer[:-1].view(n, T))  # (n, T, C)
+            losses.append(loss_function(x, model.wte.weight, buffer[1:].view(n, T))[1])
         sizes.append(n)
     # The only device sync. The sum is made on the host in float64, which not every device has.
     total = sum(loss * n for loss, n in zip(torch.stack(losses).tolist(), sizes, strict=True))
