@@ -10,7 +10,7 @@
 A measurement is a training run in a temporary folder: one micro-batch of B x T tokens per rank and step, no
 evaluation, no checkpoints. ms, tok_per_sec and mfu are medians of what log.txt says of --steps steps, after a
 warm-up of 10 steps on a GPU and 3 elsewhere. The ladder and the report start a process for each. The model:
-preset gpt2 with CUDA, B = 16; elsewhere shakespeare, 512 tokens a step, in a report 2 layers of 32 channels.
+preset gpt2 with CUDA, B = 16; elsewhere shakespeare, for a report 2 layers of 32 channels and 128 tokens.
 """
 
 import ctypes
@@ -93,7 +93,8 @@ def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
     run = train_gpt2.read_config(given)
     if not Path(run.data).exists():
         raise InputError(f"--data {run.data}: does not exist")
-    return config, with_batch(given, run.micro_batch_size or (16 if cuda else max(512 // run.seq_len, 1)))
+    B = 16 if cuda else max((128 if config.report else 512) // run.seq_len, 1)
+    return config, with_batch(given, run.micro_batch_size or B)
 
 
 def with_batch(flags: list[str], B: int) -> list[str]:
@@ -228,9 +229,9 @@ def measure_machine(flags: list[str]) -> dict[str, str]:
     device, _, description = devices.choose_device(run.device, run.dtype)
     cuda, cpuinfo = device.type == "cuda", Path("/proc/cpuinfo")
     n, size = (8192, 2**30) if cuda else (1024, 2**28)
-    names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else torch.nan
-    machine = {"device": description, "CPU": f"{[*names, '?'][0]}, {os.cpu_count()} cores, load {load:.1f}",
+    name = re.search(r"model name\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    machine = {"device": description, "CPU": f"{name[1] if name else '?'}, {os.cpu_count()} cores{load}",
                "software": f"torch {torch.__version__}, Python {platform.python_version()}"}
     for name in ("float32", "float16" if device.type == "mps" else "bfloat16", *("float16", "TF32") * cuda):
         torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
@@ -286,9 +287,8 @@ def job_compare(flags: list[str], steps: int, bound: float, *flags_of: list[str]
 
 def job_run(flags: list[str], log_dir: Path) -> Row:
     """300 steps of training, on a GPU of 524,288 tokens; continues where it was interrupted."""
-    run = train_gpt2.read_config(flags)
-    large = 524_288 if Path(run.data).is_dir() else 262_144
-    tokens = large if torch.cuda.is_available() else run.total_batch_size
+    run, cuda = train_gpt2.read_config(flags), torch.cuda.is_available()
+    tokens = (524_288 if Path(run.data).is_dir() else 262_144) if cuda else run.total_batch_size
     flags = [*flags, "--total-batch-size", tokens, "--max-steps", 300, "--log-dir", log_dir, "--resume"]
     more = ["--warmup-steps", 30, "--eval-every", 100, "--eval-tokens", max(tokens, 4096), "--save-every", 50]
     run_process(ROOT / "train_gpt2.py", *flags, *more, limit=3600)
@@ -313,7 +313,7 @@ def jobs_of(config: BenchConfig, flags: list[str], rows: dict[str, Row]) -> dict
     ladder = {f"ladder/{name}": partial(job_rung, flags, name, steps) for name in RUNGS}
     return ladder if config.ladder else {
         "machine": partial(measure_machine, flags),
-        "right/tests": lambda: {"result": run_process(*pytest).splitlines()[-1]},
+        "right/tests": lambda: {"result": run_process(*pytest).splitlines()[-1].strip("= ")},
         "right/compiled": compare(50 if cuda else 10, bound, ["--compile"], ["--no-compile"]),
         "right/resume": compare(8, torch.inf if cuda else 0, [], ["--resume"]),
         "right/resume-deterministic": compare(8, 0, ["--deterministic"], ["--deterministic", "--resume"]),
@@ -321,7 +321,7 @@ def jobs_of(config: BenchConfig, flags: list[str], rows: dict[str, Row]) -> dict
            for size in (4 * B, B, 2 * B, 8 * B)},
         "profile": lambda: job_rung(fastest(), "ours", steps),
         **ladder,
-        "run": lambda: job_run(fastest(), Path(config.report, "run")),
+        "run": lambda: job_run(fastest() if cuda else flags, Path(config.report, "run")),
     }
 
 
@@ -390,12 +390,12 @@ def page(rows: dict[str, Row]) -> str:
             "tok/s": f"{r['tok_per_sec']:,.0f}", "MFU": f"{r['mfu']:.1%}",
             "peak memory": f"{r['peak_memory'] / 1e9:.2f} GB" if r["peak_memory"] else "n/a",
         }
-        note = (f"{r['parameters']:,} parameters, {r['flops_per_token']:,} FLOPs a token. Ranks: "
-                f"{r['world_size']}. Medians of {r['steps']} steps after {r['warmup']}. MFU 100 % = {r['mfu_of']}.")
+        note = ("{parameters:,} parameters, {flops_per_token:,} FLOPs a token, ranks: {world_size}. Medians "
+                "of {steps} steps after {warmup}. MFU 100 % = {mfu_of}.").format(**r)
     sections = {
         "Machine": [{"": name, " ": value} for name, value in done.get("machine", {}).items()],
         "Right": [{"": name, " ": result["result"]} for name, result in done.items() if "right/" in name],
-        "Speed": [row for name, row in measured.items() if "ladder/" not in name],
+        "Speed": [{"": name, **row} for name, row in measured.items() if "ladder/" not in name],
         "Time by part": [{"part": part, "ms": f"{ms:,.1f}", "share": f"{ms / sum(parts.values()):.1%}"}
                          for part, ms in parts.items()],
         "Ladder": [{"rung": name, "change": change, **measured[f"ladder/{name}"], "A100, ms": published or ""}
@@ -430,18 +430,17 @@ def main(args: list[str] | None = None) -> int:
     if config.ladder or config.report:
         result = work(config, flags)
         print("\n" + page(result))
-        done = {name: row["result"] for name, row in result.items() if row["status"] == "done"}
-        if rungs := {name: done[f"ladder/{name}"] for name in RUNGS if f"ladder/{name}" in done}:
+        if rungs := {name.removeprefix("ladder/"): row["result"] for name, row in result.items()
+                     if "ladder/" in name and "result" in row}:
             draw_ladder(rungs, Path(config.report, "bench_ladder.png"))
         failed = any(row["status"] == "failed" for row in result.values())
     else:
         result, failed = measure(flags, config.rung or "ours", config.steps), False
-        if config.rung:
-            print(json.dumps(result, indent=1))
-        else:
+        if not config.rung:
             result = {"machine": measure_machine(flags), "profile": result}
             row = {"of": shlex.join(flags), "status": "done"}
-            print(page({name: {**row, "result": part} for name, part in result.items()}))
+            text = page({name: {**row, "result": part} for name, part in result.items()})
+        print(json.dumps(result, indent=1) if config.rung else text)
     if config.json:
         write(config.json, json.dumps(result, indent=1) + "\n")
     return int(failed)
