@@ -248,9 +248,8 @@ def run_process(*args: Any, limit: float = 600) -> str:
     """The output of `python ARGS`, which on Linux dies with this process. RunError has its last line."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     try:
-        command = [sys.executable, *map(str, args)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit,
-                              preexec_fn=libc and (lambda: libc.prctl(1, 9)))  # PR_SET_PDEATHSIG, SIGKILL
+        done = subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True,
+                              timeout=limit, preexec_fn=libc and (lambda: libc.prctl(1, 9)))  # PDEATHSIG
     except subprocess.TimeoutExpired:
         raise RunError(f"killed after {limit:.0f} s") from None
     if done.returncode:
@@ -358,6 +357,7 @@ def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
         except (InputError, RunError, RuntimeError, OSError) as error:
             row |= {"status": "failed", "reason": cli.first_line(error)}
         rows[name] = row | {"seconds": round(time.monotonic() - start, 1)}
+        torch.cuda.empty_cache()  # of this process, for the next job's
         print(f"{name}: {row['status']} {row.get('reason', '')} ({rows[name]['seconds']} s)")
         if config.report:
             write(path, "".join(json.dumps(row) + "\n" for row in rows.values()))
