@@ -62,7 +62,6 @@ OFF = [word for part in ("eval", "hellaswag", "sample", "save") for word in (f"-
 PADDED = VOCAB_SIZE + -VOCAB_SIZE % 64
 Row = dict[str, Any]
 
-
 @dataclass(frozen=True)
 class BenchConfig:
     """Benchmarks GPT-2 training, by default a step and ceilings. After `--` come train_gpt2.py's flags."""
@@ -74,7 +73,6 @@ class BenchConfig:
     minutes: float = 0.0  # begin no job after this many minutes; 0: no limit
     steps: int = 20  # steps to measure, after the warm-up
     json: str = ""  # file for the results
-
 
 def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
     """The command line, and train_gpt2.py's flags for the run to measure. Raises InputError."""
@@ -96,12 +94,10 @@ def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
     B = 16 if cuda else max((128 if config.report else 512) // run.seq_len, 1)
     return config, with_batch(given, run.micro_batch_size or B)
 
-
 def with_batch(flags: list[str], B: int) -> list[str]:
     """The flags with a step of one micro-batch of B sequences per rank."""
     tokens = B * train_gpt2.read_config(flags).seq_len * cli.torchrun_ranks()[2]
     return [*flags, "--micro-batch-size", str(B), "--total-batch-size", str(tokens)]
-
 
 class PlainAttention(CausalSelfAttention):
     """The same attention with its (T, T) matrices in memory. (B, T, C) -> (B, T, C)"""
@@ -113,12 +109,10 @@ class PlainAttention(CausalSelfAttention):
         y = weights.masked_fill(future, -torch.inf).softmax(-1) @ v  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
-
 def plain_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (B, T, V) and their mean cross-entropy in nats. x (B, T, C), wte (V, C), targets (B, T)"""
     logits = F.linear(x, wte)
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
 
 def plain_model(model: GPT, changes: list[str]) -> GPT:
     """Turns train_gpt2.py's model into that of a lower rung; `changes`: this rung's and those before it."""
@@ -131,14 +125,12 @@ def plain_model(model: GPT, changes: list[str]) -> GPT:
     model.prepare = lambda compiled: model.compile(dynamic=False) if "compile" in changes else None
     return model
 
-
 def left_out(flags: list[str]) -> dict[str, str]:
     """The rungs that do not apply to this device, with the reason. Raises InputError."""
     run = train_gpt2.read_config(flags)
     dtype = devices.choose_device(run.device, run.dtype, cli.torchrun_ranks()[1])[1]
     reasons = {} if dtype == torch.bfloat16 else {"bf16": f"train_gpt2.py computes in {str(dtype)[6:]} here"}
     return reasons if run.compile else reasons | {"compile": "train_gpt2.py does not compile here"}
-
 
 def measure(flags: list[str], rung: str, steps: int) -> Row:
     """Trains and reads log.txt; ranks other than 0 exit. Raises InputError.
@@ -193,7 +185,6 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         result["parts_ms"] = time_by_part(profiler.events(), statistics.mean(log["ms"][-2:]), run.n_embd)
     return result
 
-
 def part_of(event: Any, C: int) -> str:
     """The part of a step that a profiled operation belongs to, by names and shapes of it and its callers."""
     if event is None:
@@ -208,7 +199,6 @@ def part_of(event: Any, C: int) -> str:
     caller = part_of(event.cpu_parent, C)
     return caller if caller == "optimizer" else next((part for part in parts if parts[part]), caller)
 
-
 def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
     """Milliseconds per step by part, from the events of two steps: that of an operation's kernels, on a CPU
     its own in the main thread. Waiting is the rest: for Python, launches and data."""
@@ -220,7 +210,6 @@ def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
         if not e.name.startswith("ProfilerStep") and (gpu or e.thread == main):
             parts[part_of(e, C)] += (e.self_device_time_total if gpu else e.self_cpu_time_total) / 2e3
     return parts | {"waiting": max(step_ms - sum(parts.values()), 0.0)}
-
 
 def measure_machine(flags: list[str]) -> dict[str, str]:
     """What the machine is, and its ceilings. Matmuls of random square matrices: the best of up to 20 within a
@@ -243,7 +232,6 @@ def measure_machine(flags: list[str]) -> dict[str, str]:
     rate = 2e-9 * size / timer.blocked_autorange().median
     return machine | {"memory copy": f"{rate:,.1f} GB/s, read plus written"}
 
-
 def run_process(*args: Any, limit: float = 600) -> str:
     """The output of `python ARGS`, which on Linux dies with this process. RunError has its last line."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -257,12 +245,10 @@ def run_process(*args: Any, limit: float = 600) -> str:
         raise RunError(output.splitlines()[-1].removeprefix("error: "))
     return done.stdout
 
-
 def job_rung(flags: list[str], rung: str, steps: int) -> Row:
     if reason := left_out(flags).get(rung):
         raise SkipTest(reason)
     return json.loads(run_process(ROOT / "bench.py", "--rung", rung, "--steps", steps, "--", *flags))
-
 
 def job_compare(flags: list[str], steps: int, bound: float, *flags_of: list[str]) -> Row:
     """Compares the losses of two runs. Resumed, the second begins halfway through the first, and norms count,
@@ -283,7 +269,6 @@ def job_compare(flags: list[str], steps: int, bound: float, *flags_of: list[str]
         raise RunError(text)
     return {"result": f"{text}; {statistics.median(logs[0]['ms'][1]):,.1f} ms per step"}
 
-
 def job_run(flags: list[str], log_dir: Path) -> Row:
     """300 steps of training, on a GPU of 524,288 tokens; continues where it was interrupted."""
     run, cuda = train_gpt2.read_config(flags), torch.cuda.is_available()
@@ -297,7 +282,6 @@ def job_run(flags: list[str], log_dir: Path) -> Row:
     ms, rate = (statistics.median(log[name][1]) for name in ("ms", "tok_per_sec"))
     return {"steps": f"300 of {tokens:,} tokens", "speed": f"{ms:,.1f} ms per step, {rate:,.0f} tok/s"} | {
         f"validation loss, step {step}": f"{loss:.4f}" for step, loss in zip(*log["val"], strict=True)}
-
 
 def jobs_of(config: BenchConfig, flags: list[str], rows: dict[str, Row]) -> dict[str, Callable[[], Row]]:
     """The jobs by name, in order. On a GPU only --deterministic makes a resumed run exact."""
@@ -322,7 +306,6 @@ def jobs_of(config: BenchConfig, flags: list[str], rows: dict[str, Row]) -> dict
         **ladder,
         "run": lambda: job_run(fastest() if cuda else flags, Path(config.report, "run")),
     }
-
 
 def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
     """Runs the jobs that have no result yet; in a report each leaves a line in results.jsonl."""
@@ -364,11 +347,9 @@ def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
             write(folder / "report.md", page(rows))
     return rows
 
-
 def write(path: str | Path, text: str) -> None:
     with files.atomic_write(path, "w") as file:
         file.write(text)
-
 
 def table(rows: list[Row]) -> str:
     """A Markdown table, aligned for a terminal; the keys of all rows are its head."""
@@ -377,7 +358,6 @@ def table(rows: list[Row]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells)
-
 
 def page(rows: dict[str, Row]) -> str:
     """What is printed, and report.md, from the lines of results.jsonl alone."""
@@ -408,7 +388,6 @@ def page(rows: dict[str, Row]) -> str:
     text += [f"## {title}\n\n{table(found)}" for title, found in sections.items() if found]
     return "\n\n".join(filter(None, text)) + "\n"
 
-
 def draw_ladder(rungs: dict[str, Row], path: Path) -> None:
     """A bar for each rung. Only a line where matplotlib is missing."""
     try:
@@ -423,7 +402,6 @@ def draw_ladder(rungs: dict[str, Row], path: Path) -> None:
     with files.atomic_path(path) as partial_path:
         figure.savefig(partial_path, format="png")
     print(f"picture: {path}")
-
 
 def main(args: list[str] | None = None) -> int:
     config, flags = read_config(sys.argv[1:] if args is None else args)
@@ -444,7 +422,6 @@ def main(args: list[str] | None = None) -> int:
     if config.json:
         write(config.json, json.dumps(result, indent=1) + "\n")
     return int(failed)
-
 
 if __name__ == "__main__":
     cli.run(main)
