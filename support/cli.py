@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -63,7 +64,9 @@ def parse_args(
     import tyro
 
     defaults = {} if default is None else {"default": default}
-    return tyro.cli(config_class, args=args, console_outputs=torchrun_ranks()[0] == 0, **defaults)
+    rank0 = torchrun_ranks()[0] == 0
+    with contextlib.redirect_stderr(sys.stderr if rank0 else io.StringIO()):  # console_outputs leaves value errors
+        return tyro.cli(config_class, args=args, console_outputs=rank0, **defaults)
 
 
 # System errors that the user can fix, and a hint where the system's own message has none.
