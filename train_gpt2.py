@@ -850,6 +850,19 @@ def evaluate(
 CHECKPOINT_FORMAT = 1
 
 
+def read_training_state(checkpoint: Path) -> dict[str, Any]:
+    """TrainState.state_dict() as saved; nothing in the file is executed. Raises InputError. Its tensors are the
+    file's mapped pages, to be copied and dropped: NFS and Windows cannot remove a mapped file."""
+    path = checkpoint / "training_state.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
+    if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
+        raise InputError(f"{path}: not a training state of format {CHECKPOINT_FORMAT}, which this script reads")
+    return state
+
+
 @dataclass
 class TrainState:
     """All that the rest of a run depends on, besides its configuration."""
@@ -891,19 +904,6 @@ class TrainState:
             if kind in ("cpu", ddp.device.type):
                 (torch if kind == "cpu" else getattr(torch, kind)).set_rng_state(generator)
         self.step, self.elapsed, self.skipped = saved["step"], saved["elapsed"], saved["skipped"]
-
-
-def read_training_state(checkpoint: Path) -> dict[str, Any]:
-    """TrainState.state_dict() as saved; nothing in the file is executed. Raises InputError. Its tensors are the
-    file's mapped pages, to be copied and dropped: NFS and Windows cannot remove a mapped file."""
-    path = checkpoint / "training_state.pt"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
-    if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
-        raise InputError(f"{path}: not a training state of format {CHECKPOINT_FORMAT}, which this script reads")
-    return state
 
 
 def find_checkpoint(log_dir: Path) -> Path | None:
