@@ -945,7 +945,7 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> 
         # Checkpoints of later steps, if any, are damaged: this run was resumed from before them.
         steps = [step for step in map(files.step_of, files.list_checkpoints(log_dir)) if step <= state.step]
         losses = dict(zip(*files.read_log(log_dir).get("val", ([], [])), strict=True))
-        best = min(steps, key=lambda step: losses.get(step, math.inf), default=0)
+        best = min((step for step in steps if step in losses), key=losses.get, default=None)
         for step in steps[: -config.keep_checkpoints] if config.keep_checkpoints else []:
             if step != best and not (config.keep_every and step % config.keep_every == 0):
                 files.remove_folder(log_dir / f"step_{step:06d}")
