@@ -16,9 +16,9 @@ posix = pytest.mark.skipif(os.name == "nt", reason="Windows neither forks nor ha
 linux = pytest.mark.skipif(sys.platform != "linux", reason="about Linux's /proc")
 TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--total-batch-size", "128",
         "--micro-batch-size", "2", "--warmup-steps", "2", "--eval-tokens", "512", "--device", "cpu",
-        "--no-compile", "--preset", "shakespeare", "--dtype", "float32", "--save-every", "0", "--sample-every",
-        "0", "--eval-every", "0", "--optimizer", "adamw", "--schedule", "cosine", "--max-lr", "5e-3",
-        "--min-lr", "5e-4", "--beta2", "0.95"]
+        "--no-compile", "--preset", "shakespeare", "--dtype", "float32", "--save-every", "0",
+        "--sample-every", "0", "--eval-every", "0", "--optimizer", "adamw", "--schedule", "cosine",
+        "--max-lr", "5e-3", "--min-lr", "5e-4", "--beta2", "0.95"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side by side
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach the Hub; those of hub code bring a server of their own
@@ -63,10 +63,10 @@ def be_a_rank(env: dict[str, str], folder: str, output: Path, args: list[str], d
 def start_ranks(
     world_size: int, folder: Path, *args: object, disturbance: str = ""
 ) -> tuple[list[int], list[str]]:
-    """train_gpt2.py on several ranks, forked off a process that has imported torch: torchrun without its start.
+    """train_gpt2.py on several ranks, as torchrun runs it, but forked off a process that has imported torch.
 
-    Like torchrun it sends SIGTERM to the others soon after one has failed. disturbance: code that each rank runs
-    first. Returns exit statuses and outputs.
+    Soon after one rank has failed the others get SIGTERM. disturbance: code that each rank runs first.
+    Returns exit statuses and outputs.
     """
     if os.name == "nt":
         pytest.skip("Windows does not fork")

@@ -70,7 +70,8 @@ def test_ranks_together_see_what_one_process_sees(shards, B, T, world_size, shuf
     with tempfile.TemporaryDirectory() as folder:
         write_shards(Path(folder), shards)
         alone = DataLoaderLite(folder, "train", B * world_size, T, shuffle=shuffle)
-        ranks = [DataLoaderLite(folder, "train", B, T, r, world_size, shuffle=shuffle) for r in range(world_size)]
+        ranks = [DataLoaderLite(folder, "train", B, T, rank, world_size, shuffle=shuffle)
+                 for rank in range(world_size)]
         for _ in range(4):
             x, y = alone.next_batch()
             parts = [rank.next_batch() for rank in ranks]
@@ -133,7 +134,7 @@ def test_text_is_split_nine_to_one_and_shuffled_by_passages(tmp_path):
     passages = [tokens[i : min(i + 256, n)] for i in range(0, n, 256)]
     i, order = 0, []
     while i < n:
-        order.append(next(k for k, passage in enumerate(passages) if shuffled[i : i + len(passage)] == passage))
+        order.append(next(k for k, p in enumerate(passages) if shuffled[i : i + len(p)] == p))
         i += len(passages[order[-1]])
     assert sorted(order) == list(range(len(passages))) != order
 
@@ -150,7 +151,7 @@ SPOILED = {
     "empty": (0, lambda path: np.save(path, np.zeros(0, np.uint16)), "an empty shard"),
     "vocabulary": (0, lambda path: np.save(path, np.full(99, 50257, np.uint16)), "token 50257"),
     "pickle": (0, lambda path: np.save(path, np.array([{}], object)), "truncated or not a shard"),
-    "half-written": (0, lambda path: path.rename(path.with_name(".x_train_000001.npy.1.partial")), "half written"),
+    "half-written": (0, lambda path: path.rename(path.with_name(".x.npy.1.partial")), "half written"),
     "name": (0, lambda path: path.rename(path.with_name("tokens.npy")), "not named like a shard"),
     "bin truncated": (2, rewritten(lambda b: b[:-2]), "its header says 18"),
     "bin header": (2, rewritten(lambda b: b[:512]), "no llm.c shard"),
