@@ -922,6 +922,26 @@ def find_checkpoint(log_dir: Path) -> Path | None:
     return None
 
 
+def model_card(log_dir: Path, step: int) -> str:
+    """README.md of a checkpoint, in the Hub's format."""
+    entry = files.run_entries(log_dir)[-1]
+    config, torch_version = entry["config"], entry["versions"]["torch"]
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gpt2]
+---
+# A GPT-2 trained with gpt2-repro
+
+After {step:,} of {config["max_steps"]:,} steps, {step * config["total_batch_size"]:,} tokens of
+`{Path(config["data"]).name}`, from {config["init"]}, at commit {entry["git_commit"]} with torch {torch_version}:
+
+    {shlex.join(["python", *entry["command"]])}
+
+It continues text. It was not trained to follow instructions, and what it writes may be false.
+"""
+
+
 def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> None:
     """Writes log_dir/step_*/ whole or not at all, then deletes old checkpoints. All ranks call it.
 
@@ -950,26 +970,6 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> 
             if step != best and not (config.keep_every and step % config.keep_every == 0):
                 files.remove_folder(log_dir / f"step_{step:06d}")
     ddp.gather()  # the other ranks' collectives would not wait as long as this may take
-
-
-def model_card(log_dir: Path, step: int) -> str:
-    """README.md of a checkpoint, in the Hub's format."""
-    entry = files.run_entries(log_dir)[-1]
-    config, torch_version = entry["config"], entry["versions"]["torch"]
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [gpt2]
----
-# A GPT-2 trained with gpt2-repro
-
-After {step:,} of {config["max_steps"]:,} steps, {step * config["total_batch_size"]:,} tokens of
-`{Path(config["data"]).name}`, from {config["init"]}, at commit {entry["git_commit"]} with torch {torch_version}:
-
-    {shlex.join(["python", *entry["command"]])}
-
-It continues text. It was not trained to follow instructions, and what it writes may be false.
-"""
 
 
 # ------------------------------------------------------------------------------------------------------------
