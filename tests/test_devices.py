@@ -120,6 +120,7 @@ sys.path.insert(0, {root!r})
 import torch
 import torch._dynamo
 import support.devices, train_gpt2
+from torch.utils._pytree import tree_map_only
 from tests.no_float64 import StandIn, install
 
 device = install()
@@ -128,6 +129,10 @@ support.devices.matmul_flops = lambda *args: 1e12
 Generator, tensor = torch.Generator, torch.tensor  # a stand-in does not see these calls
 torch.Generator = lambda device=None: Generator()
 torch.tensor = lambda data, device="cpu", **options: tensor(data, **options).to(device)
+on_host = lambda data: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), data)
+for module, name in ((torch, "save"), (train_gpt2.safetensors.torch, "save_file")):  # a stand-in has no bytes
+    save = getattr(module, name)
+    setattr(module, name, lambda data, *rest, save=save, **options: save(on_host(data), *rest, **options))
 with StandIn():
     for steps in ("2", "4"):
         assert train_gpt2.main([*{args!r}, "--max-steps", steps]) == 0
@@ -136,14 +141,14 @@ with StandIn():
 
 @pytest.mark.skipif(not no_float64.INSTALLABLE, reason="this torch registers no device from Python")
 def test_a_device_without_float64(text, tmp_path):
-    """A whole run on a stand-in that refuses float64 as Apple's GPU does: validation, HellaSwag, samples, both
+    """A run on a stand-in that refuses float64 as Apple's GPU does: validation, HellaSwag, samples, both
     optimizers, a checkpoint, a resumption; with the losses of the CPU."""
     tasks = tmp_path / "tasks.jsonl"
     lines = (ROOT / "tests" / "hellaswag_sample.jsonl").read_text().splitlines(keepends=True)
     tasks.write_text("".join(lines[:4]))
-    args = ["--data", text, "--eval-every", 2, "--hellaswag-every", 2, "--hellaswag-data", tasks, "--seq-len", 64,
-            "--sample-every", 4, "--save-every", 2, "--optimizer", "muon", "--micro-batch-size", 1,
-            "--min-lr", 5e-3]
+    args = ["--data", text, "--eval-every", 2, "--hellaswag-every", 2, "--hellaswag-data", tasks,
+            "--seq-len", 64, "--sample-every", 4, "--save-every", 2, "--optimizer", "muon",
+            "--micro-batch-size", 1, "--min-lr", 5e-3]
     code = WITHOUT_FLOAT64.format(root=str(ROOT), args=[
         *TINY, *map(str, args), "--log-dir", str(tmp_path / "device"), "--resume"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
@@ -182,9 +187,9 @@ def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):
     assert torch.equal(samples_after, samples_before)
 
 
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a torch without CUDA makes no fake CUDA tensors")
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need torch with CUDA")
 def test_forward_passes_on_a_fake_gpu_mix_no_devices():
-    """Fake tensors of a CUDA device have shapes and devices, no values, and refuse the host's among them."""
+    """Fake tensors of a CUDA device have no values, and refuse the host's among them."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from support.muon import orthogonalize

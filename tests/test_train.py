@@ -33,7 +33,8 @@ t.get_lr = lambda *args: show() or get_lr(*args)
 
 def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     """192 tokens a step: 12 micro-batches of 1, 6 of 2, one of 12; on three ranks 2 of 2 each."""
-    common = ["--data", text, "--total-batch-size", 192, "--max-steps", 8, "--eval-every", 8, "--max-lr", 1e-2]
+    common = ["--data", text, "--total-batch-size", 192, "--max-steps", 8, "--eval-every", 8,
+              "--max-lr", 1e-2]
     for B in (1, 2, 12):
         train(*common, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
     texts = train_on_ranks(3, tmp_path, *common, "--log-dir", tmp_path / "three", disturbance=LOOK)
