@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-import train_gpt2
-from tests.conftest import ROOT, TINY, losses, read_log
+from tests.conftest import ROOT, losses, read_log
+from tests.conftest import train as train_tiny
 from train_gpt2 import GPT, GPTConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-SMALL = ["--n-layer", "2", "--n-head", "4", "--n-embd", "128", "--seq-len", "128", "--total-batch-size", "4096",
-         "--data", ROOT / "input.txt", "--device", "cuda", "--max-lr", "1e-3"]
+SMALL = ["--n-layer", 2, "--n-head", 4, "--n-embd", 128, "--seq-len", 128, "--total-batch-size", 4096,
+         "--data", ROOT / "input.txt", "--device", "cuda", "--max-lr", 1e-3]
 
 
 def train(*args):
-    return train_gpt2.main([*TINY, *map(str, SMALL), *map(str, args)])
+    return train_tiny(*SMALL, *args)
 
 
 def test_compiled_equals_eager(tmp_path):

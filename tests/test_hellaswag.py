@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 
 def render_example(example):
-    """A task as four padded rows, context and ending: tokens (4, N), and a mask (4, N), 1 where an ending is scored."""
+    """A task as four padded rows, context and ending: tokens (4, N), and a mask (4, N), 1 for an ending's."""
     context, endings, _ = hellaswag.encode(example)
     rows = [torch.tensor(context + ending) for ending in endings]
     masks = [torch.tensor([0] * len(context) + [1] * len(ending)) for ending in endings]
@@ -58,28 +58,28 @@ def test_losses_and_predictions_equal_the_plain_scorers(model):
     ours, folder = model
     examples = hellaswag.load_examples(TASKS)
     expected, lengths = plain_losses(folder, examples)
-    for batch_size, world_size in ((1, 1), (64, 1), (7, 3)):
+    cpu = torch.device("cpu")
+    for batch_size, n in ((1, 1), (64, 1), (7, 3)):  # n ranks
         tasks = hellaswag.prepare(examples, 160)
-        shares = [
-            hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"), batch_size, rank, world_size)
-            for rank in range(world_size)
-        ]
+        shares = [hellaswag.score(ours.hidden, ours.wte.weight, tasks, cpu, batch_size, rank, n)
+                  for rank in range(n)]
         assert sorted(i for share in shares for i in share.index) == list(range(24))
         for share in shares:
             torch.testing.assert_close(share.losses, expected[share.index], atol=1e-3, rtol=1e-5)
             assert torch.equal(share.lengths, lengths[share.index].long())
             assert torch.equal(share.losses.argmin(1), expected[share.index].argmin(1))
-        assert (expected.argmin(1) != (expected / lengths).argmin(1)).any(), "division makes no difference here"
+        by_mean = (expected / lengths).argmin(1)
+        assert (expected.argmin(1) != by_mean).any(), "division makes no difference here"
         labels = torch.tensor([example["label"] for example in examples])
         assert sum(s.num_correct for s in shares) == int((expected.argmin(1) == labels).sum())
-        assert sum(s.num_correct_norm for s in shares) == int(((expected / lengths).argmin(1) == labels).sum())
+        assert sum(s.num_correct_norm for s in shares) == int((by_mean == labels).sum())
 
 
 def test_command_on_a_folder(model, tmp_path):
     """The command, whose model is transformers', says what the plain scorer says; --json holds every task."""
     _, folder = model
-    args = ["-m", folder, "-d", "cpu", "--data", TASKS, "--limit", 16, "--harness", "--json", tmp_path / "out.json"]
-    done = script("hellaswag.py", *args)
+    args = ["-d", "cpu", "--data", TASKS, "--limit", 16, "--harness", "--json", tmp_path / "out.json"]
+    done = script("hellaswag.py", "-m", folder, *args)
     assert done.returncode == 0, done.stderr
     losses, _ = plain_losses(folder, examples := hellaswag.load_examples(TASKS)[:16])
     rows = json.loads((tmp_path / "out.json").read_text())
@@ -127,13 +127,13 @@ HARNESS_EXAMPLE = {
     "ctx_a": "[header] How to [title] a  roof [substeps] Look up.",
     "ctx_b": "he",
     "ctx": "unused",
-    "endings": [" is ripping tiles [step] off. ", "jumps [title] down", "sleeps all  day", "holds a café's cube."],
+    "endings": [" is ripping tiles [step] off. ", "jumps [title] down", "sleeps all  day", "a café's cube."],
     "label": 2,
 }
 
 
 def plain_harness_scores(folder, example, window):
-    """lm-evaluation-harness's rule, written out: a row an ending, log-likelihoods from transformers' full logits."""
+    """lm-evaluation-harness's rule: a row an ending, log-likelihoods from transformers' full logits."""
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), GPT2LMHeadModel.from_pretrained(folder)
@@ -156,9 +156,9 @@ def plain_harness_scores(folder, example, window):
 
 
 def test_harness_style(model):
-    """Cleaned texts, the label before the context, division by characters; with and without room for the context."""
+    """Cleaned texts, the label before the context, division by characters; also without room for the context."""
     ours, folder = model
-    long = HARNESS_EXAMPLE | {"ctx_a": "far away " * 200 + "A man sits.", "endings": ["a b", "c", "d e f", "g"]}
+    long = HARNESS_EXAMPLE | {"ctx_a": "far away " * 200 + "A man.", "endings": ["a b", "c", "d e f", "g"]}
     for example, cut in ((HARNESS_EXAMPLE, False), (long, True)):
         tasks = hellaswag.prepare([example], 160, harness=True)
         assert tasks[0].cut == cut
@@ -169,7 +169,7 @@ def test_harness_style(model):
     context, endings, _ = hellaswag.encode(HARNESS_EXAMPLE, harness=True)
     decode = hellaswag.get_tokenizer().decode
     assert decode(context) == "Roof shingle removal: How to. a roof Look up. He"
-    cleaned = [" is ripping tiles off.", " jumps. down", " sleeps all day", " holds a café's cube."]
+    cleaned = [" is ripping tiles off.", " jumps. down", " sleeps all day", " a café's cube."]
     assert list(map(decode, endings)) == cleaned
 
 
@@ -183,7 +183,7 @@ def test_losses_are_float32_under_bfloat16(model):
     torch.testing.assert_close(rounded.losses, exact.losses, rtol=0.05, atol=0.5)
 
 
-BAD = [task(label=4), task(""), task(endings=["a", "b", "c"]), task(endings=["a", "b", "", "d"]), {"ctx": "a"}, []]
+BAD = [task(label=4), task(""), task(endings=["a", "b", "c"]), task(endings=["a", "b", "", "d"]), {}, []]
 
 
 @pytest.mark.parametrize("line", ["{", *map(json.dumps, BAD)])

@@ -118,7 +118,8 @@ def test_shards_are_even_where_no_parameter_is_too_large():
 
 
 def test_warm_up_stable_warm_down():
-    config = replace(TrainConfig(), schedule="wsd", max_steps=100, warmup_steps=10, warmdown_steps=40, min_lr=0)
+    config = replace(TrainConfig(), schedule="wsd", max_steps=100, warmup_steps=10, warmdown_steps=40,
+                     min_lr=0.0)
     lrs = [get_lr(step, config) for step in range(101)]
     assert lrs[9:61] == [config.max_lr] * 52 and lrs[100] == 0 and lrs[80] == pytest.approx(config.max_lr / 2)
     assert all(a < b for a, b in itertools.pairwise(lrs[:10]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sample
-from support.rundir import list_checkpoints
+from support.files import list_checkpoints
 from support.tokenizer import get_tokenizer
 from train_gpt2 import GPT, GPTConfig
 
