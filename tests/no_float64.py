@@ -1,8 +1,8 @@
 """A stand-in for a GPU like Apple's on a machine that has none: its tensors are computed by the CPU.
 
-`install()` registers a device "standin" with torch, for the whole process. Under `with StandIn():` its tensors
-refuse float64, as MPS does, and to be mixed with tensors of the host other than scalars. It cannot show Metal's
-own arithmetic.
+`install()` registers a device "standin" with torch, for the whole process. Under `with StandIn():` its
+tensors refuse float64, as MPS does, and to be mixed with tensors of the host other than scalars. It cannot
+show Metal's own arithmetic.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-INSTALLABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # since torch 2.12 or 2.13
+INSTALLABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # torch 2.13
 
 
 def install() -> torch.device:

@@ -24,6 +24,7 @@ def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
     for i, (_, _, low, high) in enumerate(bounds):
         values = [losses(run, "val")[i] for run in runs[:3]]
         assert float(low) < min(values) and max(values) < float(high)
+    capsys.readouterr()
     assert main([str(runs[3]), str(reference)]) == 0
     assert capsys.readouterr().out == "3 values compared: matches reference\n"
     with open(reference / "check.txt", "a") as file:

@@ -156,7 +156,7 @@ def plain_harness_scores(folder, example, window):
 
 
 def test_harness_style(model):
-    """Cleaned texts, the label before the context, division by characters; also without room for the context."""
+    """Cleaned texts, the label before the context, division by characters; also if the context is cut."""
     ours, folder = model
     long = HARNESS_EXAMPLE | {"ctx_a": "far away " * 200 + "A man.", "endings": ["a b", "c", "d e f", "g"]}
     for example, cut in ((HARNESS_EXAMPLE, False), (long, True)):

@@ -30,8 +30,8 @@ NOT_RUN = {  # beginning of a command, or an argument in it -> why it is not run
     "--dataset": "a network; tests/test_dataset.py has a server of its own",
 }
 SMALL = dict(n_layer=1, n_head=1, n_embd=8, seq_len=16, micro_batch_size=2, total_batch_size=32,
-             max_steps=2, warmup_steps=1, warmdown_steps=1, eval_every=0, eval_tokens=64, hellaswag_every=0, sample_every=0,
-             save_every=0, device="cpu", compile=False)
+             max_steps=2, warmup_steps=1, warmdown_steps=1, eval_every=0, eval_tokens=64, hellaswag_every=0,
+             sample_every=0, save_every=0, device="cpu", compile=False)
 
 
 def blocks(language: str) -> list[str]:
@@ -107,7 +107,7 @@ def test_python_blocks_run(text, tmp_path, monkeypatch):
         exec(block, {})
 
 
-LINKED = [page for pattern in ("*.md", "docs/*.md", "reference/*.md", "bench/**/*.md") for page in ROOT.glob(pattern)]
+LINKED = [*PAGES, *ROOT.glob("reference/*.md"), *ROOT.glob("bench/**/*.md")]
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,11 +1,11 @@
-"""Kills a training run at random moments, again and again, and compares what it leaves with an undisturbed run.
+"""Kills a training run at random moments, again and again: it must leave what an undisturbed one leaves.
 
     python tests/torture.py                    # 50 times kill -9, seven minutes on two cores
     python tests/torture.py --kills 3 --seed 7
 
 A small CPU run that saves every fourth step is started with --resume and killed (SIGKILL) as often as --kills
-says, in turn while it writes a checkpoint, trains and starts up; then it may finish. Its weights, its training
-state and its log, except for the timing streams, must equal those of an undisturbed run byte for byte.
+says, in turn while it writes a checkpoint, trains and starts up; then it may finish. Its weights, its
+training state and its log, except for the timing streams, must equal an undisturbed run's byte for byte.
 """
 
 import argparse
@@ -24,8 +24,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 TIMINGS = ("ms", "tok_per_sec", "mfu")
 ARGS = ["--preset", "shakespeare", "--n-layer", "2", "--n-embd", "32", "--total-batch-size", "128",
-        "--seq-len", "32", "--eval-every", "5", "--eval-tokens", "1024", "--sample-every", "0", "--save-every", "4",
-        "--keep-checkpoints", "2", "--keep-every", "40", "--device", "cpu", "--resume"]
+        "--seq-len", "32", "--eval-every", "5", "--eval-tokens", "1024", "--sample-every", "0",
+        "--save-every", "4", "--keep-checkpoints", "2", "--keep-every", "40", "--device", "cpu", "--resume"]
 
 
 def start(log_dir: Path, steps: int) -> subprocess.Popen:
@@ -63,7 +63,7 @@ def contents(log_dir: Path) -> dict[str, bytes | list[str]]:
     lines = [line for line in lines if line.split()[1] not in TIMINGS]
     found: dict[str, bytes | list[str]] = {"log.txt": lines}
     for path in sorted(log_dir.glob("step_*/*")):
-        if path.name not in ("training_state.pt", "README.md", "SHA256SUMS"):  # time, command, their checksums
+        if path.name not in ("training_state.pt", "README.md", "SHA256SUMS"):  # time, command, checksums
             found[f"{path.parent.name}/{path.name}"] = path.read_bytes()
     return found
 
@@ -108,8 +108,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         half_written = torture(Path(folder), args.kills, args.steps)
     print(f"{args.kills} kills (seed {args.seed}), {half_written} of which left a checkpoint half written, "
-          f"{args.steps} steps, {time.perf_counter() - began:.0f} s: weights, state and log equal an undisturbed "
-          "run's")
+          f"{args.steps} steps, {time.perf_counter() - began:.0f} s: weights, state and log equal an "
+          "undisturbed run's")
 
 
 if __name__ == "__main__":

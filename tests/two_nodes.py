@@ -2,9 +2,9 @@
 
     python tests/two_nodes.py
 
-Three runs of the README's two-node command (gloo, CPU): one process alone; two nodes, undisturbed; two nodes of
-which one is killed (SIGKILL, launcher and ranks) in mid-run, and the same command given again on both. The losses
-of the second and the third must be equal, and the first's equal to 1e-4.
+Three runs of the README's two-node command (gloo, CPU): one process alone; two nodes, undisturbed; two nodes
+of which one is killed (SIGKILL, launcher and ranks) in mid-run, and the same command given again on both. The
+losses of the second and the third must be equal, and the first's equal to 1e-4.
 """
 
 import signal
@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NODES = {"node0": "10.99.7.1", "node1": "10.99.7.2"}
 ARGS = ["--preset", "shakespeare", "--n-layer", "2", "--n-embd", "32", "--total-batch-size", "512",
-        "--seq-len", "32", "--micro-batch-size", "2", "--max-steps", "40", "--eval-every", "10", "--eval-tokens",
-        "2048", "--sample-every", "0", "--save-every", "10", "--device", "cpu", "--resume"]
+        "--seq-len", "32", "--micro-batch-size", "2", "--max-steps", "40", "--eval-every", "10",
+        "--eval-tokens", "2048", "--sample-every", "0", "--save-every", "10", "--device", "cpu", "--resume"]
 
 
 def sh(command: str) -> None:
@@ -43,8 +43,8 @@ def start(node: str, folder: Path, log_dir: Path) -> subprocess.Popen:
     command = " ".join([*torchrun, *ARGS, "--log-dir", str(log_dir)])
     inside = f"hostname {node} && mount --bind {folder}/hosts /etc/hosts && OMP_NUM_THREADS=1 exec {command}"
     in_node = ["ip", "netns", "exec", node, "unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child"]
-    return subprocess.Popen([*in_node, "bash", "-c", inside], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True)
+    command = [*in_node, "bash", "-c", inside]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(processes: list[subprocess.Popen]) -> None:
@@ -84,8 +84,8 @@ def main() -> None:
         assert losses(folder / "straight", "val") == losses(folder / "killed", "val")
         difference = max(abs(a - b) for a, b in zip(alone, straight, strict=True))
         assert difference < 1e-4, difference
-    print(f"two nodes against one process: largest difference of 40 losses {difference:.1e}; one node killed at "
-          f"step 24 (the other gave up after {noticed:.1f} s) and both restarted: losses as if undisturbed")
+    print(f"two nodes against one process: largest difference of 40 losses {difference:.1e}; one node killed "
+          f"at step 24 (the other gave up after {noticed:.1f} s) and both restarted: the same losses")
 
 
 if __name__ == "__main__":
