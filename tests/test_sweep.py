@@ -91,10 +91,16 @@ def test_a_missing_tracker_is_named(text, tmp_path, monkeypatch, name, module):
         train("--data", text, f"--{name}", "--log-dir", tmp_path / "log")
 
 
-def test_tensorboard_gets_every_stream(text, tmp_path):
+def test_tensorboard_gets_every_stream(text, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils import tensorboard
 
+    close = []
+    add_scalar = tensorboard.SummaryWriter.add_scalar
+    monkeypatch.setattr(tensorboard.SummaryWriter, "add_scalar", lambda self, *args: close.append(self.close)
+                        or add_scalar(self, *args))
     assert train("--data", text, "--tensorboard", "--max-steps", 2, "--log-dir", tmp_path) == 0
+    close[0]()  # as the end of the process does
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train")] == [0, 1]
