@@ -16,7 +16,6 @@ from support.cli import InputError, flag, parse_args, run
 from support.devices import choose_device
 from support.models import find_model, load_causal_lm
 
-
 @dataclass(frozen=True)
 class SampleConfig:
     """Continues a prompt with a trained model."""
@@ -26,8 +25,7 @@ class SampleConfig:
     prompt: Positional[str] = ""
     """Text to continue; without one, prompts are read from standard input, a line each."""
     max_new_tokens: int = 100
-    """Most tokens to add to a prompt; a sample also ends with the model's context, or at an end-of-text
-    token."""
+    """Tokens to add at most; a sample also ends at the end of the context or of the text."""
     temperature: float = 1.0
     """Divides the logits: below 1 likelier tokens gain; 0: always the likeliest token."""
     top_k: int = 50
@@ -39,13 +37,13 @@ class SampleConfig:
     device: str = "auto"
     """auto, cpu, cuda or mps."""
 
-
 def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> None:
     """Prints `num_samples` continuations of the prompt, each as it is made."""
     from transformers import GenerationConfig, TextStreamer
 
     context = model.config.max_position_embeddings
-    ids = tokenizer(prompt or tokenizer.bos_token, return_tensors="pt").input_ids[:, 1 - context :].to(model.device)
+    ids = tokenizer(prompt or tokenizer.bos_token, return_tensors="pt").input_ids
+    ids = ids[:, 1 - context :].to(model.device)
     generation = GenerationConfig(
         max_new_tokens=min(config.max_new_tokens, context - ids.size(1)),
         do_sample=config.temperature > 0,
@@ -57,8 +55,8 @@ def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> Non
     for i in range(config.num_samples):
         torch.manual_seed(config.seed + i)
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation, streamer=streamer)
-
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation,
+                       streamer=streamer)
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(SampleConfig, args=args)
@@ -81,7 +79,6 @@ def main(args: list[str] | None = None) -> None:
         if not line:
             return None
         sample(model, tokenizer, line.rstrip("\n"), config)
-
 
 if __name__ == "__main__":
     run(main)

@@ -7,14 +7,13 @@
     python train_gpt2.py --resume                            # continues the run in log/
     python train_gpt2.py --help                              # every flag, its default and unit
 
-The whole training run is in this file, in reading order: model, Hugging Face folders, data, configuration,
-optimizer, ranks, log, evaluation, checkpoints, and the loop, whose weight update is between two marked lines.
+The whole run is in this file, in reading order: model, Hugging Face folders, data, configuration, optimizer,
+ranks, log, evaluation, checkpoints, and the loop, whose weight update is between two marked lines.
 
-Shapes: B batch (sequences of a micro-batch), T time (tokens of a sequence), C channels (n_embd = n_head * head
-size), nh heads, hs head size, V vocabulary (50,257). A *step* is one update of the weights from total_batch_size
-tokens. The ranks share them equally; each accumulates gradients over micro-steps of B * T tokens. What is logged
-at step s belongs to the weights after s updates: the loss of step 0 is that of the untrained model.
-"""
+Shapes: B batch (sequences of a micro-batch), T time (tokens of a sequence), C channels (n_embd = n_head *
+head size), nh heads, hs head size, V vocabulary (50,257). A *step* updates the weights from total_batch_size
+tokens, which the ranks share equally; each rank accumulates gradients over micro-steps of B * T tokens. Step
+s is logged with the weights after s updates: the loss of step 0 is that of the untrained model. """
 
 import contextlib
 import gc
@@ -29,24 +28,21 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from pickle import UnpicklingError
+from textwrap import indent
 from typing import Any, Literal
 
 import numpy as np
 import safetensors.torch
-import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
-from tqdm import tqdm
 
 from support import cli, devices, files, tokenizer
 from support.cli import InputError, LostRank, RunError, first_line, print0
@@ -57,7 +53,6 @@ ROOT = Path(__file__).parent
 # ------------------------------------------------------------------------------------------------------------
 # Model: GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3)
 
-
 @dataclass(frozen=True)
 class GPTConfig:
     """The shape of a GPT-2. The defaults are GPT-2 small, 124,439,808 parameters."""
@@ -67,7 +62,6 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-
 
 class CausalSelfAttention(nn.Module):
     """Multi-head self-attention; each token attends to itself and to earlier ones. (B, T, C) -> (B, T, C)"""
@@ -85,7 +79,6 @@ class CausalSelfAttention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
 
-
 class MLP(nn.Module):
     """Two linear layers with GELU (tanh approximation) between them. (B, T, C) -> (B, T, C)"""
 
@@ -96,7 +89,6 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-
 
 class Block(nn.Module):
     """A pre-LayerNorm transformer block. (B, T, C) -> (B, T, C)"""
@@ -112,36 +104,31 @@ class Block(nn.Module):
         x = x + self.attn(self.ln_1(x), mask)
         return x + self.mlp(self.ln_2(x))
 
-
 def lm_head(x: Tensor, wte: Tensor) -> Tensor:
     """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
 
-    On a GPU the matmul is padded to a multiple of 64 columns (50,257 -> 50,304), which suits its tensor cores.
-    The padding is made on the fly: it is not a parameter, and the softmax does not see it.
-    """
+    On a GPU the matmul is padded to a multiple of 64 columns (50,304), which suits its tensor cores. The
+    padding is made on the fly: it is not a parameter, and the softmax does not see it. """
     V = wte.size(0)
     wte = F.pad(wte, (0, 0, 0, -V % 64)) if x.is_cuda else wte
     return F.linear(x, wte)[..., :V]
-
 
 def next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (B, T, V) and their mean cross-entropy in nats, a float32 scalar. x (B, T, C), targets (B, T)"""
     logits = lm_head(x, wte)
     return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-
 class ChunkedLoss(torch.autograd.Function):
     """next_token_loss and its gradient in one pass, for 1,024 tokens at a time.
 
-    The logits of a micro-batch, (B, T, 50257), would be larger than all weights of GPT-2 (124M). In chunks they
-    take less memory everywhere, and less time on a CPU (bench/NOTES.md).
-    x (N, C), wte (V, C), targets (N,), needs_gradient -> float32 scalar
-    """
+    All logits of a micro-batch, (B, T, 50257), would be larger than the weights of GPT-2 (124M). In chunks
+    they take less memory everywhere, and less time on a CPU (bench/NOTES.md)."""
 
     CHUNK = 1024  # tokens
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, wte: Tensor, targets: Tensor, needs_gradient: bool) -> Tensor:
+        """x (N, C), wte (V, C), targets (N,) -> float32 scalar"""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         w, V = wte.to(dtype), wte.size(0)
@@ -151,8 +138,8 @@ class ChunkedLoss(torch.autograd.Function):
         for i in range(0, len(x), ChunkedLoss.CHUNK):
             chunk = slice(i, i + ChunkedLoss.CHUNK)
             x_chunk, target = x[chunk].to(dtype), targets[chunk, None]
-            # On a CPU float32 matmuls are twice as fast with a token's logits in a column, V being so large. In
-            # 16 bits the softmax takes longer than the matmuls, and prefers them in a row (bench/NOTES.md).
+            # On a CPU float32 matmuls are twice as fast with a token's logits in a column, V being so large;
+            # in 16 bits the softmax, which prefers a row, takes longer than the matmuls (bench/NOTES.md).
             logits = (w @ x_chunk.t()).t() if dtype == torch.float32 else x_chunk @ w.t()  # (n, V)
             logits = logits.float()
             logits[:, V:] = -math.inf
@@ -174,11 +161,9 @@ class ChunkedLoss(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         return dx.mul_(gradient), dw.mul_(gradient), None, None
 
-
 def chunked_next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[None, Tensor]:
     """next_token_loss without ever holding all logits. x (…, C), wte (V, C), targets (…)"""
     return None, ChunkedLoss.apply(x.flatten(0, -2), wte, targets.flatten(), torch.is_grad_enabled())
-
 
 class GPT(nn.Module):
     """GPT-2 with GPT-2's parameter names. Linear weights are (out, in), the transpose of Hugging Face's."""
@@ -187,7 +172,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.loss_function = next_token_loss  # or another computation of the same loss, see prepare()
-        self.low_memory = False  # recompute each block in the backward pass: do not store its activations
+        self.low_memory = False  # recompute each block in the backward pass instead of storing activations
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -195,11 +180,9 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """GPT-2's initialization: normal with std 0.02, biases 0, LayerNorms 1 and 0.
-
-        Each block adds two branches to the residual stream; their last projections are scaled by
-        1 / sqrt(2 * n_layer), so that the stream's initial variance does not grow with depth (section 2.3).
-        """
+        """GPT-2's initialization: normal with std 0.02, biases 0, LayerNorms 1 and 0. The two projections of
+        a block that end in the residual stream are scaled by 1 / sqrt(2 * n_layer), so that the stream's
+        initial variance does not grow with depth (section 2.3)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 0.02
@@ -208,8 +191,8 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def prepare(self, compiled: bool) -> None:
-        """Chooses how training computes; results agree to rounding. Blocks are compiled one by one, so that all
-        share the same code. Compiled, the plain loss makes few passes over the logits: best on a GPU."""
+        """Chooses how training computes; results agree to rounding. Blocks are compiled one by one, so that
+        they share code. The plain loss, compiled, makes the fewest passes over the logits: best on a GPU."""
         for block in self.h if compiled else ():
             block.compile(dynamic=False)
         self.loss_function = chunked_next_token_loss
@@ -217,11 +200,8 @@ class GPT(nn.Module):
             self.loss_function = torch.compile(lambda *args: (None, next_token_loss(*args)[1]), dynamic=False)
 
     def hidden(self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """The input of the head: the final LayerNorm's output (B, T, C) for tokens idx (B, T).
-
-        position (B, T) or (T,): of the tokens, by default 0 … T-1. mask (B, 1, T, T) bool: which tokens each
-        token attends to, by default itself and earlier ones.
-        """
+        """The head's input (B, T, C) for tokens idx (B, T). position (B, T) or (T,): by default 0 … T-1.
+        mask (B, 1, T, T) bool: by default a token attends to itself and earlier ones."""
         if position is None:
             if idx.size(1) > self.config.block_size:
                 raise InputError(f"{idx.size(1)} tokens, but the model's context is {self.config.block_size}")
@@ -230,29 +210,25 @@ class GPT(nn.Module):
         for block in self.h:
             if self.low_memory and torch.is_grad_enabled():
                 x = recompute(block, x, mask, use_reentrant=False)
-                torch.clear_autocast_cache()  # or 16-bit copies of all weights live until the forward pass ends
+                torch.clear_autocast_cache()  # or 16-bit copies of all weights live until the forward ends
             else:
                 x = block(x, mask)
         return self.ln_f(x)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """idx, targets (B, T) int64 -> logits (B, T, V), mean cross-entropy in nats. No loss without targets; no
-        logits if loss_function never holds all of them."""
-        x = self.hidden(idx)
-        if targets is None:
-            return lm_head(x, self.wte.weight), None
-        return self.loss_function(x, self.wte.weight, targets)
+        """idx, targets (B, T) int64 -> logits (B, T, V), mean cross-entropy in nats. Without targets there is
+        no loss; there are no logits where loss_function never holds all of them."""
+        x, wte = self.hidden(idx), self.wte.weight
+        return (lm_head(x, wte), None) if targets is None else self.loss_function(x, wte, targets)
 
     @torch.no_grad()
-    def generate(
-        self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int = 50,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
+    def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int = 50,
+                 generator: torch.Generator | None = None) -> Tensor:
         """Continues idx (B, T) by sampling from the top_k most likely tokens. -> (B, T + max_new_tokens)"""
         for _ in range(max_new_tokens):
             window = idx[:, -self.config.block_size :]
             T = window.size(1)
-            padding = min(devices.round_length(T, idx.device), self.config.block_size) - T  # after T: not seen
+            padding = min(devices.round_length(T, idx.device), self.config.block_size) - T  # not attended to
             x = self.hidden(F.pad(window, (0, padding)))[:, T - 1]  # (B, C)
             logits = lm_head(x, self.wte.weight).float() / temperature  # (B, V)
             logits, candidates = logits.topk(min(top_k, logits.size(-1)))  # (B, k) each
@@ -265,8 +241,8 @@ class GPT(nn.Module):
         return total if position_embeddings else total - self.wpe.weight.numel()
 
     def flops_per_token(self, T: int) -> int:
-        """Training FLOPs a token, forward and backward: 6 N + 12 L C T, N without position embeddings, which are
-        in no matmul (PaLM, Chowdhery et al. 2022, appendix B). Recomputation and causality do not count."""
+        """Training FLOPs a token: 6 N + 12 L C T, N without position embeddings, which are in no matmul
+        (PaLM, Chowdhery et al. 2022, appendix B). Recomputation and causality do not count."""
         return 6 * self.num_parameters(False) + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
@@ -282,27 +258,25 @@ class GPT(nn.Module):
         try:
             model.load_state_dict(state, strict=True, assign=True)
         except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise InputError(f"{name}: weights do not match its config.json: {reason}") from None
+            problem = " ".join(str(error).split())
+            raise InputError(f"{name}: weights do not match its config.json: {problem}") from None
         return model.requires_grad_(True)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes a Hugging Face GPT-2: config.json, model.safetensors and, with GPT-2's vocabulary, a tokenizer."""
+        """Writes a Hugging Face GPT-2 with its tokenizer."""
         write_pretrained(Path(folder), self.config, self.state_dict())
 
-
 # ------------------------------------------------------------------------------------------------------------
-# Hugging Face folders. Two things differ from ours: names begin with `transformer.` (not in OpenAI's uploads), and
-# linear layers are Conv1D, whose weights are (in, out). A field that a fork adds to GPTConfig keeps its name.
+# Hugging Face folders. Two things differ from ours: names begin with `transformer.` (not in OpenAI's
+# uploads), and linear layers are Conv1D with (in, out) weights. A field that a fork adds to GPTConfig keeps
+# its name.
 
 GPT2_MATHS = {  # GPT-2 in Hugging Face's terms; a model that differs in one of these computes something else
     "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True,
-    "add_cross_attention": False,
-}
+    "add_cross_attention": False}
 CONFIG_NAMES = {"block_size": "n_positions"} | {n: n for n in ("vocab_size", "n_layer", "n_head", "n_embd")}
 CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
-
 
 def read_pretrained(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
     """A folder's model, its float32 parameters under our names. Raises InputError if it is no whole GPT-2."""
@@ -315,7 +289,7 @@ def read_pretrained(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
         value = raw.get(key, expected if key != "model_type" else None)
         same = value == expected or (key == "n_inner" and value == 4 * raw.get("n_embd", 0))
         if not same and key not in names:
-            raise InputError(f"{folder}: not a GPT-2: {key} is {value!r} in its config.json, not {expected!r}")
+            raise InputError(f"{folder}: not a GPT-2: config.json has {key} = {value!r}, not {expected!r}")
     if missing := [name for name in CONFIG_NAMES.values() if name not in raw]:
         raise InputError(f"{folder}: config.json lacks {', '.join(missing)}")
     state: dict[str, Tensor] = {}
@@ -330,23 +304,21 @@ def read_pretrained(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
                 # Copied, since load_file maps the file, and NFS and Windows cannot remove a mapped file.
                 t = t.t() if CONV1D.search(name) else t
                 state[name] = t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if not state:
-        raise InputError(f"{folder}: no model.safetensors here")
-    head = state.pop("lm_head.weight", None)
-    if head is not None and not torch.equal(head, state["wte.weight"]):
+    if "wte.weight" not in state:
+        raise InputError(f"{folder}: no model.safetensors of a GPT-2 here")
+    if not torch.equal(state.pop("lm_head.weight", state["wte.weight"]), state["wte.weight"]):
         raise InputError(f"{folder}: not a GPT-2: its head is not tied to its token embedding")
     return GPTConfig(**{ours: raw[theirs] for ours, theirs in names.items() if theirs in raw}), state
-
 
 def write_pretrained(folder: Path, config: GPTConfig, state: dict[str, Tensor]) -> None:
     """Writes config.json, model.safetensors and GPT-2's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     eot = EOT if config.vocab_size == VOCAB_SIZE else None  # None: some other vocabulary
-    raw = {"architectures": ["GPT2LMHeadModel"], "dtype": "float32", "n_ctx": config.block_size, "attn_pdrop": 0.0,
-           "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": eot, "eos_token_id": eot}
+    raw = {"architectures": ["GPT2LMHeadModel"], "dtype": "float32", "n_ctx": config.block_size,
+           "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": eot, "eos_token_id": eot}
     raw |= GPT2_MATHS | {CONFIG_NAMES.get(name, name): value for name, value in asdict(config).items()}
     texts = {"config.json": json.dumps(raw, indent=2) + "\n"}
-    if eot:  # the tokenizer's files are copied: transformers would write the same, but takes seconds to import
+    if eot:  # the tokenizer's files are copied: transformers writes the same, but takes seconds to import
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
         settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": config.block_size} | special
         texts["tokenizer_config.json"] = json.dumps(settings, indent=2) + "\n"
@@ -355,10 +327,10 @@ def write_pretrained(folder: Path, config: GPTConfig, state: dict[str, Tensor]) 
     for name, text in texts.items():
         with files.atomic_write(folder / name, "w") as file:
             file.write(text)
-    weights = {f"transformer.{name}": t.t().contiguous() if CONV1D.search(name) else t for name, t in state.items()}
+    state = {f"transformer.{name}": (t.t() if CONV1D.search(name) else t).cpu().contiguous()
+             for name, t in state.items()}
     with files.atomic_path(folder / "model.safetensors") as partial:
-        safetensors.torch.save_file(weights, partial, metadata={"format": "pt"})
-
+        safetensors.torch.save_file(state, partial, metadata={"format": "pt"})
 
 # ------------------------------------------------------------------------------------------------------------
 # Data: the order of tokens, and the loader (support/tokenizer.py opens shards)
@@ -366,27 +338,22 @@ def write_pretrained(folder: Path, config: GPTConfig, state: dict[str, Tensor]) 
 SHARDS_FOLDER = "edu_fineweb10B"
 PASSAGE = 256  # tokens of a .txt file that stay together when it is shuffled
 
-
 def permutation(n: int, *seed: int) -> np.ndarray:
     """A permutation of 0 … n-1 that depends on `seed` only; numpy's own may change with its version."""
     return np.random.PCG64(seed).random_raw(n).argsort(kind="stable")
-
 
 class TokenStream:
     """A split's tokens as one endless sequence, whose order is a function of the seed.
 
     An epoch is the shards in random order, each with its documents in random order; epochs follow each other
-    without a gap. A document begins at 50256; a .txt file is cut into passages of 256 tokens. Without `shuffle`
-    the order is that of the files. Any position can be read directly.
-
-    data: folder of .npy / .bin shards, or a .txt file. split: "train" or "val". Raises InputError for bad files.
-    """
+    without a gap. A document begins at 50256; a .txt file is cut into passages of 256 tokens. Without shuffle
+    the order is that of the files. data: folder of shards or .txt file. Raises InputError if it is bad."""
 
     def __init__(self, data: str | Path, split: str, seed: int = 1337, shuffle: bool = True):
         data = Path(data)
         self._starts: dict[int, np.ndarray] = {}  # shard -> where its documents start
         if not data.exists():
-            raise InputError(f"{data}: no such data; `python fineweb.py` makes shards, or give --data a .txt file")
+            raise InputError(f"{data}: no such data; `python fineweb.py` makes shards, or use a .txt file")
         if data.is_dir():
             self.paths = tokenizer.find_shards(data, split)
             self.shards = [tokenizer.open_shard(path) for path in self.paths]
@@ -434,11 +401,12 @@ class TokenStream:
         return np.concatenate(documents)
 
     def _document_order(self, epoch: int, shard: int) -> tuple[np.ndarray, ...]:
-        """A shard's documents in this epoch's order: start and length in the file, end in the stream; (n,) each."""
+        """A shard's documents in this epoch's order: start and length in the file, end in the stream."""
         if (epoch, shard) not in self._orders:
             tokens, chunk = self.shards[shard], 1 << 24
             if shard not in self._starts:
-                found = [i + np.flatnonzero(tokens[i : i + chunk] == EOT) for i in range(0, len(tokens), chunk)]
+                found = [i + np.flatnonzero(tokens[i : i + chunk] == EOT)
+                         for i in range(0, len(tokens), chunk)]
                 # Tokens before the first 50256 end a document that began in the previous shard.
                 self._starts[shard] = np.union1d([0], np.concatenate(found)).astype(np.uint32)
             starts = self._starts[shard].astype(np.int64)
@@ -449,38 +417,24 @@ class TokenStream:
             self._orders[epoch, shard] = starts[order], lengths, lengths.cumsum()
         return self._orders[epoch, shard]
 
-
 class DataLoaderLite:
-    """Batches of next-token pairs from a TokenStream.
+    """Batches of next-token pairs from a TokenStream. Raises InputError for bad files.
 
-    In each micro-step the ranks take the next B * T tokens each, in rank order. So the tokens of a step do not
-    depend on how it is split into ranks and micro-batches, every token is an input once an epoch, and the state
-    is one position. pin_memory: for asynchronous copies to a GPU. Raises InputError for bad files.
-    """
+    In each micro-step the ranks take the next B * T tokens each, in rank order. So a step's tokens do not
+    depend on ranks and micro-batches, a token is an input once an epoch, and the state is one position."""
 
-    def __init__(
-        self, data: str | Path, split: str, B: int, T: int, rank: int = 0, world_size: int = 1, seed: int = 1337,
-        shuffle: bool = True, pin_memory: bool = False,
-    ):
+    def __init__(self, data: str | Path, split: str, B: int, T: int, rank: int = 0, world_size: int = 1,
+                 seed: int = 1337, shuffle: bool = True):
         self.stream = TokenStream(data, split, seed, shuffle)
-        self.B, self.T, self.rank, self.world_size, self.pin_memory = B, T, rank, world_size, pin_memory
+        self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.position = 0  # in the stream, of the next micro-batch of all ranks
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="data")  # prepares batches ahead
-        self._ahead: deque[Future] = deque()
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank's next micro-batch, (B, T) int64 each, prepared in the background."""
-        stride = self.B * self.T * self.world_size
-        while len(self._ahead) < 3:
-            start = self.position + len(self._ahead) * stride + self.rank * self.B * self.T
-            self._ahead.append(self._worker.submit(self._make_batch, start))
-        self.position += stride
-        return self._ahead.popleft().result()
-
-    def _make_batch(self, start: int) -> tuple[Tensor, Tensor]:
-        # One token more than B * T: targets are the inputs shifted by one.
-        buffer = torch.from_numpy(self.stream.read(start, self.B * self.T + 1).astype(np.int64))
-        buffer = buffer.pin_memory() if self.pin_memory else buffer
+        """This rank's next inputs and targets, (B, T) int64 each."""
+        tokens = self.B * self.T
+        buffer = self.stream.read(self.position + self.rank * tokens, tokens + 1)  # targets: one token later
+        buffer = torch.from_numpy(buffer.astype(np.int64))
+        self.position += self.world_size * tokens
         return buffer[:-1].view(self.B, self.T), buffer[1:].view(self.B, self.T)
 
     def state_dict(self) -> dict[str, Any]:
@@ -496,16 +450,13 @@ class DataLoaderLite:
             if key != "position" and state[key] != value:
                 raise InputError(f"the data differ from the checkpoint's ({key} {value}, was {state[key]})")
         self.position = state["position"]
-        self._ahead.clear()
-
 
 # ------------------------------------------------------------------------------------------------------------
 # Configuration
 
-
 @dataclass(frozen=True)
 class TrainConfig:
-    """Trains a GPT-2 from scratch or from given weights. A preset changes some defaults; flags override it."""
+    """Trains a GPT-2 from scratch or from given weights. A preset changes defaults; flags override it."""
 
     # which defaults; auto: gpt2 if edu_fineweb10B/ holds shards, else shakespeare; gpt2-fast: a newer recipe
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "shakespeare"] = "auto"
@@ -515,62 +466,55 @@ class TrainConfig:
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
     total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
-    micro_batch_size: int = 0  # sequences per forward pass on one device (B); 0: the largest power of two that fits
+    micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
     seq_len: int = 1024  # tokens per sequence (T)
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # number of attention heads
     n_embd: int = 768  # number of channels (C)
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the blocks (support/muon.py)
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices inside the blocks
     schedule: Literal["cosine", "wsd"] = "cosine"  # after the warm-up; wsd: constant, then a linear warm-down
     warmdown_steps: int = 5000  # steps of the wsd schedule's warm-down to min_lr
     max_lr: float = 6e-4  # learning rate at the end of the warm-up
     min_lr: float = 6e-5  # learning rate of the last step
     warmup_steps: int = 715  # steps of linear warm-up
-    beta2: float = 0.95  # AdamW's decay rate for squared gradients; small batches need a higher one (0.99, 0.999)
+    beta2: float = 0.95  # AdamW's decay rate for squared gradients; small batches need a higher one
     weight_decay: float = 0.1  # decoupled weight decay of matrices (none for biases and LayerNorms)
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
     seed: int = 1337  # seed of the initial weights and of the data order
     shuffle: bool = True  # reshuffle shards and their documents (a .txt file: passages) every epoch
-    # compile the blocks, and on a GPU the loss, with torch.compile; the default with a GPU
-    compile: bool = field(default_factory=lambda: torch.cuda.is_available())
-    low_memory: bool = False  # recompute each block in the backward pass; make logits for 1,024 tokens at a time
-    shard_optimizer: bool = False  # shard the optimizer's state over the ranks (ZeRO-1) instead of replicating it
+    compile: bool = field(default_factory=lambda: torch.cuda.is_available())  # compile with torch.compile
+    low_memory: bool = False  # recompute blocks in the backward pass; make logits of 1,024 tokens at a time
+    shard_optimizer: bool = False  # shard the optimizer's state over the ranks (ZeRO-1)
     device: str = "auto"  # auto, cpu, cuda or mps
-    # precision of matmuls (auto: float32 on a CPU); weights, LayerNorm statistics and losses stay float32
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    deterministic: bool = False  # use deterministic kernels on a GPU, so that resuming is bit-exact, as on a CPU
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls; auto: float32 on a CPU
+    deterministic: bool = False  # use deterministic kernels on a GPU, so that resuming is bit-exact
     eval_every: int = 250  # steps between validation losses; 0: never
-    eval_tokens: int = 10_485_760  # tokens of each validation loss (at most one pass over the validation split)
+    eval_tokens: int = 10_485_760  # tokens of each validation loss (at most the whole split)
     hellaswag_every: int = 250  # steps between HellaSwag evaluations; 0: never
     hellaswag_data: str = ""  # local HellaSwag .jsonl; empty: the official validation set, downloaded once
     sample_every: int = 250  # steps between samples; 0: never
     sample_prompt: str = "Hello, I'm a language model,"  # prompt of the samples
     save_every: int = 1000  # steps between checkpoints; 0: never
-    keep_checkpoints: int = 3  # newest checkpoints to keep, besides the one with the lowest validation loss; 0: all
+    keep_checkpoints: int = 3  # newest to keep, besides the one with the lowest validation loss; 0: all
     keep_every: int = 0  # never delete checkpoints at multiples of this many steps; 0: none
     skip_bad_steps: int = 0  # number of non-finite updates to skip before aborting
     tensorboard: bool = False  # log for TensorBoard, too, in log_dir/tensorboard/ (pip install tensorboard)
     wandb: bool = False  # log to Weights & Biases, too (pip install wandb)
     plan: bool = False  # print the arithmetic of the run and exit
 
-
 SHAKESPEARE = dict(
-    data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=64, n_layer=4, n_head=4, n_embd=64,
-    optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20, warmdown_steps=300, beta2=0.995,
-    compile=False, eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300, sample_prompt="ROMEO:",
-    save_every=300,
-)
-# The recipe is from small models (bench/recipes); the learning rate is the one published for AdamW at this size
-# and batch, since Muon's updates are scaled to AdamW's. Nobody has trained 124M with it to the end yet.
+    data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=64, n_layer=4, n_head=4,
+    n_embd=64, optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
+    warmdown_steps=300, beta2=0.995, compile=False, eval_every=200, eval_tokens=32_768, hellaswag_every=0,
+    sample_every=300, sample_prompt="ROMEO:", save_every=300)
+# From small models (bench/recipes), with the learning rate published for AdamW at this size and batch, since
+# Muon's updates are scaled to AdamW's. Nobody has trained 124M with it to the end yet.
 GPT2_FAST = dict(optimizer="muon", schedule="wsd", max_steps=9_536, warmup_steps=476, warmdown_steps=4_768,
                  max_lr=1.8e-3, min_lr=0.0)
-PRESETS: dict[str, dict[str, Any]] = {
-    "gpt2": {}, "gpt2-fast": GPT2_FAST, "gpt3": dict(seq_len=2048), "shakespeare": SHAKESPEARE,
-}
+PRESETS = {"gpt2": {}, "gpt2-fast": GPT2_FAST, "gpt3": dict(seq_len=2048), "shakespeare": SHAKESPEARE}
 # What a resumption may not change, since the losses would change by more than rounding.
-FIXED = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "optimizer", "schedule", "max_lr", "min_lr",
-         "warmup_steps", "beta2", "weight_decay", "grad_clip", "seed", "shuffle")
-
+FIXED = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "optimizer", "schedule", "max_lr",
+         "min_lr", "warmup_steps", "beta2", "weight_decay", "grad_clip", "seed", "shuffle")
 
 def check_config(config: TrainConfig) -> None:
     """Collects every problem that shows without data or devices, and raises them as one InputError."""
@@ -584,12 +528,11 @@ def check_config(config: TrainConfig) -> None:
     if config.beta2 >= 1:
         problems.append(f"--beta2 {config.beta2}: must be below 1")
     if config.eval_every and config.eval_tokens < config.seq_len:
-        problems.append(f"--eval-tokens {config.eval_tokens}: less than a sequence, --seq-len {config.seq_len}")
+        problems.append(f"--eval-tokens {config.eval_tokens}: less than --seq-len {config.seq_len}")
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
     if problems:
         raise InputError("; ".join(problems))
-
 
 def read_config(args: list[str] | None = None) -> TrainConfig:
     """The command line as a TrainConfig: the preset's values, overridden by the flags. Raises InputError."""
@@ -604,7 +547,6 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     check_config(config)
     return config
 
-
 def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     """What prevents `config` from resuming a run whose configuration was `before`. A setting that an older
     version of this script did not have counts as its default."""
@@ -612,20 +554,16 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     return [f"{cli.flag(name)} was {before[name]}, is {now}" for name in FIXED
             if (now := getattr(config, name)) != before[name]]
 
-
 # ------------------------------------------------------------------------------------------------------------
 # Optimizer
 
-
 def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """AdamW that decays matrices and embeddings only, with GPT-3's betas unless --beta2 says otherwise (Brown et
-    al. 2020, appendix B). With --optimizer muon the matrices inside the blocks are Muon's. dtype: of matmuls."""
+    """AdamW that decays matrices and embeddings only, with GPT-3's betas unless --beta2 says otherwise (Brown
+    et al. 2020, appendix B); with --optimizer muon, Muon for the matrices in blocks. dtype: of matmuls."""
     muon = {n: p for n, p in model.h.named_parameters() if p.dim() == 2 and config.optimizer == "muon"}
     others = [p for n, p in model.named_parameters() if n.removeprefix("h.") not in muon]
-    groups = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    groups = [{"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+              {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0}]
     # fused: one kernel for all parameters; on a CPU, too, it is several times as fast as the loop.
     optimizer = torch.optim.AdamW(groups, lr=config.max_lr, betas=(0.9, config.beta2), eps=1e-8, fused=True)
     if muon:
@@ -639,14 +577,11 @@ def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = to
         shard_state(optimizer)
     return optimizer
 
-
 def get_lr(step: int, config: TrainConfig) -> float:
     """Learning rate of update `step` (from 0): linear warm-up to max_lr, then the schedule down to min_lr.
-
-    cosine is GPT-3's (Brown et al. 2020, appendix B). wsd stays at max_lr and ends in a linear warm-down, so
-    nothing before that depends on max_steps and a run can be extended (Hägele et al. 2024, "Scaling Laws and
-    Compute-Optimal Training Beyond Fixed Training Durations").
-    """
+    cosine is GPT-3's (Brown et al. 2020, appendix B). wsd ends in a linear warm-down; nothing before it
+    depends on max_steps, so a run can be extended (Hägele et al. 2024, "Scaling Laws and Compute-Optimal
+    Training Beyond Fixed Training Durations")."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
     if step >= config.max_steps:
@@ -658,12 +593,8 @@ def get_lr(step: int, config: TrainConfig) -> float:
         share = 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr + share * (config.max_lr - config.min_lr)
 
-
 # ------------------------------------------------------------------------------------------------------------
 # Ranks and device
-
-PATIENCE = timedelta(hours=2)  # while one rank hashes or downloads; gradients keep torch's own, shorter timeout
-
 
 @dataclass
 class DDPContext:
@@ -674,31 +605,29 @@ class DDPContext:
     device: torch.device
     dtype: torch.dtype
     description: str  # device and precision, with the reason
-    host_group: Any = None  # gloo's, for gather
 
     @classmethod
     def start(cls, config: TrainConfig) -> "DDPContext":
         """Chooses the device and joins torchrun's process group. Raises InputError."""
         rank, local_rank, world_size = cli.torchrun_ranks()
-        device, dtype, description = devices.choose_device(config.device, config.dtype, local_rank, world_size)
-        cuda, host_group = device.type == "cuda", None
+        device, dtype, reason = devices.choose_device(config.device, config.dtype, local_rank, world_size)
+        cuda, patience = device.type == "cuda", timedelta(hours=1)  # ranks may wait for rank 0's files
         if device.type == "cpu":
             devices.keep_freed_memory()
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it at its first matmul
             torch.use_deterministic_algorithms(True)
         if "RANK" in os.environ:
-            store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+            store, _, _ = next(dist.rendezvous("env://", timeout=patience))
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
                 # torchrun (2.13) keeps one store across restarts, with the addresses of lost ranks in it.
                 store = dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
             store.set(f"kind/{rank}", kind := f"{device.type} in {str(dtype)[6:]}")
             if (first := store.get("kind/0").decode()) != kind:
-                raise InputError(f"this rank would use {kind}, rank 0 {first}: set --device and --dtype for all")
+                raise InputError(f"this rank would use {kind}, rank 0 {first}: set --device and --dtype")
             dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
-                                    device_id=device if cuda else None)
-            host_group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        return cls(rank, world_size, device, dtype, description, host_group)
+                                    timeout=patience, device_id=device if cuda else None)
+        return cls(rank, world_size, device, dtype, reason)
 
     def autocast(self) -> torch.autocast:
         """Runs matmuls in `dtype`; does nothing in float32."""
@@ -712,78 +641,49 @@ class DDPContext:
         return tensor
 
     def gather(self, value: Any = None) -> list[Any]:
-        """Every rank's `value`, in rank order; also a barrier, where ranks may wait for long."""
+        """Every rank's `value`, in rank order; also a barrier."""
         values = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(values, value, group=self.host_group)
+            dist.all_gather_object(values, value)
         return values
 
-
 # ------------------------------------------------------------------------------------------------------------
-# Log
+# Log: log.txt, with one `step stream value` per line, and run.json, with one entry per start
 
+def open_log(config: TrainConfig, checkpoint: Path | None, resuming: bool, step: int, ddp: DDPContext) -> Any:
+    """Begins or continues the run's log: log(step, stream=value, …). Only rank 0's writes."""
+    ddp.gather()  # all ranks have read what they need from the folder
+    if ddp.rank != 0:
+        return lambda step, **values: None
+    log_dir, entries, trackers = Path(config.log_dir), files.run_entries(config.log_dir), []
+    # A run that was stopped before its first checkpoint starts again and writes the same log again.
+    again = resuming and not differences(entries[-1]["config"] if entries else {}, config)
+    first_step = step if checkpoint or again else None
+    paths = {name: cli.shown(getattr(config, name)) for name in ("data", "log_dir", "hellaswag_data")}
+    entry = {"step": step, "device": ddp.description, "world_size": ddp.world_size,
+             "config": asdict(config) | paths}
+    file = files.begin_run(log_dir, checkpoint is not None, first_step, entry)
+    if config.tensorboard or config.wandb:
+        from support.trackers import start_trackers
 
-class Log:
-    """Writes log.txt, one `step stream value` per line, and draws curves.png; only rank 0 does either.
+        trackers = start_trackers(log_dir, first_step or 0, config.tensorboard, config.wandb)
 
-    resumed_step: where a resumed run's log continues; None for a new run, whose lines are appended.
-    """
-
-    def __init__(self, config: TrainConfig, rank: int, resumed_step: int | None):
-        self.log_dir, self.file, self._trackers, self._artist = Path(config.log_dir), None, [], None
-        if rank == 0:
-            self.file = files.open_log(self.log_dir, resumed_step)
-        if rank == 0 and (config.tensorboard or config.wandb):
-            from support.trackers import start_trackers
-
-            self._trackers = start_trackers(self.log_dir, resumed_step or 0, config.tensorboard, config.wandb)
-
-    def write(self, step: int, **values: str) -> None:
-        if self.file:
-            self.file.write("".join(f"{step} {stream} {value}\n" for stream, value in values.items()))
-        for track in self._trackers:
+    def log(step: int, **values: str) -> None:
+        file.write("".join(f"{step} {stream} {value}\n" for stream, value in values.items()))
+        for track in trackers:
             track(step, {stream: float(value) for stream, value in values.items()})
 
-    def draw(self, wait: bool) -> None:
-        """Draws curves.png in another process, so that training neither waits nor loads matplotlib."""
-        if self.file and (wait or not self._artist or self._artist.poll() is not None):
-            if self._artist:
-                self._artist.wait()
-            command = [sys.executable, "-m", "support.plots", str(self.log_dir.resolve())]
-            self._artist = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-            if wait:
-                self._artist.wait()
-
-
-def open_log(config: TrainConfig, checkpoint: Path | None, resuming: bool, step: int, ddp: DDPContext) -> Log:
-    """Prepares the run's folder, notes the start in run.json, and opens the log."""
-    log_dir, resumed_step = Path(config.log_dir), None
-    ddp.gather()  # all ranks have read what they need from the folder
-    if ddp.rank == 0:
-        entries = files.run_entries(log_dir)
-        # A run that was stopped before its first checkpoint starts again and writes the same log again.
-        if checkpoint or (resuming and not differences(entries[-1]["config"] if entries else {}, config)):
-            resumed_step = step
-        files.clear_log_dir(log_dir, resumed=bool(checkpoint))
-        modules = {"torch": torch, "numpy": np, "tiktoken": tiktoken, "safetensors": safetensors}
-        versions = {"python": sys.version.split()[0]} | {name: m.__version__ for name, m in modules.items()}
-        paths = {name: cli.shown(getattr(config, name)) for name in ("data", "log_dir", "hellaswag_data")}
-        files.add_run_entry(log_dir, versions=versions, step=step, device=ddp.description,
-                            world_size=ddp.world_size, config=asdict(config) | paths)
-    return Log(config, ddp.rank, resumed_step)
-
+    return log
 
 # ------------------------------------------------------------------------------------------------------------
 # Evaluation
-
 
 @torch.no_grad()
 def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, ddp: DDPContext) -> float:
     """Mean loss in nats over the first `tokens` tokens of the loader's split, all with the same weight.
 
-    Each rank evaluates some of the sequences; their losses are summed over all ranks before the division, so that
-    neither B nor the number of ranks matters. Where training runs compiled on a GPU, so do full batches here.
-    """
+    The ranks share the sequences; their losses are summed over all, then divided, so that neither B nor the
+    number of ranks matters. Where training runs compiled on a GPU, so do full batches here."""
     B, T = loader.B, loader.T
     sequences = min(tokens, loader.stream.total_tokens - 1) // T
     losses, sizes = [torch.zeros((), device=ddp.device)], [0]
@@ -798,7 +698,6 @@ def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, ddp: DDPCon
     total = sum(loss * n for loss, n in zip(torch.stack(losses).tolist(), sizes, strict=True))
     return ddp.sum(torch.tensor(total, dtype=torch.float64)).item() / sequences
 
-
 def print_samples(model: GPT, prompt: str, ddp: DDPContext, last: bool = False) -> None:
     """Four continuations of `prompt` by 32 tokens, one per line; at the end of a run two by 64, as text."""
     samples, length = (2, 64) if last else (4, 32)
@@ -807,26 +706,22 @@ def print_samples(model: GPT, prompt: str, ddp: DDPContext, last: bool = False) 
     with ddp.autocast():
         idx = model.generate(idx, max_new_tokens=length, generator=generator)
     for i, text in enumerate(map(get_tokenizer().decode, idx.tolist())):
-        lines = ("".join(c if c.isprintable() else " " for c in line) for line in text.splitlines())
-        tqdm.write(f"rank {ddp.rank} sample {i}:" + ("\n  " + "\n  ".join(lines) if last else f" {text!r}"))
-
+        lines = "\n".join("".join(c if c.isprintable() else " " for c in line) for line in text.splitlines())
+        print(f"rank {ddp.rank} sample {i}:", f"\n{indent(lines, '  ')}" if last else repr(text), flush=True)
 
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
-    """Whether something that happens every `every` steps (0: never), and after the last one, happens at `step`."""
+    """Whether something is due that happens every `every` steps (0: never), and after the last."""
     return every > 0 and (step % every == 0 or step == config.max_steps)
 
-
-def evaluate(
-    step: int, model: GPT, val_loader: DataLoaderLite | None, tasks: list[Any] | None, config: TrainConfig,
-    ddp: DDPContext, log: Log,
-) -> float | None:
-    """Whatever is due at `step`: validation loss, which is returned, HellaSwag, samples, curves."""
+def evaluate(step: int, model: GPT, val_loader: DataLoaderLite | None, tasks: list[Any] | None,
+             config: TrainConfig, ddp: DDPContext, log: Any) -> float | None:
+    """Whatever is due at `step`: validation loss (returned), HellaSwag, samples."""
     model.eval()  # GPT-2 is trained without dropout, but a fork may have it
     val, last = None, step == config.max_steps
     if is_due(config.eval_every, step, config):
         val = validation_loss(model, val_loader, config.eval_tokens, ddp)
         print0(f"step {step:5d} validation loss {val:.4f}")
-        log.write(step, val=f"{val:.6f}")
+        log(step, val=f"{val:.6f}")
     with torch.compiler.set_stance("force_eager"):  # shapes that occur once are not worth compiling
         if is_due(config.hellaswag_every, step, config) and tasks:
             import hellaswag
@@ -835,33 +730,26 @@ def evaluate(
                 correct = hellaswag.count_correct(model, tasks, ddp.device, ddp.rank, ddp.world_size)
             accuracy = ddp.sum(torch.tensor(correct, dtype=torch.float64)).item() / len(tasks)
             print0(f"step {step:5d} HellaSwag {accuracy:.4f}")
-            log.write(step, hella=f"{accuracy:.4f}")
+            log(step, hella=f"{accuracy:.4f}")
         if is_due(config.sample_every, step, config) and step > 0 and not (last and ddp.rank):
             print_samples(model, config.sample_prompt, ddp, last)
-    if val is not None and step > 0:
-        log.draw(wait=last)
     model.train()
     return val
-
 
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints: Hugging Face folders that also hold training_state.pt
 
-CHECKPOINT_FORMAT = 1
-
-
 def read_training_state(checkpoint: Path) -> dict[str, Any]:
-    """TrainState.state_dict() as saved; nothing in the file is executed. Raises InputError. Its tensors are the
-    file's mapped pages, to be copied and dropped: NFS and Windows cannot remove a mapped file."""
+    """TrainState.state_dict() as saved. Executes nothing in the file. Raises InputError. The tensors are
+    mapped, to be copied and dropped: NFS and Windows cannot remove a mapped file."""
     path = checkpoint / "training_state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
-    if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
-        raise InputError(f"{path}: not a training state of format {CHECKPOINT_FORMAT}, which this script reads")
+    if not isinstance(state, dict) or state.get("format") != 1:
+        raise InputError(f"{path}: not a training state of format 1")
     return state
-
 
 @dataclass
 class TrainState:
@@ -877,14 +765,14 @@ class TrainState:
 
     def state_dict(self, config: TrainConfig, ddp: DDPContext) -> dict[str, Any]:
         """Everything but the weights. All ranks call it."""
-        kinds = {"cpu": torch, ddp.device.type: torch if ddp.device.type == "cpu" else getattr(torch, ddp.device.type)}
+        random = {"cpu": torch.get_rng_state()}
+        if (kind := ddp.device.type) != "cpu":
+            random[kind] = getattr(torch, kind).get_rng_state()
         return {
-            "format": CHECKPOINT_FORMAT, "step": self.step, "elapsed": self.elapsed, "skipped": self.skipped,
+            "format": 1, "step": self.step, "elapsed": self.elapsed, "skipped": self.skipped,
             "tokens": self.step * config.total_batch_size, "config": asdict(config), "dtype": str(ddp.dtype),
             "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
-            "loader": self.loader.state_dict(),
-            "random": ddp.gather({name: module.get_rng_state() for name, module in kinds.items()}),
-        }
+            "loader": self.loader.state_dict(), "random": ddp.gather(random)}
 
     def restore(self, checkpoint: Path, config: TrainConfig, ddp: DDPContext) -> None:
         """Restores everything but the weights. Raises InputError if the checkpoint is another run's."""
@@ -893,7 +781,7 @@ class TrainState:
             raise InputError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
         self.loader.load_state_dict(saved["loader"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        if ddp.device.type == "cpu":  # a GPU copies what it loads; a CPU would keep using the file's mapped pages
+        if ddp.device.type == "cpu":  # copy what a GPU copies anyway: the tensors are mapped from the file
             for moments in self.optimizer.state.values():
                 moments.update({key: tensor.clone() for key, tensor in moments.items()})
         if saved["scaler"]:  # only float16 has one; a run that switches to float16 starts with a fresh scale
@@ -905,10 +793,8 @@ class TrainState:
                 (torch if kind == "cpu" else getattr(torch, kind)).set_rng_state(generator)
         self.step, self.elapsed, self.skipped = saved["step"], saved["elapsed"], saved["skipped"]
 
-
 def find_checkpoint(log_dir: Path) -> Path | None:
-    """The newest intact checkpoint, with a warning for each damaged one; None if there are none at all. Raises
-    InputError if all are damaged."""
+    """The newest intact checkpoint; None if there are none at all. Raises InputError if all are damaged."""
     checkpoints = files.list_checkpoints(log_dir)
     for checkpoint in reversed(checkpoints):
         try:
@@ -921,37 +807,29 @@ def find_checkpoint(log_dir: Path) -> Path | None:
         raise InputError(f"{log_dir}: all {len(checkpoints)} checkpoints are damaged; use another --log-dir")
     return None
 
-
 def model_card(log_dir: Path, step: int) -> str:
     """README.md of a checkpoint, in the Hub's format."""
     entry = files.run_entries(log_dir)[-1]
-    config, torch_version = entry["config"], entry["versions"]["torch"]
+    config, command = entry["config"], shlex.join(["python", *entry["command"]])
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [gpt2]
 ---
-# A GPT-2 trained with gpt2-repro
+A GPT-2 after {step:,} steps of {config["total_batch_size"]:,} tokens of `{Path(config["data"]).name}`, from
+{config["init"]}, trained by gpt2-repro at commit {entry["git_commit"]}: `{command}`
 
-After {step:,} of {config["max_steps"]:,} steps, {step * config["total_batch_size"]:,} tokens of
-`{Path(config["data"]).name}`, from {config["init"]}, at commit {entry["git_commit"]} with torch {torch_version}:
-
-    {shlex.join(["python", *entry["command"]])}
-
-It continues text. It was not trained to follow instructions, and what it writes may be false.
+It continues text; it was not trained to follow instructions, and what it writes may be false.
 """
 
-
 def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> None:
-    """Writes log_dir/step_*/ whole or not at all, then deletes old checkpoints. All ranks call it.
-
-    After a failure (full disk, say) earlier checkpoints are intact, training continues, and the next save tries
-    again; after the last step it is an InputError.
-    """
+    """Writes log_dir/step_*/ whole or not at all, deletes old checkpoints, draws curves.png; all ranks call
+    it. A failure (full disk, say) leaves earlier ones intact, and ends the run only after its last step."""
     saved, log_dir = state.state_dict(config, ddp), Path(config.log_dir)
     if ddp.rank == 0:
         folder = log_dir / f"step_{state.step:06d}"
         try:
+            files.fsync(log_dir / "log.txt")  # it must not be shorter than the checkpoint
             with files.atomic_path(folder) as partial:
                 write_pretrained(partial, state.model.config, state.model.state_dict())
                 torch.save(saved, partial / "training_state.pt")
@@ -960,8 +838,8 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> 
         except (OSError, RuntimeError, safetensors.SafetensorError) as error:
             problem = f"{folder}: not written ({first_line(error)})"
             if state.step == config.max_steps:
-                raise InputError(f"{problem}: free some space; --resume continues from the last one") from None
-            print(f"error: {problem}; training continues, the next save tries again", file=sys.stderr, flush=True)
+                raise InputError(f"{problem}: free some space; --resume continues") from None
+            print(f"error: {problem}; training continues", file=sys.stderr, flush=True)
         # Checkpoints of later steps, if any, are damaged: this run was resumed from before them.
         steps = [step for step in map(files.step_of, files.list_checkpoints(log_dir)) if step <= state.step]
         losses = dict(zip(*files.read_log(log_dir).get("val", ([], [])), strict=True))
@@ -969,35 +847,30 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> 
         for step in steps[: -config.keep_checkpoints] if config.keep_checkpoints else []:
             if step != best and not (config.keep_every and step % config.keep_every == 0):
                 files.remove_folder(log_dir / f"step_{step:06d}")
-    ddp.gather()  # the other ranks' collectives would not wait as long as this may take
-
+        draw = subprocess.run if state.step == config.max_steps else subprocess.Popen  # train without waiting
+        draw([sys.executable, "-m", "support.plots", log_dir.resolve()], cwd=ROOT, stderr=subprocess.DEVNULL)
 
 # ------------------------------------------------------------------------------------------------------------
 # Set-up
-
 
 def new_model(config: TrainConfig) -> GPT:
     """An untrained model of the configured shape."""
     return GPT(GPTConfig(config.seq_len, VOCAB_SIZE, config.n_layer, config.n_head, config.n_embd))
 
-
 def start_model(config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -> GPT:
-    """The model to train, on the device: from a checkpoint, from --init, or new. Raises InputError if it does not
-    fit the data."""
+    """The model to train, on the device: from a checkpoint, --init, or new. Raises InputError."""
     torch.manual_seed(config.seed)
     model, start = None, checkpoint or config.init
-    if ddp.rank == 0:  # the others receive the weights, and hold none on their hosts
+    if ddp.rank == 0:  # DDP sends the weights to the others, which hold none on their hosts
         model = new_model(config) if start == "scratch" else GPT.from_pretrained(start)
         context, vocabulary = model.config.block_size, model.config.vocab_size
         if context < config.seq_len or vocabulary != VOCAB_SIZE:
-            raise InputError(f"--init {config.init}: context {context}, vocabulary {vocabulary}; needed are --seq-len "
-                             f"{config.seq_len} or more, and GPT-2's {VOCAB_SIZE}")
+            raise InputError(f"--init {config.init}: context {context}, vocabulary {vocabulary}; not a GPT-2 "
+                             f"for --seq-len {config.seq_len}")
     shape = ddp.gather(model and model.config)[0]
     with torch.device("meta"):
         model = model or GPT(shape)
     model = model.to(ddp.device) if ddp.rank == 0 else model.to_empty(device=ddp.device)
-    for tensor in [*model.parameters(), *model.buffers()] if ddp.world_size > 1 else []:
-        dist.broadcast(tensor.detach(), 0)
     model.low_memory = config.low_memory
     if ddp.device.type == "cpu" and model.num_parameters() > 50_000_000:
         from support.plan import return_freed_memory
@@ -1005,13 +878,12 @@ def start_model(config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -
         return_freed_memory(config.low_memory)
     return model
 
-
 def choose_micro_batch_size(config: TrainConfig, model: GPT, ddp: DDPContext) -> int:
-    """B: --micro-batch-size, or the largest power of two that divides a rank's share of a step and fits. Raises
-    InputError if the ranks cannot share a step equally."""
+    """B: --micro-batch-size, or the largest power of two that divides a rank's share of a step and fits.
+    Raises InputError if the ranks cannot share a step equally."""
     T, B, total = config.seq_len, config.micro_batch_size, config.total_batch_size
     if total % (unit := T * max(B, 1) * ddp.world_size):
-        raise InputError(f"--total-batch-size {total} is not a multiple of {unit} (sequence length x micro-batch x "
+        raise InputError(f"--total-batch-size {total} is not a multiple of {unit} (sequence x micro-batch x "
                          f"ranks); the nearest that is: {max(round(total / unit), 1) * unit}")
     sequences = total // (T * ddp.world_size)  # of a step, on each rank
     sizes = [size for size in (128, 64, 32, 16, 8, 4, 2, 1) if sequences % size == 0]
@@ -1020,33 +892,29 @@ def choose_micro_batch_size(config: TrainConfig, model: GPT, ddp: DDPContext) ->
 
         moments = 8 * model.num_parameters() // (ddp.world_size if config.shard_optimizer else 1)
         logits, buckets = config.compile and not config.low_memory, ddp.world_size > 1
-        fit = lambda size: fits(model, size, T, ddp.dtype, moments, logits, buckets or size < sequences)  # noqa: E731
-        return next((size for size in sizes if all(ddp.gather(fit(size)))), 1)
+        for B in sizes:
+            if all(ddp.gather(fits(model, B, T, ddp.dtype, moments, logits, buckets or sequences > B))):
+                return B
     return B or next(size for size in sizes if size * T <= 4096 or size == 1)  # enough for a CPU's cores
-
 
 def open_data(config: TrainConfig, B: int, ddp: DDPContext) -> tuple[DataLoaderLite, DataLoaderLite | None]:
     """The loaders of both splits (None: no validation). Raises InputError for bad data."""
-    shape = dict(B=B, T=config.seq_len, rank=ddp.rank, world_size=ddp.world_size)
-    loader = DataLoaderLite(config.data, "train", **shape, seed=config.seed, shuffle=config.shuffle,
-                            pin_memory=ddp.device.type == "cuda")
-    val_loader = DataLoaderLite(config.data, "val", **shape, shuffle=False) if config.eval_every else None
-    for part, name in ((loader, "total_batch_size"), (val_loader, "seq_len")):
-        if part and part.stream.total_tokens <= getattr(config, name):
-            raise InputError(f"{config.data}: {part.stream.total_tokens} tokens, too few for {cli.flag(name)} "
-                             f"{getattr(config, name)}: lower it, or provide more text")
-    return loader, val_loader
-
+    shape, loaders = dict(B=B, T=config.seq_len, rank=ddp.rank, world_size=ddp.world_size), []
+    for split, needed in (("train", "total_batch_size"), ("val", "seq_len"))[: 2 if config.eval_every else 1]:
+        shuffle = config.shuffle and split == "train"
+        loaders.append(DataLoaderLite(config.data, split, **shape, seed=config.seed, shuffle=shuffle))
+        if (tokens := loaders[-1].stream.total_tokens) <= getattr(config, needed):
+            raise InputError(f"{config.data}: {tokens} {split} tokens, too few for {cli.flag(needed)} "
+                             f"{getattr(config, needed)}: lower it, or provide more text")
+    return loaders[0], loaders[1] if config.eval_every else None
 
 def wrap_in_ddp(model: GPT, B: int, T: int, ddp: DDPContext) -> nn.Module:
-    """The module that training calls: on several ranks DDP, which averages their gradients."""
-    if ddp.world_size == 1:
-        return model
+    """The model in DDP, which averages the ranks' gradients, its buckets in their final order."""
     torch._dynamo.config.optimize_ddp = False  # it splits graphs at DDP's buckets, but ours are single blocks
     gpu = [ddp.device.index] if ddp.device.type == "cuda" else []
     ddp_model = DistributedDataParallel(model, device_ids=gpu or None, gradient_as_bucket_view=True)
-    # After its first backward DDP rebuilds its buckets in arrival order, which changes summation order; trigger
-    # that before step 0, so that a resumed run sums as before. The second pass leaves gradients in the buckets.
+    # After its first backward DDP rebuilds its buckets in arrival order, which changes summation order;
+    # trigger that before step 0, so that a resumed run sums as before. The second pass fills the new buckets.
     x = torch.zeros(B, T, dtype=torch.int64, device=ddp.device)
     with torch.random.fork_rng(gpu):  # a fork's dropout
         for _ in range(2):
@@ -1056,35 +924,20 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ddp: DDPContext) -> nn.Module:
     ddp_model.zero_grad(set_to_none=False)
     return ddp_model
 
-
 def announce(state: TrainState, config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -> float:
     """Prints what is about to be trained. Returns the tokens per second of all ranks at 100 % MFU."""
-    loader, flops, steps = state.loader, state.model.flops_per_token(config.seq_len), config.max_steps
-    tokens, batch, micro_batch = loader.stream.total_tokens, config.total_batch_size, loader.B * loader.T
+    loader, batch, flops = state.loader, config.total_batch_size, state.model.flops_per_token(config.seq_len)
+    tokens, grad_accum_steps = loader.stream.total_tokens, batch // (loader.B * loader.T * ddp.world_size)
     peak, source = devices.peak_flops(ddp.device, ddp.dtype)
     print0(f"model: {state.model.num_parameters():,} parameters, {flops / 1e6:,.0f} MFLOP a token")
     print0(f"speed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s a device ({source})")
     print0(f"data: {cli.shown(config.data)}, {tokens:,} training tokens")
-    print0(f"steps: {steps:,} of {batch:,} tokens, {steps * batch / tokens:.3f} epochs")
-    print0(f"batch: {loader.B} sequences x {loader.T} tokens x {batch // micro_batch // ddp.world_size} micro-steps x "
-           f"{ddp.world_size} ranks")
+    print0(f"steps: {config.max_steps:,} of {batch:,} tokens, {config.max_steps * batch / tokens:.3f} epochs")
+    print0(f"batch: {loader.B} x {loader.T} tokens x {grad_accum_steps} micro-steps x {ddp.world_size} ranks")
     print0(f"log and checkpoints: {config.log_dir}/" + (f", resumed from {checkpoint}" if checkpoint else ""))
     return ddp.world_size * peak / flops
 
-
-def skip_bad_step(state: TrainState, loss: float, norm: float, position: int, config: TrainConfig) -> None:
-    """Counts a skipped update. Raises RunError if it is one more than --skip-bad-steps allows."""
-    epoch, shard, offset = state.loader.stream.locate(position)
-    state.skipped += 1
-    what = (f"step {state.step}: loss {loss}, gradient norm {norm}, on the data from token {offset} of "
-            f"{state.loader.stream.paths[shard]}, in its order of epoch {epoch}")
-    if state.skipped > config.skip_bad_steps:
-        raise RunError(f"{what}. The weights are unchanged; checkpoints are in {config.log_dir}. Try a lower "
-                       f"--max-lr, or --resume --skip-bad-steps {state.skipped} to skip this update")
-    print0(f"warning: {what}: update skipped, {state.skipped} of {config.skip_bad_steps}")
-
-
-def conclude(state: TrainState, config: TrainConfig, val: float | None, val_loader: DataLoaderLite | None) -> None:
+def conclude(state: TrainState, config: TrainConfig, val: float | None, val_loader: Any) -> None:
     """Prints the last lines of a run."""
     if val is not None:  # per character, so that it can be compared with other tokenizers'
         count = min(config.eval_tokens, val_loader.stream.total_tokens - 1) // config.seq_len * config.seq_len
@@ -1095,17 +948,16 @@ def conclude(state: TrainState, config: TrainConfig, val: float | None, val_load
     if (picture := Path(config.log_dir, "curves.png")).exists():
         print0(f"curves: {picture}")
     if config.save_every:
-        words = ["python", cli.shown(ROOT / "sample.py"), config.log_dir, config.sample_prompt]
-        print0(f"model: {config.log_dir}/step_{state.step:06d}/, which Hugging Face loads\nsample: {shlex.join(words)}")
-
+        print0(f"model: {config.log_dir}/step_{state.step:06d}/, which Hugging Face loads")
+        script, prompt = cli.shown(ROOT / "sample.py"), shlex.quote(config.sample_prompt)
+        print0(f"sample: python {shlex.quote(script)} {shlex.quote(config.log_dir)} {prompt}")
 
 # ------------------------------------------------------------------------------------------------------------
 # The loop
 
-
 def train(config: TrainConfig, ddp: DDPContext) -> int:
-    """Trains, evaluates and saves; every rank runs it. Returns the exit status: 0, or 130 / 143 after a signal.
-    Raises InputError, and RunError if an update is not finite."""
+    """Trains, evaluates and saves; every rank runs it. Returns the exit status: 0, or 130 / 143 after a
+    signal. Raises InputError, and RunError if too many updates are not finite."""
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
         print0(f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them): the shakespeare preset")
     print0(f"device: {ddp.description}")
@@ -1116,8 +968,8 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
 
     # Model, data and optimizer: new, or as a checkpoint has them.
     resuming = config.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    checkpoint = find_checkpoint(Path(config.log_dir)) if resuming and ddp.rank == 0 else None
-    checkpoint = ddp.gather(checkpoint)[0]
+    newest = find_checkpoint(Path(config.log_dir)) if resuming and ddp.rank == 0 else None
+    checkpoint = ddp.gather(newest)[0]
     model = start_model(config, checkpoint, ddp)
     B, T = choose_micro_batch_size(config, model, ddp), config.seq_len
     grad_accum_steps = config.total_batch_size // (B * T * ddp.world_size)
@@ -1139,75 +991,79 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
 
     # Evaluation and checkpoints use `model`; training calls `ddp_model`, which has the same weights.
     model.prepare(config.compile and devices.can_compile(ddp.device))
-    ddp_model = wrap_in_ddp(model, B, T, ddp)
+    ddp_model = wrap_in_ddp(model, B, T, ddp) if ddp.world_size > 1 else model
     full_speed, start, val = announce(state, config, checkpoint, ddp), state.step, None
-    bar = tqdm(total=config.max_steps, initial=start, unit="step", leave=False,
-               disable=None if ddp.rank == 0 else True)
     gc.collect()
     gc.freeze()  # exclude set-up objects from garbage collection
-    with cli.stop_signals() as received, bar:
-        for step in range(start, config.max_steps + 1):
-            val = evaluate(step, model, val_loader, tasks, config, ddp, log)
-            if is_due(config.save_every, step, config) and (step > start or step == config.max_steps):
-                save_checkpoint(state, config, ddp)
-            if step == config.max_steps:
-                break
+    received = cli.collect_stop_signals()
+    for step in range(start, config.max_steps + 1):
+        val = evaluate(step, model, val_loader, tasks, config, ddp, log)
+        if is_due(config.save_every, step, config) and (step > start or step == config.max_steps):
+            save_checkpoint(state, config, ddp)
+        if step == config.max_steps:
+            break
 
-            # ---- One update of the weights ---------------------------------------------------------------------
-            began = time.perf_counter()
-            lr = get_lr(step, config)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            position = loader.position  # of this batch in the data, to name it if the update is not finite
-            loss_sum = torch.zeros((), device=ddp.device)
-            for micro_step in range(grad_accum_steps):
-                asynchronous = ddp.device.type == "cuda"  # from pinned memory; elsewhere it could be freed too early
-                x, y = (t.to(ddp.device, non_blocking=asynchronous) for t in loader.next_batch())  # (B, T) each
-                # DDP all-reduces gradients only in the last micro-step; no_sync() skips the others.
-                sync = ddp.world_size == 1 or micro_step == grad_accum_steps - 1
-                with contextlib.nullcontext() if sync else ddp_model.no_sync():
-                    with ddp.autocast():  # for the forward pass only: the backward pass uses the same precisions
-                        _, loss = ddp_model(x, y)
-                    # Gradients add up over micro-steps, and DDP averages over ranks: dividing by grad_accum_steps
-                    # makes them those of the mean loss over the step. The scaler keeps float16's small gradients
-                    # from underflowing; in other precisions it does nothing.
-                    scaler.scale(loss / grad_accum_steps).backward()
-                loss_sum += loss.detach()  # stays on the device: .item() would sync in every micro-step
-            # Unscale before clipping: the norm must be that of the true gradients.
-            scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            # The step's only device sync: all-reduce loss and stop flag.
-            stop = torch.full((), float(bool(received)), device=ddp.device)
-            loss_sum, stop = ddp.sum(torch.stack([loss_sum, stop])).tolist()
-            loss, norm = loss_sum / (grad_accum_steps * ddp.world_size), norm.item()
-            # A non-finite gradient would ruin weights and moments. All ranks see the same loss and norm, so all
-            # decide alike. float16's scaler skips such an update itself, and lowers its scale.
-            if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
-                scaler.step(optimizer)
+        # ---- One update of the weights -----------------------------------------------------------------
+        began = time.perf_counter()
+        lr = get_lr(step, config)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        position = loader.position  # of this batch in the data, to name it if the update is not finite
+        loss_sum = torch.zeros((), device=ddp.device)
+        for micro_step in range(grad_accum_steps):
+            x, y = loader.next_batch()  # (B, T) each
+            if ddp.device.type == "cuda":  # pinned memory is copied without waiting for earlier kernels
+                x, y = (t.pin_memory().to(ddp.device, non_blocking=True) for t in (x, y))
             else:
-                skip_bad_step(state, loss, norm, position, config)
-            scaler.update()
-            # Under DDP zero in place: gradients are views of its buckets, and no_sync() would allocate a second copy.
-            optimizer.zero_grad(set_to_none=ddp.world_size == 1)
-            # ---- End of the update -----------------------------------------------------------------------------
+                x, y = x.to(ddp.device), y.to(ddp.device)
+            # DDP all-reduces gradients only in the last micro-step; no_sync() skips the others.
+            sync = ddp.world_size == 1 or micro_step == grad_accum_steps - 1
+            with contextlib.nullcontext() if sync else ddp_model.no_sync():
+                with ddp.autocast():  # only the forward pass: the backward pass uses the same precisions
+                    _, loss = ddp_model(x, y)
+                # Gradients add up over micro-steps, and DDP averages over ranks: dividing by
+                # grad_accum_steps makes them those of the step's mean loss. The scaler keeps float16's small
+                # gradients from underflowing; in other precisions it does nothing.
+                scaler.scale(loss / grad_accum_steps).backward()
+            loss_sum += loss.detach()  # stays on the device: .item() would sync in every micro-step
+        # Unscale before clipping: the norm must be that of the true gradients.
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        # The step's only device sync: all-reduce loss and stop flag.
+        stop = torch.full((), float(bool(received)), device=ddp.device)
+        loss_sum, stop = ddp.sum(torch.stack([loss_sum, stop])).tolist()
+        loss, norm = loss_sum / (grad_accum_steps * ddp.world_size), norm.item()
+        # A non-finite gradient would ruin weights and moments. All ranks see the same loss and norm, and so
+        # decide alike. float16's scaler skips such an update itself, and lowers its scale.
+        if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
+            scaler.step(optimizer)
+        else:
+            state.skipped += 1
+            bad = f"step {step}: loss {loss}, gradient norm {norm}, on the data from token {position} on"
+            if state.skipped > config.skip_bad_steps:
+                raise RunError(f"{bad}; the weights are unchanged. Lower --max-lr, or skip this update with "
+                               f"--resume --skip-bad-steps {state.skipped}")
+            print0(f"warning: {bad}: update skipped, {state.skipped} of {config.skip_bad_steps}")
+        scaler.update()
+        # Under DDP zero in place: gradients are views of its buckets; no_sync() would allocate a second copy.
+        optimizer.zero_grad(set_to_none=ddp.world_size == 1)
+        # ---- End of the update -------------------------------------------------------------------------
 
-            seconds = time.perf_counter() - began
-            state.step, state.elapsed = step + 1, state.elapsed + seconds
-            rate = config.total_batch_size / seconds
-            print0(f"step {step:5d} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} "
-                   f"{seconds * 1e3:.0f} ms {rate:,.0f} tok/s mfu {rate / full_speed:.1%}")
-            log.write(step, train=f"{loss:.6f}", lr=f"{lr:.6e}", norm=f"{norm:.6f}", tok_per_sec=f"{rate:.1f}",
-                      mfu=f"{rate / full_speed:.4f}", ms=f"{seconds * 1e3:.2f}")
-            bar.update()
-            if stop:
-                if config.save_every:
-                    save_checkpoint(state, config, ddp)
-                print0(f"stopped by a signal after step {step}; --resume continues")
-                return 130 if received[:1] == [signal.SIGINT] else 143
+        seconds = time.perf_counter() - began
+        state.step, state.elapsed = step + 1, state.elapsed + seconds
+        rate = config.total_batch_size / seconds
+        print0(f"step {step:5d} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} "
+               f"{seconds * 1e3:.0f} ms {rate:,.0f} tok/s mfu {rate / full_speed:.1%}")
+        log(step, train=f"{loss:.6f}", lr=f"{lr:.6e}", norm=f"{norm:.6f}", tok_per_sec=f"{rate:.1f}",
+            mfu=f"{rate / full_speed:.4f}", ms=f"{seconds * 1e3:.2f}")
+        if stop:
+            if config.save_every:
+                save_checkpoint(state, config, ddp)
+            print0(f"stopped by a signal after step {step}; --resume continues")
+            return 130 if received[:1] == [signal.SIGINT] else 143
     if ddp.rank == 0:
         conclude(state, config, val, val_loader)
     return 0
-
 
 def main(args: list[str] | None = None) -> int:
     config = read_config(args)
@@ -1216,26 +1072,22 @@ def main(args: list[str] | None = None) -> int:
 
         with torch.device("meta"):
             model = new_model(config) if config.init == "scratch" else GPT.from_pretrained(config.init)
-        device, dtype, description = devices.choose_device(config.device, config.dtype)
-        print_plan(model, config.data, config.max_steps, config.total_batch_size, max(config.micro_batch_size, 1),
-                   config.seq_len, config.low_memory, config.compile, device, dtype, description)
+        print_plan(model, *devices.choose_device(config.device, config.dtype), **asdict(config))
         return 0
     ddp = DDPContext.start(config)
     try:
         status = train(config, ddp)
     except RuntimeError as error:
         if devices.is_out_of_memory(error):
-            sharding = ", --shard-optimizer" if ddp.world_size > 1 else ""
             raise InputError(f"out of memory on {ddp.device}: try --micro-batch-size "
-                             f"{max(config.micro_batch_size // 2, 1)}, --low-memory{sharding}") from None
-        lost = ("Connection closed by peer", "Connection reset by peer", "NCCL")
-        if ddp.world_size > 1 and any(part in str(error) for part in lost):
+                             f"{max(config.micro_batch_size // 2, 1)}, --low-memory, or --shard-optimizer on "
+                             "several ranks") from None
+        if ddp.world_size > 1 and re.search("Connection (closed|reset) by peer|NCCL", str(error)):
             raise LostRank("another rank has exited; see its error line, or torchrun's report") from None
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
-
 
 if __name__ == "__main__":
     cli.run(main)

@@ -17,6 +17,7 @@ seed ends where it should; --make takes the mean of several seeds, plus or minus
 (with five normal values known, a sixth is inside with a probability of 99 %), of each validation loss and of
 the training loss over each 50 steps. """
 
+# ruff: noqa: E402
 import re
 import statistics
 import sys
@@ -36,7 +37,6 @@ STRETCH, WIDTH, LEAST = 50, 5.0, 0.01  # steps; standard deviations; nats
 # (reference/README.md).
 FIRST_STEPS, TOLERANCE = 20, {"float32": 2e-5, "bfloat16": 2e-2}
 
-
 @dataclass(frozen=True)
 class CheckConfig:
     """Compares a run's losses with a reference's; exit status 0 if they match, 1 if not."""
@@ -45,14 +45,12 @@ class CheckConfig:
     reference: Positional[str] = ""  # folder of a reference; empty: that of the run's preset
     make: tuple[str, ...] = ()  # log folders of runs that differ in their seed only, to make check.txt from
 
-
 def last_entry(folder: Path) -> dict:
     """What the newest start in a log folder recorded. Raises InputError."""
     entries = run_entries(folder)
     if not entries or not (folder / "log.txt").exists():
         raise InputError(f"{folder}: not a run's folder (log.txt, run.json)")
     return entries[-1]
-
 
 def measure(folder: Path, points: list[tuple[int, str]], batch: int) -> list[tuple[int, float | None]]:
     """(step, value) of a run's log at each (tokens, stream); None where the log has no value. A training loss
@@ -70,7 +68,6 @@ def measure(folder: Path, points: list[tuple[int, str]], batch: int) -> list[tup
         found.append((step, None if rest else value))
     return found
 
-
 def compare(log_dir: Path, reference: Path) -> tuple[bool, str]:
     """(whether the run matches, a sentence that says so). Raises InputError."""
     entry = last_entry(log_dir)
@@ -86,20 +83,23 @@ def compare(log_dir: Path, reference: Path) -> tuple[bool, str]:
                 steps, kind, stream, tolerance = int(words[1]), words[2], words[3], float(words[4])
                 if kind != precision or entry["config"]["seed"] != last_entry(reference)["config"]["seed"]:
                     continue
-                ours, theirs = (dict(zip(*read_log(f).get(stream, ([], [])), strict=True)) for f in (log_dir, reference))
+                ours, theirs = (dict(zip(*read_log(folder).get(stream, ([], [])), strict=True))
+                                for folder in (log_dir, reference))
                 for step in range(steps):
                     if step in ours and step in theirs:
                         checked += 1
                         if not abs(ours[step] - theirs[step]) <= tolerance:
-                            return False, (f"step {step}: {stream} {ours[step]:.6f}, but {theirs[step]:.6f} ± "
-                                           f"{tolerance:g} with the same seed in {precision}: does not match")
+                            return False, (f"step {step}: {stream} {ours[step]:.6f}, with the same seed "
+                                           f"{theirs[step]:.6f} ± {tolerance:g} in {precision}: does not "
+                                           "match")
             elif words:
                 points.append((int(words[0]), words[1]))
                 bounds.append((float(words[2]), float(words[3])))
         except (ValueError, IndexError):
-            raise InputError(f"{path}: neither `tokens stream low high` nor `first steps precision stream tolerance`: "
-                             f"{line}") from None
-    for (_, stream), (low, high), (step, value) in zip(points, bounds, measure(log_dir, points, batch), strict=True):
+            raise InputError(f"{path}: neither `tokens stream low high` nor `first steps precision stream "
+                             f"tolerance`: {line}") from None
+    values = measure(log_dir, points, batch)
+    for (_, stream), (low, high), (step, value) in zip(points, bounds, values, strict=True):
         if value is not None:
             checked += 1
             if not low <= value <= high:
@@ -107,7 +107,6 @@ def compare(log_dir: Path, reference: Path) -> tuple[bool, str]:
     if not checked:
         return False, "the run has no value at any token count of"
     return True, f"{checked} values compared: matches"
-
 
 def make(reference: Path, log_dirs: list[Path]) -> None:
     """Writes reference/check.txt from runs that differ in their seed only."""
@@ -119,7 +118,8 @@ def make(reference: Path, log_dirs: list[Path]) -> None:
     lines = ["# first steps precision stream tolerance: of a run with the seed of log.txt\n"]
     lines += [f"first {FIRST_STEPS} {name} train {tolerance:g}\n" for name, tolerance in TOLERANCE.items()]
     lines += [f"# tokens stream low high: mean of {len(log_dirs)} seeds ± {WIDTH:g} standard deviations\n"]
-    for (tokens, stream), *runs in zip(points, *(measure(folder, points, batch) for folder in log_dirs), strict=True):
+    measured = [measure(folder, points, batch) for folder in log_dirs]
+    for (tokens, stream), *runs in zip(points, *measured, strict=True):
         values = [value for _, value in runs]
         if None in values or len(values) < 2:
             raise InputError(f"{reference}: needs two runs or more that all have {stream} at {tokens} tokens")
@@ -127,7 +127,6 @@ def make(reference: Path, log_dirs: list[Path]) -> None:
         lines.append(f"{tokens} {stream} {mean - margin:.4f} {mean + margin:.4f}\n")
     with atomic_write(reference / "check.txt", "w") as file:
         file.writelines(lines)
-
 
 def main(args: list[str] | None = None) -> int:
     config = parse_args(CheckConfig, args=args)
@@ -145,7 +144,6 @@ def main(args: list[str] | None = None) -> int:
     matches, verdict = compare(log_dir, reference)
     print(f"{verdict} {reference.name}")
     return 0 if matches else 1
-
 
 if __name__ == "__main__":
     run(main)

@@ -7,88 +7,65 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-from tqdm import tqdm
-
-Config = TypeVar("Config")
-
+from typing import Any
 
 class InputError(Exception):
     """Invalid input: exit status 2. The message is one line that says what is wrong and how to fix it."""
 
-
 class RunError(Exception):
     """A run with valid input cannot continue: exit status 1. The message is one line."""
-
 
 class LostRank(RunError):
     """A collective failed because another rank has exited."""
 
-
 def torchrun_ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world size), as torchrun or Slurm's script set them; (0, 0, 1) in a plain
-    process."""
+    """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) in a plain process."""
     rank, local_rank, world_size = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     return int(rank or 0), int(local_rank or 0), int(world_size or 1)
 
-
 def print0(message: str) -> None:
-    """Prints on rank 0 only, above the progress bar."""
+    """Prints on rank 0 only."""
     if torchrun_ranks()[0] == 0:
-        tqdm.write(message)
-
+        print(message, flush=True)
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
-
 def shown(path: str | Path) -> str:
     """A path relative to the working folder if it is inside it; unchanged otherwise."""
     return str(Path(path).relative_to(Path.cwd()) if Path(path).is_relative_to(Path.cwd()) else path)
-
 
 def flag(field_name: str) -> str:
     """A setting's name on the command line: max_steps -> --max-steps."""
     return "--" + field_name.replace("_", "-")
 
-
-def parse_args(
-    config_class: type[Config], default: Config | None = None, args: Sequence[str] | None = None
-) -> Config:
-    """Reads the command line (`args`, or sys.argv[1:]) into `config_class` with tyro, which reports a wrong
-    flag itself and exits with status 2. `default` replaces the class's own defaults."""
+def parse_args(config_class: type, default: Any = None, args: Sequence[str] | None = None) -> Any:
+    """Reads the command line (`args`, or sys.argv[1:]) into `config_class`, with `default` in place of its
+    own defaults. tyro reports a wrong flag itself, and exits with status 2."""
     import tyro
 
-    defaults = {} if default is None else {"default": default}
-    rank0 = torchrun_ranks()[0] == 0
-    with contextlib.redirect_stderr(sys.stderr if rank0 else io.StringIO()):  # console_outputs leaves value errors
+    defaults, rank0 = {} if default is None else {"default": default}, torchrun_ranks()[0] == 0
+    with contextlib.redirect_stderr(sys.stderr if rank0 else io.StringIO()):  # it misses some errors
         return tyro.cli(config_class, args=args, console_outputs=rank0, **defaults)
 
-
-# System errors that the user can fix, and a hint where the system's own message has none.
-_USER_ERRNOS = dict.fromkeys((errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "")
-_USER_ERRNOS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; choose a writable place")
-_USER_ERRNOS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space")
-
+# System errors that the user can fix, with a hint where the system's own message has none.
+USER_ERRNOS = {number: "" for number in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)}
+USER_ERRNOS |= {number: "; choose a writable place" for number in (errno.EACCES, errno.EPERM, errno.EROFS)}
+USER_ERRNOS |= {number: "; free some space" for number in (errno.ENOSPC, errno.EDQUOT)}
 
 def user_error(error: BaseException) -> str | None:
     """The line to show for an error that the user can fix; None for a bug of ours."""
-    if isinstance(error, InputError):
-        return str(error)
-    if isinstance(error, OSError) and error.errno in _USER_ERRNOS:
+    if isinstance(error, OSError) and error.errno in USER_ERRNOS:
         name = f"{error.filename}: " if error.filename else ""
-        return f"{name}{error.strerror}{_USER_ERRNOS[error.errno]}"
-    return None
+        return f"{name}{error.strerror}{USER_ERRNOS[error.errno]}"
+    return str(error) if isinstance(error, InputError) else None
 
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Collects SIGINT, SIGTERM and SIGUSR1 (Slurm's, before the time limit) instead of ending the process; a
-    second SIGINT exits at once."""
+def collect_stop_signals() -> list[int]:
+    """From now on SIGINT, SIGTERM and SIGUSR1 (Slurm's, before the time limit) do not end the process, but
+    are appended to the returned list; a second SIGINT exits at once."""
     received: list[int] = []
 
     def note(number: int, frame: Any) -> None:
@@ -96,22 +73,18 @@ def stop_signals() -> Iterator[list[int]]:
             os._exit(130)
         received.append(number)
 
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-    former = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
-
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):  # Windows lacks the last
+            signal.signal(getattr(signal, name), note)
+    return received
 
 def run(main: Callable[[], int | None]) -> None:
-    """Calls main() and exits: with what it returned, or after one `error: ` line with 2 (invalid input) or 1
-    (RunError).
+    """Calls main() and exits: with its result, or after one `error: ` line with 2 (invalid input) or 1
+    (RunError). Any other exception is a bug, and keeps its traceback.
 
     In a torchrun job an error that all ranks share appears once: rank 0 prints it and exits at once, upon
-    which torchrun ends the other ranks while they wait; a rank that failed alone prints after two seconds.
-    Any other exception is a bug, and keeps its traceback. """
+    which torchrun ends the other ranks while they wait. A rank that failed alone prints after two seconds.
+    """
     sys.stdout.reconfigure(line_buffering=True)  # so that `> file` can be followed
     rank, _, world_size = torchrun_ranks()
     try:
@@ -125,12 +98,11 @@ def run(main: Callable[[], int | None]) -> None:
         message, status = (str(error), 1) if isinstance(error, RunError) else (user_error(error), 2)
         if message is None:
             raise
-        lost = isinstance(error, LostRank)
-    if world_size > 1 and (rank > 0 or lost):
+        wait = world_size > 1 and (rank > 0 or isinstance(error, LostRank))
+    if wait:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(2)
     print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
     if world_size > 1:  # a normal exit would wait for collectives that no longer complete
-        sys.stdout.flush()
         os._exit(status)
     sys.exit(status)

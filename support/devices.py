@@ -10,25 +10,20 @@ import torch
 
 from support.cli import InputError, first_line, print0
 
-
 def choose_device(
     device: str, dtype: str, local_rank: int = 0, world_size: int = 1
 ) -> tuple[torch.device, torch.dtype, str]:
-    """(device, dtype, a line with the choice and its reason). Raises InputError if the device is not
-    there."""
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if present["mps"] and world_size > 1:  # no process group supports its tensors
-        if device == "mps":
-            raise InputError("--device mps supports one process; use --device cpu for several")
-        present["mps"] = False
-    kind = next(name for name in present if present[name]) if device == "auto" else device
+    """(device, dtype, a line with the choice and its reason). Raises InputError."""
+    present = {"cuda": torch.cuda.is_available(), "cpu": True,
+               "mps": torch.backends.mps.is_available() and world_size == 1}  # it has no process group
+    kind = next(k for k in ("cuda", "mps", "cpu") if present[k]) if device == "auto" else device
     if not present.get(kind):
-        available = ", ".join(name for name in present if present[name])
-        raise InputError(f"--device {device}: not on this machine (auto, {available})")
+        available = ", ".join(k for k in present if present[k])
+        raise InputError(f"--device {device}: not available for {world_size} processes (auto, {available})")
     if kind == "cuda":
         if local_rank >= torch.cuda.device_count():
-            raise InputError(f"{local_rank + 1} processes on this machine, but {torch.cuda.device_count()} GPUs: "
-                             "lower --nproc_per_node")
+            raise InputError(f"{torch.cuda.device_count()} GPUs for more than {local_rank} processes: lower "
+                             "--nproc_per_node")
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
         name = torch.cuda.get_device_name(chosen)
@@ -46,7 +41,6 @@ def choose_device(
         best, reason = dtype, "as requested"
     return chosen, getattr(torch, best), f"{chosen} ({name}), {best}: {reason}"
 
-
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(the FLOP/s that count as 100 % MFU, where the figure comes from) for this device and precision."""
@@ -57,7 +51,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
             return peak, "data sheet"
     n = 4096 if device.type == "cuda" else 1024
     return matmul_flops(device, dtype, n), f"measured, {n} x {n} product"
-
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
     """The best FLOP/s of up to 20 products of n x n matrices within about a second.
@@ -75,13 +68,10 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
         seconds.append(time.perf_counter() - began)
     return 2 * n**3 / min(seconds)
 
-
 def bfloat16_speedup() -> float:
-    """How many times as fast as float32's this CPU's bfloat16 matmuls are: below 1 where they are
-    emulated."""
+    """This CPU's speed in bfloat16 matmuls, relative to float32; below 1 where they are emulated."""
     flops = [matmul_flops(torch.device("cpu"), dtype, 256) for dtype in (torch.bfloat16, torch.float32)]
     return flops[0] / flops[1]
-
 
 def can_compile(device: torch.device) -> bool:
     """Whether torch.compile works here; prints why, if it does not (no C++ compiler, no Triton)."""
@@ -92,20 +82,14 @@ def can_compile(device: torch.device) -> bool:
         return False
     return True
 
-
 def round_length(length: int, device: torch.device) -> int:
-    """A sequence length, on a GPU rounded up to a multiple of 64: cuDNN's attention plans again for every
-    shape."""
+    """A length, on a GPU rounded up to a multiple of 64: cuDNN's attention plans again for each shape."""
     return length + -length % 64 if device.type == "cuda" else length
 
-
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an operation ran out of memory: torch's own error, or one that torch passes on from a
-    library."""
-    messages = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(message in str(error) for message in messages))
-
+    """Whether an operation ran out of memory, by torch's own message or a library's that it passes on."""
+    message = str(error).lower()  # "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and ("out of memory" in message or "alloc" in message)
 
 def keep_freed_memory() -> None:
     """On Linux, keeps freed CPU memory in the process. Call before the first tensor is made.

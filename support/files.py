@@ -1,8 +1,6 @@
-"""Files that appear whole or not at all, and what a run leaves in its folder: log.txt, run.json,
-checkpoints."""
+"""Files that appear whole or not at all, and a run's folder: log.txt, run.json, checkpoints."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -12,27 +10,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
 from support.cli import InputError, first_line, shown
-
 
 def sha256(path: Path) -> str:
     """A file's checksum in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
-
 def write_checksums(folder: Path) -> None:
-    """Writes SHA256SUMS, which `sha256sum -c` reads, too, over the files of a folder."""
+    """Writes SHA256SUMS over the files of a folder, as `sha256sum -c` reads it."""
     sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
 
-
 def verify_checksums(folder: Path, required: set[str]) -> None:
-    """Raises InputError unless every file in SHA256SUMS, the required ones among them, is as it was
-    written."""
+    """Raises InputError unless every file in SHA256SUMS, the required ones among them, is unchanged."""
     try:
         sums = [line.split("  ") for line in (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()]
         damaged = [name for digest, name in sums if sha256(folder / name) != digest]
@@ -42,66 +37,53 @@ def verify_checksums(folder: Path, required: set[str]) -> None:
     if damaged:
         raise InputError(f"{folder}: damaged checkpoint ({', '.join(damaged)})")
 
-
 @contextlib.contextmanager
 def atomic_path(path: Path | str) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; the file or folder that the block makes there is fsynced, then
-    renamed to `path`. So `path` appears whole or not at all, and its previous content stays until then."""
+    """Yields a temporary path beside `path`; the file or folder made there is fsynced, then renamed to
+    `path`. So `path` appears whole or not at all, and its previous content stays until then."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
         for part in [*partial.iterdir(), partial] if partial.is_dir() else [partial]:
-            _fsync(part)
+            fsync(part)
+        former = path.with_name(f".{path.name}.{os.getpid()}.former.partial")
         if path.is_dir():  # a folder cannot be replaced in one step
-            os.replace(path, former := path.with_name(f".{path.name}.{os.getpid()}.former.partial"))
-            os.replace(partial, path)
-            remove_folder(former)
-        else:
-            os.replace(partial, path)
+            os.replace(path, former)
+        os.replace(partial, path)
+        shutil.rmtree(former, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True) if partial.is_dir() else partial.unlink(missing_ok=True)
         raise
-    _fsync(path.parent)
-
+    fsync(path.parent)
 
 @contextlib.contextmanager
 def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
-    """Opens a file that appears at `path` when the block ends, or not at all. Text is UTF-8 with \\n
-    everywhere."""
+    """Opens a file that appears at `path` when the block ends, or not at all. Text is UTF-8 with \\n."""
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     with atomic_path(path) as partial, open(partial, mode, **text) as file:
         yield file
 
-
 def remove_folder(path: Path) -> None:
-    """Removes a folder. Its name is free at once; what cannot be deleted (NFS keeps a .nfsXXXX for an open
-    file) is a warning."""
-    try:
-        os.replace(path, doomed := path.with_name(f".{path.name}.{os.getpid()}.removed.partial"))
-        shutil.rmtree(doomed)
-    except OSError as error:
-        print(f"warning: {path}: not fully removed ({error.strerror}); the next start will retry",
-              file=sys.stderr, flush=True)
+    """Removes a folder; its name is free at once, even if NFS keeps a file that is still open."""
+    os.replace(path, doomed := path.with_name(f".{path.name}.{os.getpid()}.removed.partial"))
+    shutil.rmtree(doomed, ignore_errors=True)
 
-
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Flushes a file, or a folder's entries, to disk, so that a power cut cannot undo the rename."""
     if os.name == "nt" and path.is_dir():  # Windows cannot open folders
         return
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():  # some network mounts
+    except OSError:
+        if not path.is_dir():  # some network mounts cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
-
 # ------------------------------------------------------------------------------------------------------------
 # What a run leaves in its folder
-
 
 def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
     """The streams of the last run in a log folder: {"train": (steps, values), "val": …}."""
@@ -114,77 +96,60 @@ def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
         values.append(float(value))
     return streams
 
-
 def log_lines(path: Path) -> list[str]:
     """The complete lines of a log; a kill may have cut the last one short."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [line for line in lines if re.fullmatch(r"\d+ \w+ \S+", line)]
 
-
 def last_start(lines: list[str]) -> int:
-    """The index at which the last run begins: a log is appended to, and steps only fall where a new run
-    starts."""
+    """The index of the last run's first line: a log is appended to, and steps only fall at a start."""
     steps = [int(line.split()[0]) for line in lines]
     return max((i for i in range(1, len(steps)) if steps[i] < steps[i - 1]), default=0)
-
 
 def list_checkpoints(log_dir: Path) -> list[Path]:
     """A run's checkpoint folders, oldest first."""
     folders = [path for path in log_dir.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
     return sorted(folders, key=step_of)
 
-
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
-
 def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
-    """run.json: what each start and resumption recorded, oldest first; [] without one. Raises InputError."""
+    """run.json: what each start recorded, oldest first; [] without one. Raises InputError."""
     path = Path(log_dir) / "run.json"
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     except ValueError:
         raise InputError(f"{path}: not JSON; move it away") from None
 
+def begin_run(log_dir: Path, resumed: bool, resumed_step: int | None, entry: dict[str, Any]) -> IO[str]:
+    """Prepares a run's folder, adds `entry` to run.json, and opens log.txt to append to.
 
-def add_run_entry(log_dir: Path, **details: Any) -> None:
-    """Adds a start to run.json: when, with which command and commit (a + if files have changed since), and
-    `details`. Paths are relative to the working folder, so that what may be published does not say where it
-    ran."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
-    commit = ""
-    with contextlib.suppress(OSError):  # no git on this machine
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    entry = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": [*map(shown, sys.argv)],
-             "git_commit": commit or None, **details}
-    entries = [*run_entries(log_dir), entry]
-    with atomic_write(log_dir / "run.json", "w") as file:
-        file.write(json.dumps(entries, indent=2) + "\n")
-
-
-def clear_log_dir(log_dir: Path, resumed: bool) -> None:
-    """Makes the folder, removes what a killed process left half written, and moves an earlier run's
-    checkpoints."""
+    What a killed process left half written is removed; unless `resumed`, an earlier run's checkpoints are
+    moved. From resumed_step on the last run's lines are removed, since they will be written again. """
     log_dir.mkdir(parents=True, exist_ok=True)
     for left_over in log_dir.glob(".*.partial"):
-        remove_folder(left_over) if left_over.is_dir() else left_over.unlink()
+        shutil.rmtree(left_over, ignore_errors=True) if left_over.is_dir() else left_over.unlink()
     if not resumed and (old := list_checkpoints(log_dir)):
         aside = next(path for i in range(1, 10**6) if not (path := log_dir / f"earlier_{i}").exists())
         aside.mkdir()
         for folder in old:
             folder.rename(aside / folder.name)
         print(f"{log_dir}/ has checkpoints of an earlier run (--resume continues one): moved to {aside}/")
-
-
-def open_log(log_dir: Path, resumed_step: int | None) -> IO[str]:
-    """log.txt, to append lines to. A resumed run's lines from its step on are removed: they will be written
-    again."""
-    path = log_dir / "log.txt"
-    if path.exists():
-        lines = log_lines(path)
-        if resumed_step is not None:
-            start = last_start(lines)
-            lines[start:] = [line for line in lines[start:] if int(line.split()[0]) < resumed_step]
-        with atomic_write(path, "w") as file:
-            file.writelines(line + "\n" for line in lines)
+    git, commit = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"], ""
+    with contextlib.suppress(OSError):  # no git on this machine
+        git += ["--abbrev=40", "--exclude=*"]  # the full hash, with a + if files have changed since
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    entries = [*run_entries(log_dir), {  # relative paths: what may be published need not say where it ran
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": [*map(shown, sys.argv)],
+        "git_commit": commit or None,
+        "versions": {name: version(name) for name in ("torch", "numpy", "tiktoken", "safetensors")}
+        | {"python": sys.version.split()[0]}, **entry}]
+    with atomic_write(log_dir / "run.json", "w") as file:
+        file.write(json.dumps(entries, indent=2) + "\n")
+    lines = log_lines(path := log_dir / "log.txt")
+    start = last_start(lines) if resumed_step is not None else len(lines)
+    lines[start:] = [line for line in lines[start:] if int(line.split()[0]) < resumed_step]
+    with atomic_write(path, "w") as file:
+        file.writelines(line + "\n" for line in lines)
     return open(path, "a", encoding="utf-8", newline="\n", buffering=1)

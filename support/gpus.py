@@ -14,9 +14,7 @@ PEAK_TFLOPS = {
     "V100-PCIE-32GB": 112, "T4": 65, "AMD Instinct MI300X": 1307,
 }
 
-
 def data_sheet_flops(name: str) -> float | None:
-    """16-bit tensor-core FLOP/s of a GPU by its torch.cuda.get_device_name; None if PEAK_TFLOPS does not have
-    it."""
+    """16-bit tensor-core FLOP/s by torch.cuda.get_device_name; None for a GPU not in PEAK_TFLOPS."""
     tflops = PEAK_TFLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
     return tflops and tflops * 1e12

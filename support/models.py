@@ -1,5 +1,4 @@
-"""Models of others: found on the Hugging Face hub, and any causal LM loaded for sample.py and
-hellaswag.py."""
+"""Models on the Hugging Face hub, and loading any causal LM for sample.py and hellaswag.py."""
 
 import os
 from pathlib import Path
@@ -10,7 +9,6 @@ import torch
 from support.cli import InputError, first_line
 from support.files import list_checkpoints
 
-
 def model_folder(name: str | Path) -> Path:
     """`name` if it exists; otherwise the hub's model of that name, downloaded once. Raises InputError."""
     if Path(name).exists():
@@ -20,14 +18,14 @@ def model_folder(name: str | Path) -> Path:
 
     logging.set_verbosity_error()  # it would log every retry; its failure is one line below
     try:
-        folder = Path(snapshot_download(str(name), allow_patterns=["*.json", "*.txt", "*.model", "*.safetensors"]))
+        patterns = ["*.json", "*.txt", "*.model", "*.safetensors"]
+        folder = Path(snapshot_download(str(name), allow_patterns=patterns))
         if not list(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(str(name), allow_patterns=["*.bin"]))
         return folder
     except Exception as error:  # the hub's, its HTTP library's, the socket's: they have no common base
-        raise InputError(f"{name}: neither a folder nor available from the Hub ({first_line(error)}); without a "
-                         "network, give a folder that holds the model") from None
-
+        raise InputError(f"{name}: neither a folder nor found on the Hub ({first_line(error)}); without "
+                         "a network, give a folder that holds the model") from None
 
 def find_model(name: str) -> Path:
     """The newest checkpoint of a log folder, or the model called `name`. Raises InputError."""
@@ -37,7 +35,6 @@ def find_model(name: str) -> Path:
     if newest := list_checkpoints(folder)[-1:]:
         return newest[0]
     raise InputError(f"{name}: neither a model (config.json) nor a run with checkpoints (step_*)")
-
 
 def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[Any, Any]:
     """(model, tokenizer) of any causal language model, by transformers; the tokenizer is None if the folder
@@ -56,10 +53,8 @@ def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[
         tokenizer = None
     return model, tokenizer
 
-
 def check_writable(path: str) -> None:
-    """Call before work whose result goes to `path`. Raises InputError if its folder is missing or not
-    writable."""
+    """Call before long work. Raises InputError if the folder of `path` is missing or not writable."""
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise InputError(f"{path}: there is no folder {Path(path).parent}")

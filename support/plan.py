@@ -1,5 +1,4 @@
-"""The arithmetic of a run (`--plan`), the micro-batch that fits on a GPU, and a large model's memory on a
-CPU."""
+"""A run's arithmetic (`--plan`), the micro-batch that fits on a GPU, a large model's memory on a CPU."""
 
 import ctypes
 import gc
@@ -14,9 +13,9 @@ from support.tokenizer import find_shards, open_shard, tokenize_text
 
 ASSUMED_MFU = 0.4
 
-
 def estimate_memory(
-    model: torch.nn.Module, B: int, T: int, device: torch.device, dtype: torch.dtype, low_memory: bool, compiled: bool
+    model: torch.nn.Module, B: int, T: int, device: torch.device, dtype: torch.dtype, low_memory: bool,
+    compiled: bool,
 ) -> float:
     """Bytes that a training step takes on one device: an estimate, linear in B.
 
@@ -32,34 +31,34 @@ def estimate_memory(
     logits = V * dtype.itemsize if compiled and device.type != "cpu" and not low_memory else 0
     return fixed + B * T * (len(model.h) * block * C + logits)
 
-
 def count_tokens(data: Path) -> int | None:
     """Training tokens of a folder of shards or a .txt file; None if it does not exist. Raises InputError."""
     if data.is_dir():
         return sum(len(open_shard(path)) for path in find_shards(data, "train"))
     return len(tokenize_text(data, "train")) if data.is_file() else None
 
-
 def duration(seconds: float) -> str:
     if seconds >= 1000 * 3600:
         return f"{seconds / 86400:,.0f} days"
     return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
 
-
 def print_plan(
-    model: torch.nn.Module, data: str, max_steps: int, total_batch_size: int, B: int, T: int, low_memory: bool, compiled: bool,
-    device: torch.device, dtype: torch.dtype, description: str,
+    model: torch.nn.Module, device: torch.device, dtype: torch.dtype, description: str, /, *, data: str,
+    max_steps: int, total_batch_size: int, micro_batch_size: int, seq_len: int, low_memory: bool,
+    compile: bool, **_: object,
 ) -> None:
-    """Prints what a run will take. model: a GPT; torch's "meta" device will do for its parameters."""
+    """Prints what a run will take. model: a GPT, whose parameters may be on the "meta" device. The keywords
+    are the settings of the same name, others are ignored."""
+    B, T = micro_batch_size or 1, seq_len
     N, flops = model.num_parameters(), model.flops_per_token(T)
     tokens, available = max_steps * total_batch_size, count_tokens(Path(data))
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops
-    memory = estimate_memory(model, B, T, device, dtype, low_memory, compiled)
-    epochs = f"{tokens / available:.3f} of {available:,} training tokens" if available else f"unknown: no {data} yet"
+    memory = estimate_memory(model, B, T, device, dtype, low_memory, compile)
+    epochs = f"{tokens / available:.3f} of {available:,} training tokens" if available else f"no {data} yet"
     rows = {
         "device": description,
-        "parameters": f"{N:,} ({model.num_parameters(False) - model.wte.weight.numel():,} without embeddings)",
+        "parameters": f"{N:,} ({sum(p.numel() for p in model.h.parameters()):,} in the blocks)",
         "FLOPs a token": f"{flops:,} (6 N + 12 L C T, N without position embeddings)",
         "tokens": f"{tokens:,} in {max_steps:,} steps of {total_batch_size:,}",
         "epochs": epochs,
@@ -70,14 +69,14 @@ def print_plan(
     }
     for chip in ("A100-SXM4-80GB", "H100 80GB HBM3"):
         seconds = flops * tokens / (8 * PEAK_TFLOPS[chip] * 1e12 * ASSUMED_MFU)
-        rows[f"on 8 x {chip.split()[0].split('-')[0]}"] = f"{duration(seconds)}, projected: {ASSUMED_MFU:.0%} of " \
-                                                          f"8 x {PEAK_TFLOPS[chip]} TFLOP/s"
+        name = f"on 8 x {chip.split()[0].split('-')[0]}"
+        rows[name] = f"{duration(seconds)}, projected: {ASSUMED_MFU:.0%} of 8 x {PEAK_TFLOPS[chip]} TFLOP/s"
     for name, value in rows.items():
         print(f"{name:>13}: {value}")
 
-
 def fits(
-    model: torch.nn.Module, B: int, T: int, dtype: torch.dtype, moments: int, keeps_logits: bool, accumulates: bool
+    model: torch.nn.Module, B: int, T: int, dtype: torch.dtype, moments: int, keeps_logits: bool,
+    accumulates: bool,
 ) -> bool:
     """Whether a GPU has the memory for a step with micro-batches of B sequences, by trying an eager forward
     and backward pass with the chunked loss, which stores no less than a compiled one, beside what else the
@@ -106,7 +105,6 @@ def fits(
         model.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
-
 
 def return_freed_memory(low_memory: bool) -> None:
     """On Linux, undoes devices.keep_freed_memory for buffers of 32 MiB and more, when the model turns out to

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from support.cli import InputError
 from support.tokenizer import bpe_files
 
-
 @contextmanager
 def processes(count: int, stop: bool = False) -> Iterator[ProcessPoolExecutor]:
     """A pool of processes that end with the block, or with this process, however it ends.

@@ -14,16 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 def assign_owners(sizes: list[int], ranks: int) -> list[int]:
-    """The owner of each parameter, by size: the largest first, each to the rank with the fewest values so
-    far."""
+    """Each parameter's owner: by size, largest first, each to the rank with the fewest values so far."""
     owners, loads = [0] * len(sizes), [0] * ranks
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += sizes[i]
     return owners
-
 
 def shard_state(optimizer: Any) -> None:
     """Shards the state of an optimizer, or of each one in support.muon.Optimizers.
@@ -36,7 +33,6 @@ def shard_state(optimizer: Any) -> None:
         part.register_step_post_hook(shards.exchange_weights)
         part.register_state_dict_post_hook(shards.gather_state)
         part.register_load_state_dict_pre_hook(shards.select_state)
-
 
 class Shards:
     """One optimizer's parameters, in the order of its groups, and their owners."""
@@ -66,7 +62,8 @@ class Shards:
         """On rank 0 the whole state, one tensor at a time and in host memory; elsewhere this rank's shard."""
         mine = state_dict["state"]
         shapes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(shapes, {i: {k: (t.shape, t.dtype) for k, t in s.items()} for i, s in mine.items()})
+        own = {i: {key: (t.shape, t.dtype) for key, t in tensors.items()} for i, tensors in mine.items()}
+        dist.all_gather_object(shapes, own)
         whole: dict[int, dict[str, torch.Tensor]] = {}
         for i, tensors in sorted((i, tensors) for shard in shapes for i, tensors in shard.items()):
             for key, (shape, dtype) in tensors.items():

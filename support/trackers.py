@@ -9,10 +9,8 @@ from support.files import run_entries
 
 Tracker = Callable[[int, dict[str, float]], object]  # called with a step and its streams
 
-
 def start_trackers(log_dir: Path, first_step: int, tensorboard: bool, wandb: bool) -> list[Tracker]:
-    """A function for each tracker, to call with every step's values. Raises InputError if one is not
-    installed."""
+    """A function per tracker, to call at every step. Raises InputError if one is not installed."""
     trackers: list[Tracker] = []
     if tensorboard:
         try:
@@ -31,8 +29,8 @@ def start_trackers(log_dir: Path, first_step: int, tensorboard: bool, wandb: boo
         began = next(entry["started"] for entry in reversed(entries) if not (first_step and entry["step"]))
         name = f"{log_dir.resolve().name}-{re.sub(r'[^0-9]', '', began)}"  # a resumed run keeps its name
         try:
-            run = weights_and_biases.init(project="gpt2-repro", id=name, name=name, resume="allow", dir=log_dir,
-                                          config=entries[-1]["config"])
+            run = weights_and_biases.init(project="gpt2-repro", id=name, name=name, resume="allow",
+                                          dir=log_dir, config=entries[-1]["config"])
         except Exception as error:  # no account, no network
             raise InputError(f"--wandb: {first_line(error)}; WANDB_MODE=offline needs neither") from None
         trackers.append(lambda step, values: run.log(values, step=step))

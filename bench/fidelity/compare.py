@@ -1,9 +1,11 @@
-"""Our training beside build-nanogpt's, from the same weights on the same tokens: `compare.py PEER [STEPS] [FLAG …]`.
+"""Our training beside build-nanogpt's, from the same weights on the same tokens.
 
-PEER: a copy of build-nanogpt. GPT-2 (124M), float32 on the CPU, STEPS updates (60) of 2 x 2 x 32 tokens, the settings
-of the gpt2 preset with a schedule of STEPS steps. Ours is train_gpt2.py, run as a command; the FLAGs are added to it,
-so that one can see what a difference looks like (--weight-decay 0.09). Theirs are the lines of their script that define
-model, loader, schedule and optimizer and make an update, run as they stand but for EDITS.
+    python bench/fidelity/compare.py PEER [STEPS] [FLAG …]
+
+PEER: a copy of build-nanogpt. GPT-2 (124M), float32 on the CPU, STEPS updates (60) of 2 x 2 x 32 tokens, the
+settings of the gpt2 preset with a schedule of STEPS steps. Ours is train_gpt2.py, run as a command; FLAGs are
+added to it, to see what a difference looks like (--weight-decay 0.09). Theirs are the parts of their script
+that define model, loader, schedule and optimizer and make an update, unchanged except for EDITS.
 """
 
 import contextlib
@@ -21,8 +23,8 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from support.cli import InputError, run  # noqa: E402
-from support.rundir import read_log  # noqa: E402
-from support.shards import tokenize_text  # noqa: E402
+from support.files import read_log  # noqa: E402
+from support.tokenizer import tokenize_text  # noqa: E402
 from train_gpt2 import GPT, GPTConfig, TrainConfig, get_lr  # noqa: E402
 
 SHAPE = GPTConfig()
@@ -32,7 +34,7 @@ EDITS = {
     "from hellaswag import": "#",  # it fetches a tokenizer
     "dtype=torch.bfloat16": "enabled=False",  # of autocast: what is left is float32
 }
-# The parts of their script, from one text to another. What stands between them starts a run, evaluates or saves.
+# Parts of their script, from one text to another. What lies between them starts a run, evaluates or saves.
 PARTS = {
     "definitions": ("import os", "# simple launch:"),
     "schedule": ("max_lr = 6e-4", "# optimize!"),
@@ -48,33 +50,35 @@ class Peer:
         source, self.code = script.read_text(encoding="utf-8"), {}
         for part, (start, end) in PARTS.items():
             if source.count(start) != 1 or end not in source or not all(text in source for text in EDITS):
-                raise InputError(f"{script}: not the script this was written for (build-nanogpt of June 2024)")
+                raise InputError(f"{script}: not the script this is for (build-nanogpt of June 2024)")
             text = start + source.split(start)[1].split(end)[0]
             for before, after in EDITS.items():
                 text = text.replace(before, after)
             self.code[part] = compile(textwrap.dedent(text), f"{script}, {part}", "exec")
-        # The globals of the script, and those that its set-up makes in one process without a GPU.
-        self.names: dict[str, Any] = {"__name__": "peer", "master_process": False, "ddp": False, "device": "cpu"}
-        self.names["device_type"] = "cpu"
+        # The script's globals, as its set-up makes them in one process without a GPU.
+        self.names: dict[str, Any] = {"__name__": "peer", "master_process": False, "ddp": False}
+        self.names |= {"device": "cpu", "device_type": "cpu"}
         exec(self.code["definitions"], self.names)
         exec(self.code["schedule"], self.names)
 
     def model(self, vocab_size: int, ours: GPT) -> torch.nn.Module:
-        """Their GPT with our weights; what our vocabulary lacks stays as they initialize it."""
+        """Their GPT with our weights; rows that our vocabulary lacks keep their initialization."""
         model = self.names["GPT"](self.names["GPTConfig"](**asdict(SHAPE) | {"vocab_size": vocab_size}))
         with torch.no_grad():
-            for (theirs, to), (name, values) in zip(model.named_parameters(), ours.named_parameters(), strict=True):
+            pairs = zip(model.named_parameters(), ours.named_parameters(), strict=True)
+            for (theirs, to), (name, values) in pairs:
                 assert theirs == f"transformer.{name}", (theirs, name)
                 to[: len(values)] = values
         return model
 
     def train(self, model: GPT, steps: int, micro_steps: int) -> np.ndarray:
-        """Losses and gradient norms (2, steps) from the weights of `model`, each batch in `micro_steps` parts."""
+        """Losses and gradient norms (2, steps) from `model`'s weights, each batch in `micro_steps` parts."""
         names = self.names
         names |= {"max_steps": steps, "warmup_steps": steps // 6, "grad_accum_steps": micro_steps}
         names["model"] = names["raw_model"] = self.model(SHAPE.vocab_size, model)
         batch = B * MICRO_STEPS // micro_steps
-        names["train_loader"] = names["DataLoaderLite"](batch, T, process_rank=0, num_processes=1, split="train")
+        loader = names["DataLoaderLite"]
+        names["train_loader"] = loader(batch, T, process_rank=0, num_processes=1, split="train")
         exec(self.code["optimizer"], names)
         curves = []
         for step in range(steps):
@@ -88,33 +92,34 @@ def train_ours(model: GPT, steps: int, flags: list[str]) -> np.ndarray:
     """Losses and gradient norms (2, steps) of train_gpt2.py, which logs six decimals."""
     model.save_pretrained("init")
     command = f"""{ROOT}/train_gpt2.py --preset gpt2 --init init --data {SHARDS} --no-shuffle --log-dir log
-        --total-batch-size {B * T * MICRO_STEPS} --micro-batch-size {B} --seq-len {T} --device cpu --dtype float32
-        --max-steps {steps} --warmup-steps {steps // 6}
+        --total-batch-size {B * T * MICRO_STEPS} --micro-batch-size {B} --seq-len {T}
+        --device cpu --dtype float32 --max-steps {steps} --warmup-steps {steps // 6}
         --eval-every 0 --hellaswag-every 0 --sample-every 0 --save-every 0"""
     done = subprocess.run([sys.executable, *command.split(), *flags], stdout=subprocess.DEVNULL)
     if done.returncode:
-        sys.exit(done.returncode)  # it has said why
+        sys.exit(done.returncode)  # it printed why
     log = read_log("log")
     return np.array([log["train"][1], log["norm"][1]])
 
 
 def difference(curves: np.ndarray, others: np.ndarray) -> str:
-    """The largest ones, over the first third of the steps and over all."""
+    """The largest differences, over the first third of the steps and over all."""
     losses, norms = np.abs(curves - others)[0], np.abs(curves / others - 1)[1]
     third = -(-len(losses) // 3)
-    return (f"losses {losses[:third].max():.1e} apart at most in the first {third} steps, {losses.max():.1e} in all; "
-            f"gradient norms {norms[:third].max():.1e} and {norms.max():.1e}, relative")
+    return (f"losses differ by at most {losses[:third].max():.1e} in the first {third} steps, "
+            f"{losses.max():.1e} in all; norms {norms[:third].max():.1e} and {norms.max():.1e} (relative)")
 
 
 def main() -> None:
     folder, steps, *flags = [*sys.argv[1:], "60"] if len(sys.argv) == 2 else sys.argv[1:] or ["", ""]
     if not steps.isdecimal() or int(steps) == 0:
-        raise InputError("compare.py PEER [STEPS] [FLAG …]: a copy of build-nanogpt and a number of steps, at least 1")
+        raise InputError("compare.py PEER [STEPS] [FLAG …]: a copy of build-nanogpt, and at least 1 step")
     peer, steps = Peer(Path(folder, "train_gpt2.py")), int(steps)
 
     config = TrainConfig()
     rates = [(get_lr(step, config), peer.names["get_lr"](step)) for step in range(config.max_steps)]
-    print(f"all {len(rates):,} learning rates: {max(abs(a / b - 1) for a, b in rates):.1e} apart at most, relative")
+    largest = max(abs(a / b - 1) for a, b in rates)
+    print(f"all {len(rates):,} learning rates differ by at most {largest:.1e} (relative)")
 
     torch.manual_seed(1337)
     model, tokens = GPT(SHAPE), tokenize_text(ROOT / "input.txt", "train")

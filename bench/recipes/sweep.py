@@ -20,6 +20,7 @@ Each run is `python train_gpt2.py --resume` in its own folder, OUT/FILE/RECIPE/S
 skipped and a stopped one continues. At the end `table.md` and `curves.png` show each recipe's final loss over
 the seeds, and after how many tokens its validation loss reached the first recipe's final one. """
 
+# ruff: noqa: E402
 import statistics
 import subprocess
 import sys
@@ -38,7 +39,6 @@ from support.cli import InputError, flag, parse_args, run
 from support.files import atomic_path, read_log
 from train_gpt2 import TrainConfig, read_config
 
-
 @dataclass(frozen=True)
 class SweepConfig:
     """Runs recipes over seeds and compares them."""
@@ -50,7 +50,6 @@ class SweepConfig:
     jobs: int = 1
     """Runs at a time."""
 
-
 def read_sweep(path: Path) -> tuple[list[int], dict[str, dict[str, Any]]]:
     """Seeds, and each recipe's settings with the common ones. Raises InputError for an unknown setting."""
     try:
@@ -60,14 +59,14 @@ def read_sweep(path: Path) -> tuple[list[int], dict[str, dict[str, Any]]]:
     unknown = sweep.keys() - {"seeds", "common", "recipes"}
     seeds, recipes = sweep.get("seeds"), sweep.get("recipes")
     if unknown or not seeds or not recipes or not all(isinstance(seed, int) for seed in seeds):
-        raise InputError(f"{path}: needs seeds = [1, 2, …], [common] and one [recipes.NAME] per recipe, nothing else")
+        raise InputError(f"{path}: needs seeds = [1, 2, …], [common] and [recipes.NAME], nothing else")
     recipes = {name: {**sweep.get("common", {}), **recipe} for name, recipe in recipes.items()}
     known = {field.name for field in fields(TrainConfig)} - {"seed", "log_dir", "resume"}
     for name, recipe in recipes.items():
         if foreign := recipe.keys() - known:
-            raise InputError(f"{path}: recipe {name}: {', '.join(sorted(foreign))} is no setting of train_gpt2.py")
+            foreign = ", ".join(sorted(foreign))
+            raise InputError(f"{path}: recipe {name}: {foreign} is no setting of train_gpt2.py")
     return seeds, recipes
-
 
 def as_flags(recipe: dict[str, Any]) -> list[str]:
     """{"max_steps": 5, "shuffle": False} -> ["--max-steps", "5", "--no-shuffle"]"""
@@ -79,7 +78,6 @@ def as_flags(recipe: dict[str, Any]) -> list[str]:
             flags += [flag(key), str(value)]
     return flags
 
-
 def run_one(folder: Path, flags: list[str]) -> None:
     """Starts, continues or skips a run; its output goes to folder/console.txt. Raises InputError."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,25 +85,21 @@ def run_one(folder: Path, flags: list[str]) -> None:
     with open(folder / "console.txt", "a", encoding="utf-8") as console:
         done = subprocess.run([sys.executable, script, *flags], stdout=console, stderr=subprocess.STDOUT)
     if done.returncode:
-        said = (folder / "console.txt").read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
-        raise InputError(f"{folder}: stopped with status {done.returncode} ({said[-1]})")
+        output = (folder / "console.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        raise InputError(f"{folder}: stopped with status {done.returncode} ({(output or ['no output'])[-1]})")
     print(f"{folder}: done", flush=True)
 
-
 def tokens_to_reach(curve: list[tuple[int, float]], target: float) -> float | None:
-    """Where a curve of (tokens, loss) first reaches `target`, interpolated between two points; None if
-    nowhere."""
+    """Where a curve of (tokens, loss) first reaches `target`, interpolated; None if it does not."""
     for (before, high), (after, low) in zip([curve[0], *curve], curve, strict=False):
         if low <= target:
             return after if high <= target else before + (after - before) * (high - target) / (high - low)
     return None
 
-
 def spread(values: list[float]) -> str:
     """Mean and standard deviation."""
     deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.3f}{deviation}"
-
 
 def table(curves: dict[str, list[list[tuple[int, float]]]]) -> str:
     """Markdown: each recipe's final loss, and when it reached the first recipe's mean final loss."""
@@ -124,7 +118,6 @@ def table(curves: dict[str, list[list[tuple[int, float]]]]) -> str:
         rows.append(f"| {name} | {len(runs)} | {runs[0][-1][0]:,} | {spread(final)} | {needed} | {share} |")
     return "\n".join(rows) + "\n"
 
-
 def picture(curves: dict[str, list[list[tuple[int, float]]]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
@@ -142,16 +135,17 @@ def picture(curves: dict[str, list[list[tuple[int, float]]]], path: Path) -> Non
         figure.savefig(partial, format="png", dpi=100, bbox_inches="tight")
     plt.close(figure)
 
-
 def main(args: list[str] | None = None) -> None:
     config = parse_args(SweepConfig, args=args)
     seeds, recipes = read_sweep(config.file)
     folder = config.out / config.file.stem
-    runs = {(name, seed): [*as_flags(recipe), "--seed", str(seed), "--log-dir", str(folder / name / str(seed)),
-                           "--resume"] for seed in seeds for name, recipe in recipes.items()}
+    runs = {(name, seed): [*as_flags(recipe), "--seed", str(seed), "--resume", "--log-dir",
+                           str(folder / name / str(seed))]
+            for seed in seeds for name, recipe in recipes.items()}
     configs = {key: read_config(flags) for key, flags in runs.items()}  # a mistake shows before the first run
     with ThreadPoolExecutor(config.jobs) as pool:
-        futures = [pool.submit(run_one, folder / name / str(seed), flags) for (name, seed), flags in runs.items()]
+        futures = [pool.submit(run_one, folder / name / str(seed), flags)
+                   for (name, seed), flags in runs.items()]
         try:
             for future in futures:
                 future.result()
@@ -170,7 +164,6 @@ def main(args: list[str] | None = None) -> None:
         partial.write_text(text, encoding="utf-8")
     picture(curves, folder / "curves.png")
     print(f"{text}\n{folder}/table.md, {folder}/curves.png")
-
 
 if __name__ == "__main__":
     run(main)
