@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side b
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach the Hub; those of hub code bring a server of their own
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
-
 @pytest.fixture
 def text(tmp_path):
     """A text of about 3,000 tokens."""
@@ -32,20 +32,23 @@ def text(tmp_path):
     path.write_text((ROOT / "input.txt").read_text(encoding="utf-8")[:10_000], encoding="utf-8")
     return path
 
-
 def train(*args: object) -> int:
     """train_gpt2.py in this process, with TINY's flags unless `args` override them."""
     import train_gpt2
 
-    return train_gpt2.main([*TINY, *map(str, args)])
-
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        return train_gpt2.main([*TINY, *map(str, args)])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 def script(name: str, *args: object, **options) -> subprocess.CompletedProcess:
     """Runs a script as a user would."""
     env = os.environ | options.pop("env", {})
     command = [sys.executable, str(ROOT / name), *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, **options)
-
 
 def be_a_rank(env: dict[str, str], folder: str, output: Path, args: list[str], disturbance: str) -> None:
     import train_gpt2
@@ -58,7 +61,6 @@ def be_a_rank(env: dict[str, str], folder: str, output: Path, args: list[str], d
         os.dup2(file.fileno(), 2)
     exec(disturbance, {})
     run(lambda: train_gpt2.main(args))
-
 
 def start_ranks(
     world_size: int, folder: Path, *args: object, disturbance: str = ""
@@ -95,23 +97,19 @@ def start_ranks(
         rank.join()
     return [rank.exitcode for rank in ranks], [output.read_text() for output in outputs]
 
-
 def train_on_ranks(world_size: int, folder: Path, *args: object, disturbance: str = "") -> list[str]:
     """The same where all must succeed. Returns what each printed; AssertionError if one failed."""
     codes, texts = start_ranks(world_size, folder, *args, disturbance=disturbance)
     assert codes == [0] * world_size, texts
     return texts
 
-
 def read_log(log_dir: Path, *streams: str) -> list[str]:
     """The lines of log.txt, of these streams only if any are named."""
     lines = (Path(log_dir) / "log.txt").read_text().splitlines()
     return [line for line in lines if not streams or line.split()[1] in streams]
 
-
 def losses(log_dir: Path, stream: str = "train") -> list[float]:
     return [float(line.split()[2]) for line in read_log(log_dir, stream)]
-
 
 def assert_one_error_line(done: subprocess.CompletedProcess, *parts: str) -> None:
     """Exit status 2 and on stderr one line, beginning `error: `, that has all the parts."""

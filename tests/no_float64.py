@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 INSTALLABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # torch 2.13
 
-
 def install() -> torch.device:
     class Backend(backend_registration._DummyBackendModule):
         def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -29,7 +28,6 @@ def install() -> torch.device:
 
     backend_registration._setup_privateuseone_for_python_backend("standin", backend_module=Backend())
     return torch.device("standin", 0)
-
 
 class OnStandIn(torch.Tensor):
     """A tensor on the device; `inner` holds its values on the CPU."""
@@ -49,7 +47,6 @@ class OnStandIn(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return dispatch(func, args, kwargs or {})
-
 
 def dispatch(func, args, kwargs):
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -74,7 +71,6 @@ def dispatch(func, args, kwargs):
     if func is torch.ops.aten.copy_.default:
         return args[0]
     return tree_map_only(torch.Tensor, wrap, out) if here else out
-
 
 class StandIn(TorchDispatchMode):
     """Catches the functions that make tensors from nothing, too."""

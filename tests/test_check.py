@@ -7,7 +7,6 @@ from reference.check import main
 from support.cli import InputError
 from tests.conftest import ROOT, losses, train
 
-
 def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
     args = ["--data", text, "--max-steps", 8, "--eval-every", 4]
     runs = [tmp_path / str(seed) for seed in (1, 2, 3, 4)]
@@ -40,7 +39,6 @@ def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
     with pytest.raises(InputError, match="not a run's folder"):
         main([str(tmp_path), str(reference)])
 
-
 def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(text, tmp_path, monkeypatch, capsys):
     """Honest runs match: other micro-batches, other seeds. A doubled rate, no clipping, no decay do not, nor
     an erf GELU, which is off by 1.7e-5 here, where rounding makes 1e-6."""
@@ -63,7 +61,6 @@ def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(text, tmp_pa
             monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, approximate: gelu(x))
         status, line = verdict(name, *more)
         assert status == 1 and "with the same seed in float32: does not match" in line, (name, line)
-
 
 @pytest.mark.parametrize("name", ["shakespeare", "gpt2"])
 def test_shipped_references_can_be_read(name, tmp_path):

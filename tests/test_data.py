@@ -13,7 +13,6 @@ from support.cli import InputError
 from support.tokenizer import EOT, get_tokenizer
 from train_gpt2 import DataLoaderLite, permutation
 
-
 def write_shards(folder: Path, shards: list[list[int]], split: str = "train") -> list[np.ndarray]:
     """Shards of documents of the given lengths, in which every token but 50256 occurs once."""
     folder.mkdir(exist_ok=True)
@@ -35,9 +34,7 @@ def write_shards(folder: Path, shards: list[list[int]], split: str = "train") ->
             np.save(path.with_suffix(".npy"), arrays[-1])
     return arrays
 
-
 shard_sets = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=8), min_size=1, max_size=5)
-
 
 @given(shard_sets, st.booleans(), st.integers(0, 3), st.data())
 @settings(max_examples=40, deadline=None)
@@ -63,7 +60,6 @@ def test_an_epoch_is_each_token_once_in_whole_documents(shards, shuffle, epoch, 
         assert (loader.stream.read(begin, count) == whole[begin : begin + count]).all()
         assert len(loader.stream._orders) <= 2
 
-
 @given(shard_sets, st.integers(1, 3), st.integers(1, 8), st.integers(1, 9), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_ranks_together_see_what_one_process_sees(shards, B, T, world_size, shuffle):
@@ -80,7 +76,6 @@ def test_ranks_together_see_what_one_process_sees(shards, B, T, world_size, shuf
             assert x.dtype == y.dtype == torch.int64 and x.shape == (B * world_size, T)
             assert torch.equal(x.flatten()[1:], y.flatten()[:-1])
 
-
 @given(shard_sets, st.integers(1, 4), st.integers(1, 8), st.integers(0, 12))
 @settings(max_examples=30, deadline=None)
 def test_a_resumed_loader_equals_one_that_never_stopped(shards, B, T, steps):
@@ -96,7 +91,6 @@ def test_a_resumed_loader_equals_one_that_never_stopped(shards, B, T, steps):
             for a, b in zip(straight.next_batch(), resumed.next_batch(), strict=True):
                 assert torch.equal(a, b)
 
-
 def test_order_changes_with_seed_and_epoch_and_not_otherwise(tmp_path):
     write_shards(tmp_path, [[5] * 50, [5] * 50])
     stream = lambda seed: DataLoaderLite(tmp_path, "train", 1, 1, seed=seed).stream  # noqa: E731
@@ -105,12 +99,10 @@ def test_order_changes_with_seed_and_epoch_and_not_otherwise(tmp_path):
     assert (first == stream(1).read(0, n)).all()
     assert (first != stream(1).read(n, n)).any() and (first != stream(2).read(0, n)).any()
 
-
 def test_permutation_is_pinned():
     """Were it to change, every resumed run would silently see other data."""
     assert permutation(8, 1337, 0).tolist() == [5, 1, 6, 7, 4, 0, 2, 3]
     assert sorted(permutation(1000, 5, 2, 1)) == list(range(1000))
-
 
 def test_another_stream_is_not_resumed(tmp_path):
     write_shards(tmp_path / "a", [[5] * 9])
@@ -120,7 +112,6 @@ def test_another_stream_is_not_resumed(tmp_path):
         DataLoaderLite(tmp_path / "b", "train", 1, 4).load_state_dict(state)
     with pytest.raises(InputError, match="seed 2, was 1337"):
         DataLoaderLite(tmp_path / "a", "train", 1, 4, seed=2).load_state_dict(state)
-
 
 def test_text_is_split_nine_to_one_and_shuffled_by_passages(tmp_path):
     text = "".join(f"On day {i}, <|endoftext|> was only text.\n" for i in range(200))
@@ -138,26 +129,23 @@ def test_text_is_split_nine_to_one_and_shuffled_by_passages(tmp_path):
         i += len(passages[order[-1]])
     assert sorted(order) == list(range(len(passages))) != order
 
-
 def rewritten(change):
     return lambda path: path.write_bytes(change(path.read_bytes()))
 
-
 SPOILED = {
-    "truncated": (0, rewritten(lambda b: b[:-10]), "000000.npy: truncated or not a shard"),
-    "foreign": (0, rewritten(lambda b: b"no shard" * 200), "000000.npy: truncated or not a shard"),
-    "dtype": (0, lambda path: np.save(path, np.zeros(99, np.int32)), "1-D int32, a shard is 1-D uint16"),
+    "truncated": (0, rewritten(lambda b: b[:-10]), "000000.npy: not a whole shard"),
+    "foreign": (0, rewritten(lambda b: b"no shard" * 200), "000000.npy: not a whole shard"),
+    "dtype": (0, lambda path: np.save(path, np.zeros(99, np.int32)), "99 values, 1-D int32"),
     "2-D": (0, lambda path: np.save(path, np.zeros((9, 9), np.uint16)), "2-D uint16"),
-    "empty": (0, lambda path: np.save(path, np.zeros(0, np.uint16)), "an empty shard"),
+    "empty": (0, lambda path: np.save(path, np.zeros(0, np.uint16)), "0 values"),
     "vocabulary": (0, lambda path: np.save(path, np.full(99, 50257, np.uint16)), "token 50257"),
-    "pickle": (0, lambda path: np.save(path, np.array([{}], object)), "truncated or not a shard"),
+    "pickle": (0, lambda path: np.save(path, np.array([{}], object)), "not a whole shard"),
     "half-written": (0, lambda path: path.rename(path.with_name(".x.npy.1.partial")), "half written"),
     "name": (0, lambda path: path.rename(path.with_name("tokens.npy")), "not named like a shard"),
-    "bin truncated": (2, rewritten(lambda b: b[:-2]), "its header says 18"),
-    "bin header": (2, rewritten(lambda b: b[:512]), "no llm.c shard"),
-    "bin magic": (2, rewritten(lambda b: b"\0" * 4 + b[4:]), "no llm.c shard"),
+    "bin truncated": (2, rewritten(lambda b: b[:-2]), "its header has .* 18 tokens"),
+    "bin header": (2, rewritten(lambda b: b[:512]), "not a whole shard"),
+    "bin magic": (2, rewritten(lambda b: b"\0" * 4 + b[4:]), "its header has magic 0"),
 }
-
 
 @pytest.mark.parametrize("name", SPOILED)
 def test_bad_shards_are_named(tmp_path, name):
@@ -166,7 +154,6 @@ def test_bad_shards_are_named(tmp_path, name):
     spoil(next(tmp_path.glob(f"*{index:06d}.*")))
     with pytest.raises(InputError, match=message):
         DataLoaderLite(tmp_path, "train", 1, 4)
-
 
 def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(tmp_path):
     tokens = np.zeros(10_000, dtype=np.uint16)

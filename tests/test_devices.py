@@ -14,15 +14,13 @@ from support.cli import InputError
 from support.gpus import data_sheet_flops
 from tests import no_float64
 from tests.conftest import ROOT, TINY, losses, read_log, train
-from train_gpt2 import GPT, DataLoaderLite, DDPContext, GPTConfig, read_config
-
+from train_gpt2 import GPT, DDPContext, GPTConfig, read_config
 
 @pytest.fixture(autouse=True)
 def no_measured_peak(monkeypatch, request):
     """The chip's peak does not matter here, and takes a second to measure."""
     if "speedup_is_measured" not in request.node.name:
         monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n: 1e12)
-
 
 def test_the_same_losses_on_every_cpu(monkeypatch, text, tmp_path, capsys):
     """auto is float32, Muon's matmuls included, also where bfloat16 is faster: then a line says so."""
@@ -34,12 +32,10 @@ def test_the_same_losses_on_every_cpu(monkeypatch, text, tmp_path, capsys):
         assert (hint in capsys.readouterr().out) == (speedup == 1.3)
     assert read_log(tmp_path / "1.3", "train", "norm") == read_log(tmp_path / "1.29", "train", "norm")
 
-
 def test_the_speedup_is_measured_quickly():
     began = time.perf_counter()
     assert devices.bfloat16_speedup() > 0
     assert time.perf_counter() - began < 3
-
 
 @pytest.mark.parametrize("device, dtype, expected", [
     ("cuda", torch.bfloat16, ["high"]), ("cuda", torch.float16, ["high"]), ("cuda", torch.float32, []),
@@ -59,7 +55,6 @@ def test_tf32_is_for_runs_in_16_bits_on_a_gpu(device, dtype, expected, monkeypat
         train_gpt2.train(read_config(TINY), DDPContext(0, 1, torch.device(device), dtype, ""))
     assert chosen == expected
 
-
 def gpu(monkeypatch, name: str, capability: tuple[int, int]) -> torch.device:
     """Pretends that this machine has one GPU of a kind."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -68,7 +63,6 @@ def gpu(monkeypatch, name: str, capability: tuple[int, int]) -> torch.device:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     return torch.device("cuda", 0)
-
 
 @pytest.mark.parametrize("name, capability, dtype, tflops", [
     ("Tesla T4", (7, 5), torch.float16, 65), ("NVIDIA A100-SXM4-80GB", (8, 0), torch.bfloat16, 312),
@@ -80,9 +74,8 @@ def test_precision_and_peak_of_a_gpu(name, capability, dtype, tflops, monkeypatc
     assert devices.choose_device("auto", "auto")[:2] == (device, dtype)
     assert devices.choose_device("auto", "float32")[1] == torch.float32
     assert data_sheet_flops(name) == (tflops and tflops * 1e12)
-    with pytest.raises(InputError, match=r"2 processes on this machine, but 1 GPUs: lower --nproc_per_node"):
+    with pytest.raises(InputError, match="1 GPUs for more than 1 processes: lower"):
         devices.choose_device("auto", "auto", local_rank=1)
-
 
 def test_device_cpu_leaves_a_gpu_alone(monkeypatch, text, tmp_path):
     """Nothing is pinned, which makes a CUDA context, or copied asynchronously, or compiled by default."""
@@ -97,22 +90,13 @@ def test_device_cpu_leaves_a_gpu_alone(monkeypatch, text, tmp_path):
     train("--data", text, "--max-steps", 1, "--eval-every", 1, "--log-dir", tmp_path)
     assert False in copies and True not in copies
 
-
-def test_batches_are_pinned_when_asked(monkeypatch, text):
-    pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.numel()) or self)
-    DataLoaderLite(text, "train", 2, 8, pin_memory=True).next_batch()
-    assert pinned and set(pinned) == {17}
-
-
 def test_an_apple_gpu_is_for_one_process(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert devices.choose_device("auto", "auto")[:2] == (torch.device("mps"), torch.float32)
     assert devices.choose_device("auto", "float32", world_size=2)[0] == torch.device("cpu")
-    with pytest.raises(InputError, match="--device mps supports one process"):
+    with pytest.raises(InputError, match="--device mps: not available for 2 processes"):
         devices.choose_device("mps", "auto", world_size=2)
-
 
 WITHOUT_FLOAT64 = """
 import sys
@@ -138,7 +122,6 @@ with StandIn():
         assert train_gpt2.main([*{args!r}, "--max-steps", steps]) == 0
 """
 
-
 @pytest.mark.skipif(not no_float64.INSTALLABLE, reason="this torch registers no device from Python")
 def test_a_device_without_float64(text, tmp_path):
     """A run on a stand-in that refuses float64 as Apple's GPU does: validation, HellaSwag, samples, both
@@ -158,7 +141,6 @@ def test_a_device_without_float64(text, tmp_path):
     for stream in ("train", "val", "hella"):
         expected = pytest.approx(losses(tmp_path / "cpu", stream), abs=1e-5)
         assert losses(tmp_path / "device", stream) == expected
-
 
 def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):
     """cuDNN's attention plans again for every shape: multiples of 64 only, and the results are the same."""
@@ -185,22 +167,3 @@ def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):
     torch.testing.assert_close(losses_after, losses_before, atol=1e-3, rtol=1e-5)
     assert torch.equal(losses_after.argmin(1), losses_before.argmin(1))
     assert torch.equal(samples_after, samples_before)
-
-
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA tensors need torch with CUDA")
-def test_forward_passes_on_a_fake_gpu_mix_no_devices():
-    """Fake tensors of a CUDA device have no values, and refuse the host's among them."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from support.muon import orthogonalize
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        with torch.device("cuda"):
-            model = GPT(GPTConfig(64, 50257, 2, 2, 32))
-            idx = torch.zeros(2, 64, dtype=torch.int64)
-        logits, loss = model(idx, idx)
-        assert logits.shape == (2, 64, 50257) and logits.device.type == loss.device.type == "cuda"
-        model.prepare(compiled=False)
-        assert model(idx, idx)[1].device.type == "cuda"
-        assert model.generate(idx[:, :40], 2).shape == (2, 42)
-        assert orthogonalize(torch.empty(3, 8, 24, device="cuda")).device.type == "cuda"

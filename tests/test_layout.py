@@ -8,10 +8,8 @@ from pathlib import Path
 
 from tests.conftest import ROOT, TINY
 
-
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
 
 MODULES = {module_name(path): path for path in [*ROOT.glob("*.py"), *ROOT.glob("support/**/*.py")]}
 PLAIN_RUN = """
@@ -30,7 +28,6 @@ for module in sys.modules.values():
     print("LOADED", getattr(module, "__file__", None))
 """
 
-
 def test_a_plain_run_loads_few_lines(tmp_path):
     """On a text and on shards: AdamW, validation loss, samples, a checkpoint, one rank, CPU."""
     (tmp_path / "shards").mkdir()
@@ -43,14 +40,12 @@ def test_a_plain_run_loads_few_lines(tmp_path):
     lines = {path: n for path in ours if (n := len(path.read_text(encoding="utf-8").splitlines()))}
     assert ROOT / "train_gpt2.py" in lines and len(lines) <= 5 and sum(lines.values()) <= 1600, lines
 
-
 def test_the_training_script_reads_in_one_sitting():
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 1100 and max(map(len, source.splitlines())) <= 110
     lengths = {node.name: node.end_lineno - node.lineno + 1 for node in ast.walk(ast.parse(source))
                if isinstance(node, ast.FunctionDef)}
     assert max(lengths.values()) <= 120, max(lengths, key=lengths.get)
-
 
 def imports_of(path: Path) -> set[str]:
     """The project's modules that a file imports, inside functions, too."""
@@ -62,7 +57,6 @@ def imports_of(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: a relative import"
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found & MODULES.keys()
-
 
 def find_circle(graph: dict[str, set[str]]) -> list[str]:
     """The modules of a circle, the first one again at its end; [] if there is none."""
@@ -80,7 +74,6 @@ def find_circle(graph: dict[str, set[str]]) -> list[str]:
 
     return next(filter(None, (visit(module, []) for module in graph)), [])
 
-
 def test_no_module_imports_one_that_imports_it():
     graph = {name: imports_of(path) for name, path in MODULES.items()}
     assert {"support.cli", "hellaswag"} <= graph["train_gpt2"]  # the walk finds something
@@ -91,7 +84,6 @@ def test_no_module_imports_one_that_imports_it():
             assert all(other.startswith("support") for other in imported), (name, imported)
     for path in [*MODULES.values(), *ROOT.glob("reference/*.py"), *ROOT.glob("bench/**/*.py")]:
         assert not re.search(r"config: Any", path.read_text(encoding="utf-8")), path
-
 
 def test_nothing_is_used_before_it_is_explained():
     """In train_gpt2.py a top-level name is used below its definition only. GPT's two methods for Hugging Face

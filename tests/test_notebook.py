@@ -10,7 +10,6 @@ from nbclient import NotebookClient
 from tests.conftest import ROOT
 from train_gpt2 import GPT, GPTConfig
 
-
 def run_notebook(folder):
     for name in ("train_gpt2.py", "hellaswag.py"):
         shutil.copy(ROOT / name, folder)
@@ -23,9 +22,7 @@ def run_notebook(folder):
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
     return text, pictures
 
-
 NOTEBOOKS = [*ROOT.glob("*.ipynb"), *ROOT.glob("docs/*.ipynb")]
-
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_committed_without_outputs(path):
@@ -33,7 +30,6 @@ def test_committed_without_outputs(path):
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
-
 
 def test_runs_on_a_log(tmp_path):
     log = tmp_path / "log"
@@ -48,7 +44,6 @@ def test_runs_on_a_log(tmp_path):
     text, pictures = run_notebook(tmp_path)
     assert "log: 50 train, 50 lr, 50 norm, 50 tok_per_sec, 1 val, 1 hella" in text, text
     assert "lowest validation loss 3.5000" in text and pictures == 3
-
 
 def test_runs_on_the_shipped_reference_and_on_a_model(tmp_path):
     shutil.copytree(ROOT / "reference" / "shakespeare", tmp_path / "reference" / "shakespeare")

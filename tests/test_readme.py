@@ -33,7 +33,6 @@ SMALL = dict(n_layer=1, n_head=1, n_embd=8, seq_len=16, micro_batch_size=2, tota
              max_steps=2, warmup_steps=1, warmdown_steps=1, eval_every=0, eval_tokens=64, hellaswag_every=0,
              sample_every=0, save_every=0, device="cpu", compile=False)
 
-
 def blocks(language: str) -> list[str]:
     """The code blocks of all pages that are marked with `language`."""
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
@@ -41,12 +40,10 @@ def blocks(language: str) -> list[str]:
     marked = [block.split("\n", 1) for blocks in found for block in blocks]
     return [code for mark, code in marked if mark == language]
 
-
 def commands() -> list[str]:
     """The commands of all unmarked blocks, each once, without comments."""
     lines = [line for block in blocks("") for line in block.splitlines() if line.startswith(PROGRAMS)]
     return list(dict.fromkeys(shlex.join(shlex.split(line, comments=True)) for line in lines))
-
 
 def reason(command: str) -> str | None:
     """Why a command is not run; None if it is."""
@@ -54,7 +51,6 @@ def reason(command: str) -> str | None:
         return "a network; tests/test_fineweb.py has a server of its own"
     found = (why for part, why in NOT_RUN.items() if command.startswith(part) or f" {part}" in command)
     return next(found, None)
-
 
 def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, monkeypatch, capsys):
     import pyarrow as pa
@@ -94,7 +90,6 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
             assert check.main(args) in (0, 1)
         assert capsys.readouterr().out, command
 
-
 def test_python_blocks_run(text, tmp_path, monkeypatch):
     import transformers
 
@@ -106,9 +101,7 @@ def test_python_blocks_run(text, tmp_path, monkeypatch):
     for block in blocks("python"):
         exec(block, {})
 
-
 LINKED = [*PAGES, *ROOT.glob("reference/*.md"), *ROOT.glob("bench/**/*.md")]
-
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):

@@ -1,6 +1,5 @@
 """A run that cannot be lost: killed, on other ranks, with damaged checkpoints, full disks, bad steps."""
 
-import errno
 import json
 import os
 import pickle
@@ -24,7 +23,6 @@ from train_gpt2 import find_checkpoint, read_training_state
 
 pytestmark = posix
 
-
 @pytest.mark.parametrize("dtype, optimizer, ranks", [
     ("float32", "adamw", 1), ("float32", "muon", 2), ("bfloat16", "muon", 1), ("float16", "adamw", 1),
     ("bfloat16", "adamw", 2),
@@ -47,7 +45,6 @@ def test_a_resumed_run_equals_one_that_never_stopped(dtype, optimizer, ranks, te
     assert weights[0] == weights[1]
     assert [entry["step"] for entry in json.loads((tmp_path / "broken/run.json").read_text())] == [0, 2]
 
-
 def test_a_run_killed_while_it_saves_equals_one_that_never_was(tmp_path):
     """tests/torture.py does this at length, and at other moments, too."""
     random.seed(1)
@@ -56,7 +53,6 @@ def test_a_run_killed_while_it_saves_equals_one_that_never_was(tmp_path):
         train_gpt2.main([*ARGS, "--max-steps", str(steps), "--log-dir", str(log_dir)])
 
     assert torture(tmp_path, kills=1, steps=12, finish=finish) == 1
-
 
 def test_two_ranks_then_one_then_three(text, tmp_path):
     """192 tokens a step as 12 sequences, on 2 ranks, from step 4 on 1, from step 8 on 3; 2 and 3 shard the
@@ -77,7 +73,6 @@ def test_two_ranks_then_one_then_three(text, tmp_path):
     a, b = (read_training_state(folder / "step_000012") for folder in (log_dir, tmp_path / "alone"))
     assert a["loader"] == b["loader"] and a["tokens"] == b["tokens"] == 12 * 192
 
-
 @pytest.mark.parametrize("before, after", [("float32", "float16"), ("float16", "bfloat16")])
 def test_a_run_continues_in_another_precision(before, after, text, tmp_path, capsys):
     """As when the next session's GPU is another one: float16 has a scaler, the others have none."""
@@ -85,7 +80,6 @@ def test_a_run_continues_in_another_precision(before, after, text, tmp_path, cap
     train(*args, "--max-steps", 1, "--dtype", before)
     assert train(*args, "--max-steps", 2, "--dtype", after) == 0 and len(losses(tmp_path)) == 2
     assert f"precision: torch.{before} so far, torch.{after} from here on" in capsys.readouterr().out
-
 
 def test_resume_refuses_another_run_and_takes_an_older_scripts_checkpoint(text, tmp_path):
     args = ["--data", text, "--save-every", 2, "--log-dir", tmp_path, "--resume"]
@@ -101,16 +95,13 @@ def test_resume_refuses_another_run_and_takes_an_older_scripts_checkpoint(text, 
     train(*args, "--max-steps", 4, "--max-lr", 0.25)
     assert len(losses(tmp_path)) == 4
 
-
 def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
 
 def flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 4
     path.write_bytes(content)
-
 
 def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_path, capsys):
     train("--data", text, "--max-steps", 4, "--save-every", 2, "--log-dir", tmp_path)
@@ -133,10 +124,8 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
         train("--data", text, "--max-steps", 8, "--save-every", 2, "--log-dir", tmp_path, "--resume")
     assert everything == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-
 def steps_of(log_dir: Path) -> list[int]:
     return [step_of(folder) for folder in list_checkpoints(log_dir)]
-
 
 def test_what_is_kept(text, tmp_path):
     """The newest two, multiples of 3, and no fewer whole ones because a damaged one has a higher number."""
@@ -149,7 +138,6 @@ def test_what_is_kept(text, tmp_path):
     (tmp_path / "step_000008").rename(tmp_path / "step_000009")
     train(*args, "--max-steps", 8, "--keep-checkpoints", 1, "--resume")  # from step 6
     assert steps_of(tmp_path) == [3, 6, 8, 9] and find_checkpoint(tmp_path) == tmp_path / "step_000008"
-
 
 def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(text, tmp_path, monkeypatch):
     """A resumed run knows it, too, until a later one is better."""
@@ -164,20 +152,14 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(text, tmp_path, 
     train(*args, "--max-steps", 8, "--resume")
     assert steps_of(tmp_path) == [7, 8]
 
-
-def test_a_checkpoint_that_cannot_be_removed_is_a_warning(text, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_that_cannot_be_removed_is_no_checkpoint(text, tmp_path, monkeypatch):
     """As on NFS, where a file that is still open leaves a .nfsXXXX behind."""
-    def not_empty(path, *args, **options):
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
-
-    monkeypatch.setattr(shutil, "rmtree", not_empty)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: None)
     args = ["--data", text, "--save-every", 1, "--keep-checkpoints", 1, "--log-dir", tmp_path, "--resume"]
     assert train(*args, "--max-steps", 3) == 0
     assert steps_of(tmp_path) == [3]
-    assert capsys.readouterr().err.count("not fully removed (Directory not empty)") == 2
     monkeypatch.undo()
     assert train(*args, "--max-steps", 4) == 0 and not list(tmp_path.glob(".*"))  # the next start retries
-
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="Linux says which files are mapped")
 def test_a_resumed_run_maps_no_file_of_its_checkpoint(text, tmp_path, monkeypatch):
@@ -190,14 +172,12 @@ def test_a_resumed_run_maps_no_file_of_its_checkpoint(text, tmp_path, monkeypatc
     train(*args, "--max-steps", 3)
     assert len(maps) == 1 and "libtorch" in maps[0] and str(tmp_path) not in maps[0]
 
-
 class Touch:
     def __init__(self, path):
         self.path = path
 
     def __reduce__(self):
         return os.mkdir, (str(self.path),)
-
 
 def test_a_crafted_training_state_executes_nothing(text, tmp_path, capsys):
     train("--data", text, "--max-steps", 4, "--save-every", 2, "--log-dir", tmp_path)
@@ -212,7 +192,6 @@ def test_a_crafted_training_state_executes_nothing(text, tmp_path, capsys):
         assert "training_state.pt" in capsys.readouterr().err
         assert not (tmp_path / "executed").exists()
 
-
 def test_stopped_before_its_first_checkpoint_a_run_writes_its_log_again(text, tmp_path):
     args = ["--data", text, "--save-every", 4, "--resume", "--log-dir", tmp_path]
     train(*args, "--max-steps", 4)
@@ -225,7 +204,6 @@ def test_stopped_before_its_first_checkpoint_a_run_writes_its_log_again(text, tm
     assert read_log(tmp_path, "train", "norm", "lr")[: len(expected)] == expected
     assert len(losses(tmp_path)) == 8
 
-
 def poison(monkeypatch, *calls):
     """Makes the loss of some forward passes in training NaN, counted from 0."""
     original, count = train_gpt2.chunked_next_token_loss, iter(range(10**9))
@@ -236,14 +214,12 @@ def poison(monkeypatch, *calls):
 
     monkeypatch.setattr(train_gpt2, "chunked_next_token_loss", poisoned)
 
-
 def test_a_bad_step_stops_the_run_with_the_weights_before_it(text, tmp_path, monkeypatch):
     poison(monkeypatch, 3 * 4 + 2)  # in step 3, which has four micro-steps
     args = ["--data", text, "--max-steps", 6, "--save-every", 2, "--log-dir", tmp_path]
-    with pytest.raises(RunError, match=r"step 3: loss nan, .* token 384 of .*text\.txt, in its order of"):
+    with pytest.raises(RunError, match=r"step 3: loss nan, .* on the data from token 384 on"):
         train(*args)
     assert find_checkpoint(tmp_path) == tmp_path / "step_000002" and len(losses(tmp_path)) == 3
-
 
 def test_bad_steps_are_skipped_when_allowed(text, tmp_path, monkeypatch, capsys):
     poison(monkeypatch, 1 * 4, 3 * 4 + 2)
@@ -259,7 +235,6 @@ def test_bad_steps_are_skipped_when_allowed(text, tmp_path, monkeypatch, capsys)
     poison(monkeypatch, 0)
     with pytest.raises(RunError, match="step 5: loss nan"):  # the third: those before a resumption count
         train(*args, "--skip-bad-steps", 2, "--max-steps", 7, "--resume")
-
 
 DISTURBANCE = """
 import os, signal
@@ -280,7 +255,6 @@ def disturbed(*args):
 
 train_gpt2.chunked_next_token_loss = disturbed
 """
-
 
 def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_path):
     """Rank 1 alone sees a NaN loss in step 1; in one of two runs it is killed in step 5, torchrun restarts
@@ -307,25 +281,23 @@ def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_pa
     state = read_training_state(tmp_path / "killed/step_000008")
     assert weights[0] == weights[1] and state["skipped"] == 1 and len(state["random"]) == 3
 
-
-def in_small_filesystem(folder, options, *commands):
+def in_small_filesystem(folder, size, *commands):
     """Runs shell commands with a tmpfs on `folder`, in a mount namespace; skips where that is forbidden."""
+    folder.mkdir()
     unshare = ["unshare", "--map-root-user", "--mount", "bash", "-c"]
-    mount = f"mount -t tmpfs -o {options} tmpfs {folder}"
+    mount = f"mount -t tmpfs -o size={size} tmpfs {folder}"
     if not shutil.which("unshare") or subprocess.run([*unshare, mount], capture_output=True).returncode:
         pytest.skip("no mount namespaces for this user")
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run([*unshare, "; ".join([mount, *commands])], capture_output=True, text=True, env=env)
 
-
 def test_a_full_disk_costs_no_training_and_no_checkpoint(text, tmp_path):
     folder = tmp_path / "small"
-    folder.mkdir()
     args = [*TINY, "--data", text, "--max-steps", 6, "--save-every", 2, "--keep-checkpoints", 1,
             "--log-dir", folder]
     command = " ".join(map(str, [sys.executable, ROOT / "train_gpt2.py", *args]))
     done = in_small_filesystem(  # one checkpoint has 14 MB
-        folder, "size=20m", f"{command}; echo status $?", f"ls -A {folder}; grep -c train {folder}/log.txt",
+        folder, "20m", f"{command}; echo status $?", f"ls -A {folder}; grep -c train {folder}/log.txt",
         f"mount -o remount,size=50m {folder}", f"{command} --resume; echo status $?", f"ls -A {folder}",
     )
     full, mended = done.stdout.split("status 2")
@@ -337,17 +309,6 @@ def test_a_full_disk_costs_no_training_and_no_checkpoint(text, tmp_path):
     assert mended.split("device")[0].split() == ["log.txt", "run.json", "step_000002", "6"]
     assert "resumed from" in mended
     assert mended.split("status 0")[1].split() == ["log.txt", "run.json", "step_000006"]
-
-
-def test_a_read_only_disk_is_named(text, tmp_path):
-    folder = tmp_path / "small"
-    folder.mkdir()
-    args = [*TINY, "--data", text, "--max-steps", 6, "--log-dir", folder / "log"]
-    command = " ".join(map(str, [sys.executable, ROOT / "train_gpt2.py", *args]))
-    done = in_small_filesystem(folder, "ro", command)
-    assert done.returncode == 2 and done.stderr.endswith(
-        "small/log: Read-only file system; choose a writable place\n"), done.stderr
-
 
 @pytest.mark.parametrize("name, status", [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143)])
 def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
@@ -365,7 +326,6 @@ def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
     assert steps_of(tmp_path) == [4] and len(losses(tmp_path)) == 4
     assert read_training_state(tmp_path / "step_000004")["step"] == 4
     assert signal.getsignal(signal.SIGTERM) == before
-
 
 def test_a_second_interrupt_stops_at_once(text, tmp_path):
     """While the first one's checkpoint is written: only the half-written folder is left, and the next start

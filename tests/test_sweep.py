@@ -37,7 +37,6 @@ optimizer = "muon"
 shuffle = false
 """
 
-
 def test_a_sweep_makes_a_table_and_a_picture(text, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(COMMON.format(text=text))
@@ -46,7 +45,6 @@ def test_a_sweep_makes_a_table_and_a_picture(text, tmp_path):
     assert [row.split(" | ")[:3] for row in table[2:]] == [["| default", "1", "128"], ["| muon", "1", "64"]]
     assert (tmp_path / "out" / "small" / "curves.png").stat().st_size > 10_000
     assert (tmp_path / "out" / "small" / "default" / "1" / "step_000004").is_dir()
-
 
 @pytest.mark.parametrize("content, message", [
     ("seeds = [", "not TOML"),
@@ -61,11 +59,9 @@ def test_a_mistake_is_named_before_anything_runs(content, message, tmp_path):
         sweep.main([str(path), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
-
 def test_tokens_to_reach_lies_between_two_points():
     curve = [(0, 10.0), (100, 6.0), (200, 5.0)]
     assert [sweep.tokens_to_reach(curve, target) for target in (5.5, 4.0, 11.0)] == [150, None, 0]
-
 
 def test_weights_and_biases_gets_every_stream_also_of_a_resumed_run(text, tmp_path, monkeypatch):
     sent, started = [], []
@@ -83,13 +79,11 @@ def test_weights_and_biases_gets_every_stream_also_of_a_resumed_run(text, tmp_pa
     assert [step for step, values in sent if "train" in values] == [0, 1, 2]
     assert {"val", "train", "lr", "norm", "ms"} <= {stream for _, values in sent for stream in values}
 
-
 @pytest.mark.parametrize("name, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_a_missing_tracker_is_named(text, tmp_path, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InputError, match=f"pip install {name}"):
         train("--data", text, f"--{name}", "--log-dir", tmp_path / "log")
-
 
 def test_tensorboard_gets_every_stream(text, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")

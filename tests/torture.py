@@ -27,17 +27,14 @@ ARGS = ["--preset", "shakespeare", "--n-layer", "2", "--n-embd", "32", "--total-
         "--seq-len", "32", "--eval-every", "5", "--eval-tokens", "1024", "--sample-every", "0",
         "--save-every", "4", "--keep-checkpoints", "2", "--keep-every", "40", "--device", "cpu", "--resume"]
 
-
 def start(log_dir: Path, steps: int) -> subprocess.Popen:
     args = [*ARGS, "--max-steps", str(steps), "--log-dir", str(log_dir)]
     command = [sys.executable, str(ROOT / "train_gpt2.py"), *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-
 def finish(log_dir: Path, steps: int) -> None:
     output, _ = (process := start(log_dir, steps)).communicate()
     assert process.returncode == 0, output
-
 
 def kill(log_dir: Path, steps: int, when: str) -> None:
     """Starts or resumes the run, and kills it at a random moment while it is starting, training or saving."""
@@ -56,7 +53,6 @@ def kill(log_dir: Path, steps: int, when: str) -> None:
     output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, f"the run ended by itself: use more --steps\n{output}"
 
-
 def contents(log_dir: Path) -> dict[str, bytes | list[str]]:
     """What must be the same: the log without timings, and the files of each checkpoint."""
     lines = (log_dir / "log.txt").read_text().splitlines()
@@ -67,7 +63,6 @@ def contents(log_dir: Path) -> dict[str, bytes | list[str]]:
             found[f"{path.parent.name}/{path.name}"] = path.read_bytes()
     return found
 
-
 def same_state(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
@@ -75,7 +70,6 @@ def same_state(a: object, b: object) -> bool:
         keys = a.keys() - {"elapsed", "config"}
         return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in keys)
     return all(map(same_state, a, b)) if isinstance(a, list) else a == b
-
 
 def torture(folder: Path, kills: int, steps: int, finish: Callable[[Path, int], None] = finish) -> int:
     """Runs both and compares them. Returns how many kills left a checkpoint half written.
@@ -96,7 +90,6 @@ def torture(folder: Path, kills: int, steps: int, finish: Callable[[Path, int], 
         assert same_state(*states), path
     return half_written
 
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
@@ -110,7 +103,6 @@ def main() -> None:
     print(f"{args.kills} kills (seed {args.seed}), {half_written} of which left a checkpoint half written, "
           f"{args.steps} steps, {time.perf_counter() - began:.0f} s: weights, state and log equal an "
           "undisturbed run's")
-
 
 if __name__ == "__main__":
     main()

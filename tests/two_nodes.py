@@ -20,10 +20,8 @@ ARGS = ["--preset", "shakespeare", "--n-layer", "2", "--n-embd", "32", "--total-
         "--seq-len", "32", "--micro-batch-size", "2", "--max-steps", "40", "--eval-every", "10",
         "--eval-tokens", "2048", "--sample-every", "0", "--save-every", "10", "--device", "cpu", "--resume"]
 
-
 def sh(command: str) -> None:
     subprocess.run(command, shell=True, check=True)
-
 
 def join_nodes(folder: Path) -> None:
     """Makes both namespaces and the cable; each node knows both names by its own /etc/hosts."""
@@ -35,7 +33,6 @@ def join_nodes(folder: Path) -> None:
     hosts = "".join(f"{ip} {name}\n" for name, ip in NODES.items())
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + hosts)
 
-
 def start(node: str, folder: Path, log_dir: Path) -> subprocess.Popen:
     """The two-node command, on one node."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2",
@@ -46,17 +43,14 @@ def start(node: str, folder: Path, log_dir: Path) -> subprocess.Popen:
     command = [*in_node, "bash", "-c", inside]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-
 def finish(processes: list[subprocess.Popen]) -> None:
     outputs = [process.communicate()[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
 
-
 def losses(log_dir: Path, stream: str = "train") -> list[float]:
     lines = (log_dir / "log.txt").read_text().splitlines()
     return [float(line.split()[2]) for line in lines if line.split()[1] == stream]
-
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -86,7 +80,6 @@ def main() -> None:
         assert difference < 1e-4, difference
     print(f"two nodes against one process: largest difference of 40 losses {difference:.1e}; one node killed "
           f"at step 24 (the other gave up after {noticed:.1f} s) and both restarted: the same losses")
-
 
 if __name__ == "__main__":
     main()
