@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows neither forks nor has these signals")
-linux = pytest.mark.skipif(sys.platform != "linux", reason="about Linux's /proc")
 TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--total-batch-size", "128",
         "--micro-batch-size", "2", "--warmup-steps", "2", "--eval-tokens", "512", "--device", "cpu",
         "--no-compile", "--preset", "shakespeare", "--dtype", "float32", "--save-every", "0",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import hellaswag
 from support.cli import InputError
-from tests.conftest import ROOT, assert_one_error_line, script
+from tests.conftest import ROOT, script
 from train_gpt2 import GPT, GPTConfig
 
 TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"  # in the form of the official ones; written for these tests
@@ -204,6 +204,3 @@ def test_download_is_retried_and_verified(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"download failed .*404.*; --data"):
         hellaswag.download(path)
     assert not list(path.parent.iterdir())
-
-def test_mistakes_from_the_terminal(tmp_path):
-    assert_one_error_line(script("hellaswag.py", "-m", tmp_path), "neither a model")
