@@ -9,7 +9,7 @@ import string
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,12 +20,10 @@ from support.tokenizer import EOT, encode, get_tokenizer
 class Batch(NamedTuple):
     """Rows that a worker tokenizes at a time."""
 
-    stream: int  # index of the file; of a dataset, 0 is the validation split and 1 the other
     name: str  # of the file or dataset, for messages
     columns: list[str]  # that make a document
     template: str  # joins them: "{question}\n{answer}"; "" for a single one
     json_lines: bool = False  # is a row a line of JSON?
-    state: dict[str, Any] | None = None  # of the stream before this batch; None at its start
     data: bytes = b""  # a table, as an Arrow IPC stream
 
 
