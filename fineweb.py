@@ -19,8 +19,6 @@ part, writes every WORLD_SIZE-th shard and keeps a manifest.RANK.json; ranks sha
 FineWeb-Edu: Penedo et al. 2024, huggingface.co/datasets/HuggingFaceFW/fineweb-edu.
 """
 
-import errno
-import glob
 import json
 import multiprocessing
 import os
@@ -31,7 +29,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -45,17 +43,11 @@ from tqdm import tqdm
 
 from support.cli import InputError, flag, parse_args, print0, run, torchrun_ranks
 from support.files import atomic_write, sha256
-from support.texts import Batch, explained, start_child, start_worker, template_columns, tokenize
+from support.texts import (BATCH_ROWS, Batch, explained, find_files, open_dataset, open_file, start_child, start_worker,
+                           template_columns, tokenize)
 from support.tokenizer import EOT, SHA256, open_shard
 
 FINEWEB, PRETOKENIZED = "HuggingFaceFW/fineweb-edu", "kjj0/finewebedu10B-gpt2"
-SUFFIXES = (".parquet", *(f".{kind}{end}" for kind in ("jsonl", "csv", "txt", "md") for end in ("", ".gz", ".zst")))
-VALIDATION = ("validation", "valid", "val", "dev")  # names of a validation split
-BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use the same
-FILE_REMEDY = "replace the file, or name its column with --text-column"
-HUB_REMEDY = ("check the names and the network, then run the same command again; a gated dataset: request access on its "
-              "Hub page; a gated or private one needs `hf auth login` or HF_TOKEN")
-
 
 @dataclass(frozen=True)
 class ShardConfig:
@@ -108,71 +100,11 @@ class ShardConfig:
 # The reader process
 
 
-def find_files(patterns: tuple[str, ...]) -> list[str]:
-    """The files that --input names, in its order; those of a folder or pattern by name. Raises InputError."""
-    paths: list[str] = []
-    for pattern in patterns:
-        inside = sorted(map(str, Path(pattern).rglob("[!.]*")))
-        found = [path for path in inside if path.endswith(SUFFIXES) and Path(path).name != "README.md"]
-        found = found or ([pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True)))
-        bad = [path for path in found if not path.endswith(SUFFIXES) or not Path(path).is_file()]
-        if bad or not found:
-            raise InputError(f"--input {(bad or [pattern])[0]}: no such file, or none of {', '.join(SUFFIXES)}")
-        paths += found
-    return paths
-
-
-def open_file(path: str, columns: list[str], template: str) -> tuple[Batch, Any]:
-    """-> (Batch without data, datasets.IterableDataset)"""
-    from datasets import load_dataset
-
-    suffix, module, options = Path(re.sub(r"\.(gz|zst)$", "", path)).suffix, "text", {"sample_by": "document"}
-    batch = Batch(path, columns, template, json_lines=suffix == ".jsonl")
-    if suffix == ".parquet":
-        module, options = "parquet", {"columns": columns, "batch_size": BATCH_ROWS}
-    elif suffix == ".csv":  # columns as text: pandas would read 007 as 7 and drop NA
-        module, options = "csv", {"converters": dict.fromkeys(columns, str), "chunksize": 1000}
-    elif suffix == ".jsonl":
-        options = {"sample_by": "line"}
-    else:
-        batch = Batch(path, ["text"], "")
-    return batch, load_dataset(module, data_files=[glob.escape(path)], split="train", streaming=True, **options)
-
-
-def open_dataset(config: ShardConfig, columns: list[str], commit: str | None) -> tuple[list, list[str], str | None]:
-    """-> (functions like open_file for the validation split, or None, and for the split, paths, commit on the Hub)"""
-    from datasets import load_dataset_builder
-    from huggingface_hub import HfApi
-
-    name, folder = f"--dataset {config.dataset}", Path(config.dataset).is_dir() and os.path.abspath(config.dataset)
-    commit = commit or (None if folder else HfApi().dataset_info(config.dataset).sha)
-    builder = load_dataset_builder(folder or config.dataset, config.config or None, revision=commit)
-    splits = {str(split): paths for split, paths in (builder.config.data_files or {}).items()}
-    split = config.split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
-    if split not in splits:
-        raise InputError(f"{name}: no split {split!r}; --split names one of: {', '.join(splits)}")
-    validation = next((other for other in VALIDATION if other in splits and split == "train"), None)
-    rows = builder.as_streaming_dataset(split)
-    head = rows.features or next(rows.with_format("arrow").iter(batch_size=1))
-    kinds = {field.name: str(field.type) for field in getattr(head, "arrow_schema", None) or head.schema}
-    texts = [column for column, kind in kinds.items() if "string" in kind and "<" not in kind]
-    if not (config.text_column or config.template or "text" in texts):
-        columns = texts if len(texts) == 1 else ["text"]
-    if not set(columns) <= set(kinds if config.template else texts):
-        listed = ", ".join(f"{column} ({kind})" for column, kind in kinds.items())
-        raise InputError(f"{name}: no text in {', '.join(columns)}; --text-column or --template chooses from: {listed}")
-    if builder.name == "parquet":  # read no other columns, and little at a time
-        builder.config.columns, builder.config.batch_size = columns, BATCH_ROWS
-    batch = Batch(name, columns, config.template)
-    streams = [part and (lambda part=part: (batch, builder.as_streaming_dataset(part))) for part in (validation, split)]
-    return streams, [*splits.get(validation, []), *splits[split]], commit
-
-
 def read(
-    connection: Connection, config: ShardConfig, files: list[str], commit: str | None, rank: int, world_size: int
+    connection: Connection, config: ShardConfig, files: list[str], start: dict[str, Any], rank: int, world_size: int
 ) -> None:
-    """Sends (entries for the manifest, is there a validation split?, estimate of tokens), receives the position to
-    start at, sends (position, Batch) pairs and at the end None; or an InputError instead of any of these."""
+    """The process's task. Sends (entries for the manifest, is there a validation split?, estimate of tokens), then
+    ([stream, its state], Batch) from the position in the manifest `start` on, and None; or an InputError."""
     start_child()
     import datasets
     import fsspec.compression
@@ -186,39 +118,39 @@ def read(
     fsspec.compression.register_compression("zstd", lambda file, **_: pyarrow.CompressedInputStream(
         pyarrow.PythonFile(file, "r"), "zstd"), "zst", force=True)
     columns = template_columns(config.template) if config.template else [config.text_column or "text"]
-    name, remedy = f"--dataset {config.dataset}", HUB_REMEDY
+    streams, paths, commit = [partial(open_file, path, columns, config.template) for path in files], files, None
     try:
-        with explained(name, remedy=remedy):
-            streams, paths = [partial(open_file, path, columns, config.template) for path in files], files
+        with explained(f"--dataset {config.dataset}"):
             if not files:
-                streams, paths, commit = open_dataset(config, columns, commit)
+                source = (config.dataset, config.config, config.split, config.text_column, config.template)
+                streams, paths, commit = open_dataset(*source, start.get("commit"))
             sizes, tokens = [], 0
             for path in paths:
                 filesystem, stripped = fsspec.core.url_to_fs(path)
                 sizes.append([Path(path).name, filesystem.size(stripped)])
-                factors = {".parquet": 1.6 if commit else 3, ".gz": 4, ".zst": 4, ".zip": 4}  # text in a byte
-                tokens += int(sizes[-1][1] * factors.get(Path(path).suffix, 1) / 4.5)  # bytes a token, in English
-        validation = not files and streams[0] is not None
-        connection.send(({"commit": commit, "files": [] if commit else sizes}, validation, tokens))
-        first, state = connection.recv()
-        for index, stream in list(enumerate(streams))[first:]:
-            # A rank takes whole files if there are enough; rank 0 the validation split; each a part of another split.
+                factors = {".parquet": 1.6 if commit else 3, ".gz": 4, ".zst": 4, ".zip": 4}  # text per byte
+                tokens += int(sizes[-1][1] * factors.get(Path(path).suffix, 1) / 4.5)  # bytes per token
+        found = {"commit": commit, "files": [] if commit else sizes}
+        connection.send((found, bool(not files and streams[0]), tokens))
+        for index, stream in enumerate(streams):
+            # A rank takes whole files if there are enough. Rank 0 takes the validation split, and each a part of train.
             shared = len(files) < world_size if files else index == 1
-            if not stream or not (shared or index % world_size == rank):
+            first, state = start["position"]
+            if not stream or index < first or not (shared or index % world_size == rank):
                 continue
-            name, remedy = (files[index], FILE_REMEDY) if files else (name, remedy)
-            with explained(name, remedy=remedy):
+            with explained(files[index] if files else f"--dataset {config.dataset}"):
                 batch, rows = stream()
                 if shared and world_size > 1:
                     strategy = "shards" if rows.num_shards >= world_size else "examples"
                     rows = split_dataset_by_node(rows, rank, world_size, strategy=strategy)
-                rows = rows.with_format("arrow")
-                rows.load_state_dict(state := state if index == first else None)
+                rows, state = rows.with_format("arrow"), state if index == first else None
+                rows.load_state_dict(state)
                 for table in rows.iter(batch_size=BATCH_ROWS):
-                    table, sink = table.select(["text"] if batch.json_lines else batch.columns), pyarrow.BufferOutputStream()
-                    with pyarrow.ipc.new_stream(sink, table.schema) as writer:  # a pickled slice holds the whole table
+                    table = table.select(["text"] if batch.json_lines else batch.columns)
+                    sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
+                    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
                         writer.write_table(table)
-                    connection.send(((index, state), batch._replace(data=sink.getvalue().to_pybytes())))
+                    connection.send(([index, state], batch._replace(data=sink.getvalue().to_pybytes())))
                     state = rows.state_dict()
         connection.send(None)
     except InputError as error:
@@ -282,7 +214,8 @@ class Folder:
         """Adds a shard made of parts, each 1-D uint16."""
         name = f"edufineweb_{'train' if self.next_index else 'val'}_{self.next_index:06d}.npy"
         header = {"descr": "<u2", "fortran_order": False, "shape": (sum(map(len, parts)),)}
-        with atomic_write(self.out / name) as file:  # not np.save, whose error does not say that the disk is full
+        remedy = "free some space and run the same command again"
+        with explained(str(self.out / name), "cannot be written", remedy), atomic_write(self.out / name) as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(part.data for part in parts)
         self.enter(name)
@@ -356,42 +289,34 @@ def write_shards(here: Folder, batches: Iterable[tuple], size: int, max_shards: 
 # Main
 
 
-@contextmanager
-def processes(workers: int, *reader: Any) -> Iterator[tuple[Connection, ProcessPoolExecutor]]:
-    """Starts the reader, with these arguments, and a pool of workers. Raises InputError if one is killed."""
+def tokenized(workers: int, *reader_arguments: Any) -> Iterator[tuple]:
+    """Starts the reader and the workers. Yields what the reader found, then (position, tokens, skipped) in order. Raises
+    InputError."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=read, args=(theirs, *reader), daemon=True)
-    process.start()
+    reader = multiprocessing.Process(target=read, args=(theirs, *reader_arguments), daemon=True)
+    reader.start()
     theirs.close()
-    pool = ProcessPoolExecutor(workers, initializer=start_worker)
+    pool, pending = ProcessPoolExecutor(workers, initializer=start_worker), deque()
     try:
         pool.submit(os.getpid)  # starts them all
-        yield ours, pool
+        while message := ours.recv():
+            if isinstance(message, InputError):
+                raise message
+            if not isinstance(message[1], Batch):
+                yield message
+                continue
+            pending.append((message[0], pool.submit(tokenize, message[1])))
+            if len(pending) > 2 * workers:
+                position, future = pending.popleft()
+                yield position, *future.result()
+        for position, future in pending:
+            yield position, *future.result()
     except (BrokenExecutor, EOFError):
-        raise InputError("a worker or the reader was killed, perhaps for lack of memory; run the same command again to "
-                         "continue, with fewer --workers") from None
+        raise InputError("a worker or the reader was killed (out of memory?); run the same command again to continue, "
+                         "with fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
-        process.kill()
-
-
-def receive(connection: Connection) -> Any:
-    if isinstance(message := connection.recv(), InputError):
-        raise message
-    return message
-
-
-def tokenized(connection: Connection, pool: ProcessPoolExecutor, ahead: int) -> Iterator[tuple]:
-    """(position, tokens, skipped) in order, with `ahead` batches at the workers."""
-    pending: deque = deque()
-    while True:
-        if message := receive(connection):
-            pending.append((message[0], pool.submit(tokenize, message[1])))
-        while len(pending) > (ahead if message else 0):
-            position, future = pending.popleft()
-            yield position, *future.result()
-        if not message:
-            return
+        reader.kill()
 
 
 def make_shards(config: ShardConfig, here: Folder) -> None:
@@ -404,11 +329,12 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
     if here.finished(config.max_shards):
         return print(f"{here.out}: finished already")
     workers = config.workers or max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
-    with processes(workers, config, files, here.manifest.get("commit"), here.rank, here.world_size) as (reader, pool):
-        found, validation, tokens = receive(reader)
+    with closing(tokenized(workers, config, files, here.manifest, here.rank, here.world_size)) as batches:
+        found, validation, tokens = next(batches)
         tenth = str(max(tokens // 10, 1))
         size = config.shard_size or min(int(tenth[0]) * 10 ** (len(tenth) - 1), 100_000_000)  # a tenth, rounded down
-        here.check(found | {"shard_size": size})
+        found["shard_size"] = size
+        here.check(found)
         tokens = min(tokens, config.max_shards * size or tokens)
         folder = next(path for path in (here.out.absolute(), *here.out.absolute().parents) if path.exists())
         need, free = 2 * (tokens - here.next_index * size), shutil.disk_usage(folder).free
@@ -416,9 +342,8 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
             raise InputError(f"{here.out}: needs about {need / 1e9:,.2f} GB of disk, {free / 1e9:,.2f} GB free; free some "
                              "space, use another --out or lower --max-shards")
         print0(f"{here.out}: about {tokens / 1e6:,.1f} million tokens in shards of {size:,}")
-        here.begin(options | found | {"shard_size": size})
-        reader.send(here.manifest["position"])
-        write_shards(here, tokenized(reader, pool, 2 * workers), size, config.max_shards, validation)
+        here.begin(options | found)
+        write_shards(here, batches, size, config.max_shards, validation)
 
 
 def fetch_pretokenized(number: int, here: Folder) -> None:
@@ -426,7 +351,7 @@ def fetch_pretokenized(number: int, here: Folder) -> None:
     from huggingface_hub import HfApi, hf_hub_download
 
     here.check({"source": PRETOKENIZED})
-    with explained(f"--pretokenized: {PRETOKENIZED}", remedy=HUB_REMEDY):
+    with explained(f"--dataset {PRETOKENIZED}"):
         commit, copies = here.manifest.get("commit") or HfApi().dataset_info(PRETOKENIZED).sha, here.out / ".hub"
         here.begin({"source": PRETOKENIZED, "commit": commit})
         for index in range(here.next_index, number):
@@ -447,19 +372,14 @@ def main(args: list[str] | None = None) -> None:
     here = Folder(Path(config.out), rank, world_size)
     if alone and rank:
         return
-    try:
-        if config.verify:
-            here.verify()
-        elif config.pretokenized:
-            fetch_pretokenized(config.pretokenized, here)
-        elif config.input or config.dataset:
-            make_shards(config, here)
-        else:
-            make_shards(replace(config, dataset=FINEWEB, config=config.name), here)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise InputError(f"{here.out}: {error.strerror}; free some space and run the same command again") from None
+    if config.verify:
+        here.verify()
+    elif config.pretokenized:
+        fetch_pretokenized(config.pretokenized, here)
+    elif config.input or config.dataset:
+        make_shards(config, here)
+    else:
+        make_shards(replace(config, dataset=FINEWEB, config=config.name), here)
     if rank == 0:
         here = merge(here, config.max_shards) if world_size > 1 else here
         nulls, empties = here.manifest["skipped"]
