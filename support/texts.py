@@ -86,8 +86,9 @@ def open_file(path: str, columns: list[str], template: str) -> tuple[Batch, Any]
     batch = Batch(path, columns, template, json_lines=suffix == ".jsonl")
     if suffix == ".parquet":
         module, options = "parquet", {"columns": columns, "batch_size": BATCH_ROWS}
-    elif suffix == ".csv":  # columns as text: pandas would read 007 as 7 and drop NA
-        module, options = "csv", {"converters": dict.fromkeys(columns, str), "chunksize": 1000}
+    elif suffix == ".csv":  # columns as text: pandas would read 007 as 7 and NA as a null
+        options = {"converters": dict.fromkeys(columns, str), "keep_default_na": False, "chunksize": 1000}
+        module = "csv"
     elif suffix == ".jsonl":
         options = {"sample_by": "line"}
     else:
