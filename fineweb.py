@@ -366,6 +366,7 @@ def fetch_pretokenized(number: int, here: Folder) -> None:
 def main(args: list[str] | None = None) -> None:
     config = parse_args(ShardConfig, args=args)
     config.check()
+    config = replace(config, template=config.template.replace("\\n", "\n").replace("\\t", "\t"))
     rank, _, world_size = torchrun_ranks()
     if alone := config.verify or config.pretokenized > 0:
         world_size = 1

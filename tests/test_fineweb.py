@@ -123,7 +123,8 @@ def test_shards_hold_tiktokens_tokens_whatever_the_processes(files, tmp_path, mo
     tokens = np.concatenate(shards)
     documents = np.split(tokens, np.flatnonzero(tokens == EOT))[1:]
     assert [get_tokenizer().decode(part[1:].tolist()) for part in documents] == [text for text in ALL if text]
-    assert tokens[: 5 * 5000].tolist() == expected_tokens(ALL[:-1])[: 5 * 5000]
+    expected = expected_tokens(ALL[:-1])
+    assert tokens[: len(expected)].tolist() == expected
     assert sum(shard["documents"] for shard in manifest["shards"]) == len(documents)
 
 
@@ -209,13 +210,15 @@ def test_killed_at_any_moment(kind, tmp_path):
     while kills < int(os.environ.get("FINEWEB_KILLS", 1)):
         (tmp_path / "killed").mkdir(exist_ok=True)
         times = {path: path.stat().st_mtime_ns for path in shard_paths(tmp_path / "killed")[:-1]}
+        began = time.perf_counter()
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.wait(chance.uniform(0.3, 1) * seconds)
         run.kill()
         if run.wait() != -signal.SIGKILL:  # it was done: begin again
             assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-            os.rename(tmp_path / "killed", tmp_path / f"done{kills}-{time.monotonic()}")
+            os.rename(tmp_path / "killed", tmp_path / f"done{time.monotonic()}")
+            seconds = time.perf_counter() - began
             continue
         kills += 1
         deadline = time.monotonic() + 10
