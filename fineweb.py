@@ -1,22 +1,22 @@
 """Turns text into shards of GPT-2 tokens, which train_gpt2.py reads.
 
-    python fineweb.py                                   # FineWeb-Edu, 10 billion tokens -> edu_fineweb10B/
-    python fineweb.py --max-shards 3                    # a taste of it: one validation and two training shards
+    python fineweb.py                                # FineWeb-Edu, 10 billion tokens -> edu_fineweb10B/
+    python fineweb.py --max-shards 3                 # a taste of it: one validation and two training shards
     python fineweb.py --input books/*.parquet notes.jsonl a.txt --out my_shards
     python fineweb.py --dataset roneneldan/TinyStories --out tiny    # any text dataset of the Hub, or a folder
-    python fineweb.py --pretokenized 3                  # three ready shards of FineWeb-Edu instead of text
-    python fineweb.py --verify --out my_shards          # compare every shard with the manifest
+    python fineweb.py --pretokenized 3               # three ready shards of FineWeb-Edu instead of text
+    python fineweb.py --verify --out my_shards       # compare every shard with the manifest
     torchrun --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 fineweb.py    # on four machines
 
 A document is a row, or a whole .txt or .md file; it becomes 50256 and its tokens. Shard 0 is for validation: a
 dataset's validation split if it has one, otherwise the first documents.
+FineWeb-Edu: Penedo et al. 2024, huggingface.co/datasets/HuggingFaceFW/fineweb-edu.
 
 A reader process streams rows with the `datasets` library, workers tokenize them, and this process joins the
-results in order, so shards do not depend on the number of workers. After each shard it saves manifest.json with
-the stream's state before the batch in which the shard ended, and how many tokens of that batch are used. After
-any interruption the same command continues there and makes the same bytes. Under torchrun each rank reads its
-part, writes every WORLD_SIZE-th shard and keeps a manifest.RANK.json; ranks share a folder and do not communicate.
-FineWeb-Edu: Penedo et al. 2024, huggingface.co/datasets/HuggingFaceFW/fineweb-edu.
+results in order. After each shard it saves manifest.json with the stream's state before the batch in which the
+shard ended, and the number of tokens used of that batch. The same command continues there after any kind of
+interruption, and makes the same bytes for any number of workers. Under torchrun each rank reads its part, writes
+every WORLD_SIZE-th shard and keeps a manifest.RANK.json; ranks share a folder and do not communicate.
 """
 
 import json
@@ -31,7 +31,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,13 +40,14 @@ if __name__ == "__main__":  # or numpy starts a thread per core for matrix produ
 import numpy as np
 from tqdm import tqdm
 
+from support import texts
 from support.cli import InputError, flag, parse_args, print0, run, torchrun_ranks
 from support.files import atomic_write, sha256
-from support.texts import (BATCH_ROWS, Batch, explained, find_files, open_dataset, open_file, start_child, start_worker,
-                           template_columns, tokenize)
-from support.tokenizer import EOT, SHA256, open_shard
+from support.texts import explained
+from support.tokenizer import EOT, SHA256, get_tokenizer, open_shard
 
 FINEWEB, PRETOKENIZED = "HuggingFaceFW/fineweb-edu", "kjj0/finewebedu10B-gpt2"
+
 
 @dataclass(frozen=True)
 class ShardConfig:
@@ -56,7 +56,7 @@ class ShardConfig:
     name: str = "sample-10BT"
     """Part of FineWeb-Edu: sample-10BT, sample-100BT, sample-350BT, or a crawl such as CC-MAIN-2024-10."""
     input: tuple = ()  # of str; not tuple[str, ...], which tyro checks with a library that is slow to load
-    """Instead of FineWeb-Edu: .parquet, .jsonl, .csv, .txt, .md (the last four also .gz, .zst), folders, patterns."""
+    """Instead of FineWeb-Edu: .parquet, .jsonl, .csv, .txt, .md (also .gz, .zst), folders or patterns."""
     dataset: str = ""
     """Instead of FineWeb-Edu: any text dataset of the Hub, by name, or a local folder in its layout."""
     config: str = ""
@@ -70,21 +70,21 @@ class ShardConfig:
     out: str = "edu_fineweb10B"
     """Folder for the shards."""
     shard_size: int = 0
-    """Tokens per shard, the last one is shorter; 0: 100 million, or about a tenth of the text if that is less."""
+    """Tokens per shard; 0: 100 million, or about a tenth of the text if that is less."""
     workers: int = 0
     """Number of tokenizing processes; 0: one per core."""
     max_shards: int = 0
     """Stop after this many shards, validation included; 0: no limit. A later run may continue."""
     pretokenized: int = 0
-    """Instead of text: fetch this many ready .bin shards of FineWeb-Edu, validation included, 100M tokens each."""
+    """Instead of text: fetch this many ready shards of FineWeb-Edu, 100M tokens each, validation included."""
     verify: bool = False
     """Only check the shards in --out against its manifest.json."""
 
     def check(self) -> None:
         """Raises InputError naming every invalid value."""
-        counts = {name: getattr(self, name) for name in ("workers", "max_shards", "pretokenized", "shard_size")}
-        problems = [f"{flag(name)} {count}: must be from 0 to {2**31}" for name, count in counts.items()
-                    if not 0 <= count <= 2**31]
+        problems = [f"{flag(name)} {getattr(self, name)}: must be from 0 to {2**31}"
+                    for name in ("workers", "max_shards", "pretokenized", "shard_size")
+                    if not 0 <= getattr(self, name) <= 2**31]
         for names in (("pretokenized", "input", "dataset"), ("text_column", "template")):
             if len(given := [flag(name) for name in names if getattr(self, name)]) > 1:
                 problems.append(f"{' and '.join(given)}: choose one")
@@ -93,68 +93,68 @@ class ShardConfig:
         if problems:
             raise InputError("; ".join(problems))
         if self.template:
-            template_columns(self.template)
+            texts.template_columns(self.template)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The reader process
+# Processes
 
 
 def read(
     connection: Connection, config: ShardConfig, files: list[str], start: dict[str, Any], rank: int, world_size: int
 ) -> None:
-    """The process's task. Sends (entries for the manifest, is there a validation split?, estimate of tokens), then
-    ([stream, its state], Batch) from the position in the manifest `start` on, and None; or an InputError."""
-    start_child()
-    import datasets
-    import fsspec.compression
-    import pyarrow
-    from datasets.distributed import split_dataset_by_node
-
-    datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(100)  # its exceptions say the same
-    # The zstandard package takes a truncated file for a complete one; pyarrow does not.
-    fsspec.compression.register_compression("zstd", lambda file, **_: pyarrow.CompressedInputStream(
-        pyarrow.PythonFile(file, "r"), "zstd"), "zst", force=True)
-    columns = template_columns(config.template) if config.template else [config.text_column or "text"]
-    streams, paths, commit = [partial(open_file, path, columns, config.template) for path in files], files, None
+    """The reader process. Sends a texts.Source, then ([stream, its state], Batch) pairs from the position in the
+    manifest `start` on, then None. It may send an InputError instead of any of these."""
+    texts.start_child()
     try:
-        with explained(f"--dataset {config.dataset}"):
-            if not files:
-                source = (config.dataset, config.config, config.split, config.text_column, config.template)
-                streams, paths, commit = open_dataset(*source, start.get("commit"))
-            sizes, tokens = [], 0
-            for path in paths:
-                filesystem, stripped = fsspec.core.url_to_fs(path)
-                sizes.append([Path(path).name, filesystem.size(stripped)])
-                factors = {".parquet": 1.6 if commit else 3, ".gz": 4, ".zst": 4, ".zip": 4}  # text per byte
-                tokens += int(sizes[-1][1] * factors.get(Path(path).suffix, 1) / 4.5)  # bytes per token
-        found = {"commit": commit, "files": [] if commit else sizes}
-        connection.send((found, bool(not files and streams[0]), tokens))
-        for index, stream in enumerate(streams):
-            # A rank takes whole files if there are enough. Rank 0 takes the validation split, and each a part of train.
+        if files:
+            source = texts.open_files(files, config.text_column, config.template)
+        else:
+            options = (config.dataset, config.config, config.split, config.text_column, config.template)
+            source = texts.open_dataset(*options, commit=start.get("commit"))
+        connection.send(source._replace(streams=[]))
+        first, state = start["position"]
+        for index, stream in enumerate(source.streams):
+            # A rank takes whole files if there are enough. Rank 0 takes the validation split, all share the other.
             shared = len(files) < world_size if files else index == 1
-            first, state = start["position"]
-            if not stream or index < first or not (shared or index % world_size == rank):
-                continue
-            with explained(files[index] if files else f"--dataset {config.dataset}"):
-                batch, rows = stream()
-                if shared and world_size > 1:
-                    strategy = "shards" if rows.num_shards >= world_size else "examples"
-                    rows = split_dataset_by_node(rows, rank, world_size, strategy=strategy)
-                rows, state = rows.with_format("arrow"), state if index == first else None
-                rows.load_state_dict(state)
-                for table in rows.iter(batch_size=BATCH_ROWS):
-                    table = table.select(["text"] if batch.json_lines else batch.columns)
-                    sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
-                    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-                        writer.write_table(table)
-                    connection.send(([index, state], batch._replace(data=sink.getvalue().to_pybytes())))
-                    state = rows.state_dict()
+            if stream and index >= first and (shared or index % world_size == rank):
+                share = (rank, world_size) if shared else (0, 1)
+                for state, batch in texts.read_stream(stream, state if index == first else None, *share):
+                    connection.send(([index, state], batch))
         connection.send(None)
     except InputError as error:
         connection.send(error)
+
+
+def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
+    """Starts the reader and the workers. Yields the Source, then (position, tokens, skipped) in order. Raises
+    InputError."""
+    ours, theirs = multiprocessing.Pipe()
+    reader = multiprocessing.Process(target=read, args=(theirs, *reader_arguments), daemon=True)
+    reader.start()
+    theirs.close()
+    pool = ProcessPoolExecutor(workers, initializer=texts.start_child, initargs=(get_tokenizer,))
+    pending: deque = deque()
+    try:
+        pool.submit(os.getpid)  # starts the workers, which load the tokenizer while the reader imports `datasets`
+        while message := ours.recv():
+            if isinstance(message, InputError):
+                raise message
+            if isinstance(message, texts.Source):
+                yield message
+                continue
+            pending.append((message[0], pool.submit(texts.tokenize, message[1])))
+            if len(pending) > 2 * workers:
+                position, future = pending.popleft()
+                yield position, *future.result()
+        for position, future in pending:
+            yield position, *future.result()
+    except (BrokenExecutor, EOFError):
+        raise InputError("a worker or the reader was killed (out of memory?); run the same command again to "
+                         "continue, with fewer --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+        reader.kill()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -289,61 +289,31 @@ def write_shards(here: Folder, batches: Iterable[tuple], size: int, max_shards: 
 # Main
 
 
-def tokenized(workers: int, *reader_arguments: Any) -> Iterator[tuple]:
-    """Starts the reader and the workers. Yields what the reader found, then (position, tokens, skipped) in order. Raises
-    InputError."""
-    ours, theirs = multiprocessing.Pipe()
-    reader = multiprocessing.Process(target=read, args=(theirs, *reader_arguments), daemon=True)
-    reader.start()
-    theirs.close()
-    pool, pending = ProcessPoolExecutor(workers, initializer=start_worker), deque()
-    try:
-        pool.submit(os.getpid)  # starts them all
-        while message := ours.recv():
-            if isinstance(message, InputError):
-                raise message
-            if not isinstance(message[1], Batch):
-                yield message
-                continue
-            pending.append((message[0], pool.submit(tokenize, message[1])))
-            if len(pending) > 2 * workers:
-                position, future = pending.popleft()
-                yield position, *future.result()
-        for position, future in pending:
-            yield position, *future.result()
-    except (BrokenExecutor, EOFError):
-        raise InputError("a worker or the reader was killed (out of memory?); run the same command again to continue, "
-                         "with fewer --workers") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-        reader.kill()
-
-
 def make_shards(config: ShardConfig, here: Folder) -> None:
     """Makes a rank's shards of --input or --dataset. Raises InputError."""
-    files = find_files(config.input)
+    files = texts.find_files(config.input)
     options = {"source": "files" if files else "folder" if Path(config.dataset).is_dir() else config.dataset}
     options |= {name: getattr(config, name) for name in ("config", "split", "text_column", "template")}
-    options |= {"world_size": here.world_size, "batch_rows": BATCH_ROWS, "tokenizer": SHA256}
+    options |= {"world_size": here.world_size, "batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
     here.check(options)
     if here.finished(config.max_shards):
         return print(f"{here.out}: finished already")
     workers = config.workers or max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
     with closing(tokenized(workers, config, files, here.manifest, here.rank, here.world_size)) as batches:
-        found, validation, tokens = next(batches)
-        tenth = str(max(tokens // 10, 1))
-        size = config.shard_size or min(int(tenth[0]) * 10 ** (len(tenth) - 1), 100_000_000)  # a tenth, rounded down
-        found["shard_size"] = size
-        here.check(found)
-        tokens = min(tokens, config.max_shards * size or tokens)
-        folder = next(path for path in (here.out.absolute(), *here.out.absolute().parents) if path.exists())
-        need, free = 2 * (tokens - here.next_index * size), shutil.disk_usage(folder).free
+        source = next(batches)
+        tenth = str(max(source.tokens // 10, 1))  # its first digit, then zeros: 1,431,000 -> 1,000,000
+        size = config.shard_size or min(int(tenth[0]) * 10 ** (len(tenth) - 1), 100_000_000)
+        options |= {"commit": source.commit, "files": source.files, "shard_size": size}
+        here.check(options)
+        tokens = min(source.tokens, config.max_shards * size or source.tokens)
+        need = 2 * (tokens - here.next_index * size)
+        free = shutil.disk_usage(next(path for path in (here.out, *here.out.parents) if path.exists())).free
         if need > free:
-            raise InputError(f"{here.out}: needs about {need / 1e9:,.2f} GB of disk, {free / 1e9:,.2f} GB free; free some "
-                             "space, use another --out or lower --max-shards")
+            raise InputError(f"{here.out}: needs about {need / 1e9:,.2f} GB of disk, {free / 1e9:,.2f} GB free; free "
+                             "some space, use another --out or lower --max-shards")
         print0(f"{here.out}: about {tokens / 1e6:,.1f} million tokens in shards of {size:,}")
-        here.begin(options | found)
-        write_shards(here, batches, size, config.max_shards, validation)
+        here.begin(options)
+        write_shards(here, batches, size, config.max_shards, source.validation)
 
 
 def fetch_pretokenized(number: int, here: Folder) -> None:

@@ -1,6 +1,6 @@
 """Text in, tokens out: how fineweb.py opens files and datasets, and what its workers do with their rows.
 
-`datasets` takes a second to import, so only functions of the reader process import it. """
+`datasets` takes a second to import, so only functions that run in the reader process import it. """
 
 import glob
 import json
@@ -12,15 +12,16 @@ import string
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from support.cli import InputError
-from support.tokenizer import EOT, encode, get_tokenizer
+from support.tokenizer import EOT, encode
 
-SUFFIXES = (".parquet", *(f".{kind}{end}" for kind in ("jsonl", "csv", "txt", "md") for end in ("", ".gz", ".zst")))
+SUFFIXES = (".parquet", *(kind + end for kind in (".jsonl", ".csv", ".txt", ".md") for end in ("", ".gz", ".zst")))
 VALIDATION = ("validation", "valid", "val", "dev")  # names of a validation split
 BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use the same
 
@@ -35,24 +36,37 @@ class Batch(NamedTuple):
     data: bytes = b""  # a table, as an Arrow IPC stream
 
 
-Stream = Callable[[], tuple[Batch, Any]]  # opens a file or split: -> (batch without data, datasets.IterableDataset)
+class Stream(NamedTuple):
+    """A file, or a split of a dataset."""
+
+    batch: Batch  # without data
+    open: Callable[[], Any]  # -> datasets.IterableDataset
+
+
+class Source(NamedTuple):
+    """What there is to read."""
+
+    streams: list[Stream | None]  # files; or a dataset's validation split, if it has one, and its split
+    validation: bool  # is stream 0 a validation split?
+    commit: str | None  # on the Hub
+    files: list[list]  # name and bytes of local files
+    tokens: int  # estimate
 
 
 @contextmanager
-def explained(name: str, problem: str = "cannot be read", remedy: str = "") -> Iterator[None]:
-    """Turns an exception of a library (their types share no base class) into an InputError about `name`."""
+def explained(name: str, problem: str = "cannot be read", remedy: str = "replace the file") -> Iterator[None]:
+    """Turns any exception of a library (their types share no base class) into an InputError about `name`."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        line, kind = " ".join(str(error).split())[:400], type(error).__name__
-        if "gated" in line.lower() + kind.lower():
+        line = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        if name.startswith("--dataset"):
+            remedy = "check the names and the network, then run the same command again; a private one needs HF_TOKEN"
+        if "gated" in line.lower():
             remedy = "request access on its Hub page, then log in with `hf auth login` or set HF_TOKEN"
-        elif name.startswith("--dataset"):
-            remedy = ("check the names and the network, and for a private one log in with `hf auth login`; then run the "
-                      "same command again")
-        raise InputError(f"{name}: {problem} ({kind}: {line}); {remedy or 'replace the file'}") from None
+        raise InputError(f"{name}: {problem} ({line}); {remedy}") from None
 
 
 def template_columns(template: str) -> list[str]:
@@ -68,8 +82,8 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
     """The files that --input names, in its order; those of a folder or pattern by name. Raises InputError."""
     paths: list[str] = []
     for pattern in patterns:
-        inside = sorted(map(str, Path(pattern).rglob("[!.]*")))
-        found = [path for path in inside if path.endswith(SUFFIXES) and Path(path).name != "README.md"]
+        inside = [path for path in sorted(Path(pattern).rglob("[!.]*")) if path.name != "README.md"]
+        found = [str(path) for path in inside if path.name.endswith(SUFFIXES)]
         found = found or ([pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True)))
         bad = [path for path in found if not path.endswith(SUFFIXES) or not Path(path).is_file()]
         if bad or not found:
@@ -78,66 +92,115 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
     return paths
 
 
-def open_file(path: str, columns: list[str], template: str) -> tuple[Batch, Any]:
-    """A Stream, given these arguments."""
+def set_up_datasets() -> None:
+    import datasets
+    import fsspec.compression
+    import pyarrow
+
+    datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(100)  # its exceptions say the same
+    # The zstandard package takes a truncated file for a complete one; pyarrow does not.
+    fsspec.compression.register_compression("zstd", lambda file, **_: pyarrow.CompressedInputStream(
+        pyarrow.PythonFile(file, "r"), "zstd"), "zst", force=True)
+
+
+def sizes_and_tokens(paths: list[str], folder: str, remote: bool) -> tuple[list[list], int]:
+    """-> ([[name, bytes] of each file], estimate of tokens in all)"""
+    import fsspec
+
+    factors = {".parquet": 1.6 if remote else 3, ".gz": 4, ".zst": 4, ".zip": 4}  # bytes of text per byte
+    sizes, tokens = [], 0.0
+    for path in paths:
+        filesystem, stripped = fsspec.core.url_to_fs(path)
+        sizes.append([os.path.relpath(path, folder) if folder else Path(path).name, filesystem.size(stripped)])
+        tokens += sizes[-1][1] * factors.get(Path(path).suffix, 1) / 4.5  # bytes of English per token
+    return [] if remote else sizes, int(tokens)
+
+
+def open_files(paths: list[str], column: str, template: str) -> Source:
+    """Each file is a stream, so that errors can name it."""
+    set_up_datasets()
     from datasets import load_dataset
 
-    suffix, module, options = Path(re.sub(r"\.(gz|zst)$", "", path)).suffix, "text", {"sample_by": "document"}
-    batch = Batch(path, columns, template, json_lines=suffix == ".jsonl")
-    if suffix == ".parquet":
-        module, options = "parquet", {"columns": columns, "batch_size": BATCH_ROWS}
-    elif suffix == ".csv":  # columns as text: pandas would read 007 as 7 and NA as a null
-        options = {"converters": dict.fromkeys(columns, str), "keep_default_na": False, "chunksize": 1000}
-        module = "csv"
-    elif suffix == ".jsonl":
-        options = {"sample_by": "line"}
-    else:
-        batch = Batch(path, ["text"], "")
-    return batch, load_dataset(module, data_files=[glob.escape(path)], split="train", streaming=True, **options)
+    columns, streams = template_columns(template) if template else [column or "text"], []
+    csv = {"converters": dict.fromkeys(columns, str), "keep_default_na": False}  # or 007 is read as 7, NA as a null
+    for path in paths:
+        suffix = Path(re.sub(r"\.(gz|zst)$", "", path)).suffix
+        batch, module, options = Batch(path, columns, template, suffix == ".jsonl"), "text", {}
+        if suffix == ".parquet":
+            module, options = "parquet", {"columns": columns, "batch_size": BATCH_ROWS}
+        elif suffix == ".csv":
+            module, options = "csv", csv | {"chunksize": 1000}
+        elif suffix != ".jsonl":
+            batch, options = Batch(path, ["text"], ""), {"sample_by": "document"}
+        options |= {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
+        streams.append(Stream(batch, partial(load_dataset, module, **options)))
+    return Source(streams, False, None, *sizes_and_tokens(paths, "", remote=False))
 
 
 def open_dataset(
     dataset: str, config: str, split: str, column: str, template: str, commit: str | None
-) -> tuple[list[Stream | None], list[str], str | None]:
-    """-> ([validation split or None, split], paths of their files, commit on the Hub). Raises InputError. The column
-    is, unless named, `text` or the only one of strings."""
+) -> Source:
+    """--dataset, on the Hub at `commit` or the newest. Raises InputError."""
+    set_up_datasets()
     from datasets import load_dataset_builder
     from huggingface_hub import HfApi
 
     name, folder = f"--dataset {dataset}", os.path.abspath(dataset) if Path(dataset).is_dir() else ""
-    commit = commit or (None if folder else HfApi().dataset_info(dataset).sha)
-    builder = load_dataset_builder(folder or dataset, config or None, revision=commit)
-    splits = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}
-    split = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
-    if split not in splits:
-        raise InputError(f"{name}: no split {split!r}; --split names one of: {', '.join(splits)}")
-    validation = next((other for other in VALIDATION if other in splits and split == "train"), "")
-    rows = builder.as_streaming_dataset(split)
-    schema = rows.features.arrow_schema if rows.features else next(rows.with_format("arrow").iter(1)).schema
-    kinds = {field.name: str(field.type) for field in schema}
-    texts = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
-    columns = [column or ("text" if "text" in texts or len(texts) != 1 else texts[0])]
-    columns = template_columns(template) if template else columns
-    if not set(columns) <= set(kinds if template else texts):
-        raise InputError(f"{name}: no text in {', '.join(columns)}; --text-column or --template chooses from: "
-                         f"{', '.join(f'{key} ({kind})' for key, kind in kinds.items())}")
-    if builder.name == "parquet":  # read no other columns, and little at a time
-        builder.config.columns, builder.config.batch_size = columns, BATCH_ROWS
-    streams = [(lambda part=part: (Batch(name, columns, template), builder.as_streaming_dataset(part))) if part else None
-               for part in (validation, split)]
-    return streams, [*splits.get(validation, []), *splits[split]], commit
+    with explained(name):
+        commit = commit or (None if folder else HfApi().dataset_info(dataset).sha)
+        builder = load_dataset_builder(folder or dataset, config or None, revision=commit)
+        splits = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}
+        split = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
+        if split not in splits:
+            raise InputError(f"{name}: no split {split!r}; --split names one of: {', '.join(splits)}")
+        validation = next((key for key in VALIDATION if key in splits and split == "train"), "")
+        rows = builder.as_streaming_dataset(split)
+        schema = rows.features.arrow_schema if rows.features else next(rows.with_format("arrow").iter(1)).schema
+        kinds = {field.name: str(field.type) for field in schema}
+        strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
+        columns = [column or ("text" if "text" in strings or len(strings) != 1 else strings[0])]
+        columns = template_columns(template) if template else columns
+        if not set(columns) <= set(kinds if template else strings):
+            raise InputError(f"{name}: no text in {', '.join(columns)}; --text-column or --template chooses from: "
+                             f"{', '.join(f'{key} ({kind})' for key, kind in kinds.items())}")
+        if builder.name == "parquet":  # read no other columns, and little at a time
+            builder.config.columns, builder.config.batch_size = columns, BATCH_ROWS
+        batch, paths = Batch(name, columns, template), [*splits.get(validation, []), *splits[split]]
+        streams = [part and Stream(batch, partial(builder.as_streaming_dataset, part)) for part in (validation, split)]
+        return Source(streams, bool(validation), commit, *sizes_and_tokens(paths, folder, commit is not None))
 
 
-def start_child() -> None:
+def read_stream(
+    stream: Stream, state: dict[str, Any] | None, rank: int, world_size: int
+) -> Iterator[tuple[dict[str, Any] | None, Batch]]:
+    """A rank's part of a stream from `state` (None: its beginning) on, as (state before it, batch) pairs."""
+    import pyarrow
+    from datasets.distributed import split_dataset_by_node
+
+    with explained(stream.batch.name, remedy="replace the file, or name its column with --text-column"):
+        rows = stream.open()
+        if world_size > 1:
+            strategy = "shards" if rows.num_shards >= world_size else "examples"
+            rows = split_dataset_by_node(rows, rank, world_size, strategy=strategy)
+        rows = rows.with_format("arrow")
+        rows.load_state_dict(state)
+        for table in rows.iter(batch_size=BATCH_ROWS):
+            table = table.select(["text"] if stream.batch.json_lines else stream.batch.columns)
+            sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
+            with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+            yield state, stream.batch._replace(data=sink.getvalue().to_pybytes())
+            state = rows.state_dict()
+
+
+def start_child(prepare: Callable[[], Any] = lambda: None) -> None:
     """Makes this process exit when its parent does, even after kill -9, and leaves Ctrl-C to the parent."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def start_worker() -> None:
-    start_child()
-    get_tokenizer()  # takes a while, in which the reader imports `datasets`
+    prepare()
 
 
 def tokenize(batch: Batch) -> tuple[np.ndarray, list[int]]:

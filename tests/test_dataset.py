@@ -87,8 +87,7 @@ def made_tokens(out):
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     """Batches of a few rows; `datasets` keeps what it keeps in tmp_path."""
-    for module in (fineweb, texts):
-        monkeypatch.setattr(module, "BATCH_ROWS", 3)
+    monkeypatch.setattr(texts, "BATCH_ROWS", 3)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 

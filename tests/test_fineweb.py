@@ -109,7 +109,6 @@ def test_shards_hold_tiktokens_tokens_whatever_the_processes(files, tmp_path, mo
     """For 1, 2 and 3 workers and other batches; decoding restores the texts."""
     made = []
     for workers, rows in ((1, 256), (2, 3), (3, 1)):
-        monkeypatch.setattr(fineweb, "BATCH_ROWS", rows)
         monkeypatch.setattr(texts, "BATCH_ROWS", rows)
         make("--input", *files, "--out", tmp_path / str(workers), "--shard-size", 3000, "--workers", workers)
         made.append(contents(tmp_path / str(workers)))
@@ -186,8 +185,7 @@ def test_any_interruption_leaves_the_same_bytes(tmp_path_factory, monkeypatch, l
 def test_three_resumptions_and_more(files, tmp_path, monkeypatch):
     """--max-shards raised step by step: the library's state must advance after each."""
     args = ["--input", *files[:5], "--shard-size", 600, "--workers", 1, "--out"]
-    for module in (fineweb, texts):
-        monkeypatch.setattr(module, "BATCH_ROWS", 2)
+    monkeypatch.setattr(texts, "BATCH_ROWS", 2)
     make(*args, tmp_path / "whole")
     for shards in (1, 2, 3, 5, 8, 11, 14, 0):
         make(*args, tmp_path / "steps", "--max-shards", shards)
@@ -372,9 +370,9 @@ def test_full_disks_and_foreign_shards(files, tmp_path, monkeypatch):
     assert shard_tokens(tmp_path / "out").tolist() == expected_tokens(DOCUMENTS)
 
 
-@pytest.mark.parametrize("name", ["tokenize", "open_file"])
+@pytest.mark.parametrize("name", ["tokenize", "read_stream"])
 def test_a_killed_process(name, files, tmp_path, monkeypatch):
-    monkeypatch.setattr(fineweb, name, die)
+    monkeypatch.setattr(texts, name, die)
     with pytest.raises(InputError, match="was killed"):
         make("--input", files[0], "--out", tmp_path / "out", "--workers", 1)
 
