@@ -3,20 +3,20 @@
     python fineweb.py                                # FineWeb-Edu, 10 billion tokens -> edu_fineweb10B/
     python fineweb.py --max-shards 3                 # a taste of it: one validation and two training shards
     python fineweb.py --input books/*.parquet notes.jsonl a.txt --out my_shards
-    python fineweb.py --dataset roneneldan/TinyStories --out tiny    # any text dataset of the Hub, or a folder
+    python fineweb.py --dataset roneneldan/TinyStories --out tiny    # any text dataset of the Hub or a folder
     python fineweb.py --pretokenized 3               # three ready shards of FineWeb-Edu instead of text
     python fineweb.py --verify --out my_shards       # compare every shard with the manifest
     torchrun --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 fineweb.py    # on four machines
 
-A document is a row, or a whole .txt or .md file; it becomes 50256 and its tokens. Shard 0 is for validation: a
-dataset's validation split if it has one, otherwise the first documents.
+A document is a row, or a whole .txt or .md file; it becomes 50256 and its tokens. Shard 0 is for validation:
+a dataset's validation split if it has one, otherwise the first documents.
 FineWeb-Edu: Penedo et al. 2024, huggingface.co/datasets/HuggingFaceFW/fineweb-edu.
 
 A reader process streams rows with the `datasets` library, workers tokenize them, and this process joins the
-results in order. After each shard it saves manifest.json with the stream's state before the batch in which the
-shard ended, and the number of tokens used of that batch. The same command continues there after any kind of
-interruption, and makes the same bytes for any number of workers. Under torchrun each rank reads its part, writes
-every WORLD_SIZE-th shard and keeps a manifest.RANK.json; ranks share a folder and do not communicate.
+results in order. After each shard it saves manifest.json with the stream's state before the batch in which
+the shard ended, and the number of tokens used of that batch. The same command continues there after any
+interruption, and makes the same bytes for any number of workers. Under torchrun each rank reads its part,
+writes every WORLD_SIZE-th shard and keeps a manifest.RANK.json; ranks share a folder and do not communicate.
 """
 
 import json
@@ -101,25 +101,26 @@ class ShardConfig:
 
 
 def read(
-    connection: Connection, config: ShardConfig, files: list[str], start: dict[str, Any], rank: int, world_size: int
+    connection: Connection, config: ShardConfig, files: list[str], manifest: dict, rank: int, world_size: int
 ) -> None:
-    """The reader process. Sends a texts.Source, then ([stream, its state], Batch) pairs from the position in the
-    manifest `start` on, then None. It may send an InputError instead of any of these."""
+    """The reader process. Sends a texts.Source, then ([stream, its state], Batch) pairs from the manifest's
+    position on, then None; or an InputError instead of any of these."""
     texts.start_child()
     try:
         if files:
             source = texts.open_files(files, config.text_column, config.template)
         else:
             options = (config.dataset, config.config, config.split, config.text_column, config.template)
-            source = texts.open_dataset(*options, commit=start.get("commit"))
+            source = texts.open_dataset(*options, commit=manifest.get("commit"))
         connection.send(source._replace(streams=[]))
-        first, state = start["position"]
+        first, first_state = manifest["position"]
         for index, stream in enumerate(source.streams):
-            # A rank takes whole files if there are enough. Rank 0 takes the validation split, all share the other.
+            # Whole files if there are enough for all ranks; rank 0 takes a validation split.
             shared = len(files) < world_size if files else index == 1
             if stream and index >= first and (shared or index % world_size == rank):
                 share = (rank, world_size) if shared else (0, 1)
-                for state, batch in texts.read_stream(stream, state if index == first else None, *share):
+                start = first_state if index == first else None
+                for state, batch in texts.read_stream(stream, start, *share):
                     connection.send(([index, state], batch))
         connection.send(None)
     except InputError as error:
@@ -136,7 +137,7 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
     pool = ProcessPoolExecutor(workers, initializer=texts.start_child, initargs=(get_tokenizer,))
     pending: deque = deque()
     try:
-        pool.submit(os.getpid)  # starts the workers, which load the tokenizer while the reader imports `datasets`
+        pool.submit(os.getpid)  # starts all; they load the tokenizer while the reader imports `datasets`
         while message := ours.recv():
             if isinstance(message, InputError):
                 raise message
@@ -172,8 +173,8 @@ class Folder:
         self.shards: list[dict[str, Any]] = self.manifest["shards"]
         for shard in self.shards:
             if len(open_shard(out / shard["name"])) != shard["tokens"]:
-                raise InputError(f"{out / shard['name']}: not {shard['tokens']} tokens as in {self.path.name}; put the "
-                                 "original back or use a new --out")
+                raise InputError(f"{out / shard['name']}: not {shard['tokens']} tokens as in the manifest; put "
+                                 "the original back or use a new --out")
         self.next_index = len(self.shards) * world_size + rank
 
     @staticmethod
@@ -189,8 +190,8 @@ class Folder:
         for recorded in (self.manifest, self.read(self.out / "manifest.json")):
             for key, now in options.items():
                 if recorded.get("shards") and now != (then := recorded.get(key)):
-                    raise InputError(f"{self.out}: started with {key} {then!r}, now {now!r}; use the original value or "
-                                     "a new --out")
+                    raise InputError(f"{self.out}: started with {key} {then!r}, now {now!r}; use the "
+                                     "original value or a new --out")
 
     def begin(self, options: dict[str, Any]) -> None:
         """Records the options and removes what a killed run left. Raises InputError for a foreign shard."""
@@ -199,9 +200,10 @@ class Folder:
         for path in self.out.iterdir():
             match = re.fullmatch(r".+_(?:train|val)_(\d{6})\.(?:npy|bin)(\.\d+\.partial)?", path.name)
             ours = match and int(match[1]) % self.world_size == self.rank and path.name not in listed
-            if (ours and match[2]) or re.fullmatch(rf"\.({self.path.name}|manifest.json)\.\d+\.partial", path.name):
+            manifest = re.fullmatch(rf"\.({self.path.name}|manifest.json)\.\d+\.partial", path.name)
+            if manifest or (ours and match[2]):
                 path.unlink()
-            elif ours and not (self.path.exists() and int(match[1]) == self.next_index):  # that one is rewritten
+            elif ours and not (self.path.exists() and int(match[1]) == self.next_index):  # which is rewritten
                 raise InputError(f"{path}: not in {self.path.name}; remove it or use a new --out")
         self.manifest |= options
         self.save()
@@ -215,7 +217,8 @@ class Folder:
         name = f"edufineweb_{'train' if self.next_index else 'val'}_{self.next_index:06d}.npy"
         header = {"descr": "<u2", "fortran_order": False, "shape": (sum(map(len, parts)),)}
         remedy = "free some space and run the same command again"
-        with explained(str(self.out / name), "cannot be written", remedy), atomic_write(self.out / name) as file:
+        path = self.out / name
+        with explained(str(path), "cannot be written", remedy), atomic_write(path) as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(part.data for part in parts)
         self.enter(name)
@@ -224,7 +227,8 @@ class Folder:
         """Enters a shard into the manifest."""
         tokens = open_shard(self.out / name)
         documents = int(np.count_nonzero(tokens == EOT))  # those that begin in it
-        self.shards.append({"name": name, "tokens": len(tokens), "documents": documents, "sha256": sha256(self.out / name)})
+        checksum = sha256(self.out / name)
+        self.shards.append({"name": name, "tokens": len(tokens), "documents": documents, "sha256": checksum})
         self.next_index += self.world_size
         self.save()
         tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents")
@@ -233,12 +237,13 @@ class Folder:
         """Raises InputError naming the files that changed or do not belong."""
         if not self.shards:
             raise InputError(f"{self.out}: no shards in {self.path.name} to check; --out names the folder")
-        changed = [shard["name"] for shard in self.shards if sha256(self.out / shard["name"]) != shard["sha256"]]
+        listed = {shard["name"]: shard["sha256"] for shard in self.shards}
+        changed = [name for name, recorded in listed.items() if sha256(self.out / name) != recorded]
         others = {path.name for path in self.out.iterdir() if path.suffix in (".npy", ".bin", ".partial")}
-        others -= {shard["name"] for shard in self.shards}
+        others = sorted(others - listed.keys())
         if changed or others:
             raise InputError(f"{self.out}: changed since written: {', '.join(changed) or 'none'}; not in "
-                             f"{self.path.name}: {', '.join(sorted(others)) or 'none'}; make them again in a new --out")
+                             f"{self.path.name}: {', '.join(others) or 'none'}; repeat in a new --out")
 
 
 def merge(here: Folder, max_shards: int) -> Folder:
@@ -247,19 +252,23 @@ def merge(here: Folder, max_shards: int) -> Folder:
     while not all(other.finished(max_shards) for other in others):
         time.sleep(1)
         others = [Folder(here.out, rank, here.world_size) for rank in range(here.world_size)]
-    whole = Folder(here.out)
-    shards = sorted((shard for other in others for shard in other.shards), key=lambda shard: shard["name"][-10:])
-    whole.manifest = here.manifest | {key: [other.manifest[key] for other in others] for key in ("position", "used")}
-    whole.manifest |= {"shards": shards, "complete": all(other.manifest["complete"] for other in others),
-                       "skipped": np.sum([other.manifest["skipped"] for other in others], axis=0).tolist()}
+    whole, manifests = Folder(here.out), [other.manifest for other in others]
+    shards = [shard for manifest in manifests for shard in manifest["shards"]]
+    whole.manifest = here.manifest | {
+        "shards": sorted(shards, key=lambda shard: shard["name"][-10:]),
+        "complete": all(manifest["complete"] for manifest in manifests),
+        "skipped": np.sum([manifest["skipped"] for manifest in manifests], axis=0).tolist(),
+    }
     whole.save()
     return Folder(here.out)
 
 
-def write_shards(here: Folder, batches: Iterable[tuple], size: int, max_shards: int, validation: bool) -> None:
-    """Writes a rank's shards of (position, tokens, skipped) until the batches end or max_shards are there; stream 0, if
-    it is a validation split, becomes shard 0. Raises InputError if there is no text."""
-    done, skipped = here.manifest["used"], here.manifest["skipped"]  # done: tokens that are in finished shards
+def write_shards(
+    here: Folder, batches: Iterable[tuple], size: int, max_shards: int, validation: bool
+) -> None:
+    """Writes a rank's shards of (position, tokens, skipped) until the batches end or max_shards are there; a
+    validation split, stream 0, becomes shard 0. Raises InputError if there is no text."""
+    done, skipped = here.manifest["used"], here.manifest["skipped"]  # done: tokens in finished shards
     parts: list[np.ndarray] = []
 
     def finish(position: tuple, used: int, complete: bool = False) -> bool:
@@ -269,8 +278,11 @@ def write_shards(here: Folder, batches: Iterable[tuple], size: int, max_shards: 
         return here.finished(max_shards)
 
     for position, tokens, more in batches:
-        if validation and here.next_index == 0 and position[0] > 0 and finish(position, 0):
-            return
+        if validation and here.next_index == 0 and position[0] > 0:  # the validation split has ended
+            if not parts:
+                raise InputError("no text in the validation split; choose another --split")
+            if finish(position, 0):
+                return
         used = min(done, len(tokens))
         done -= used
         while used < len(tokens):
@@ -309,8 +321,8 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
         need = 2 * (tokens - here.next_index * size)
         free = shutil.disk_usage(next(path for path in (here.out, *here.out.parents) if path.exists())).free
         if need > free:
-            raise InputError(f"{here.out}: needs about {need / 1e9:,.2f} GB of disk, {free / 1e9:,.2f} GB free; free "
-                             "some space, use another --out or lower --max-shards")
+            raise InputError(f"{here.out}: needs about {need / 1e9:,.2f} GB of disk, has {free / 1e9:,.2f} GB; "
+                             "free some space, use another --out or lower --max-shards")
         print0(f"{here.out}: about {tokens / 1e6:,.1f} million tokens in shards of {size:,}")
         here.begin(options)
         write_shards(here, batches, size, config.max_shards, source.validation)
@@ -322,7 +334,8 @@ def fetch_pretokenized(number: int, here: Folder) -> None:
 
     here.check({"source": PRETOKENIZED})
     with explained(f"--dataset {PRETOKENIZED}"):
-        commit, copies = here.manifest.get("commit") or HfApi().dataset_info(PRETOKENIZED).sha, here.out / ".hub"
+        commit = here.manifest.get("commit") or HfApi().dataset_info(PRETOKENIZED).sha
+        copies = here.out / ".hub"
         here.begin({"source": PRETOKENIZED, "commit": commit})
         for index in range(here.next_index, number):
             name = f"finewebedu_{'train' if index else 'val'}_{index:06d}.bin"
@@ -353,10 +366,11 @@ def main(args: list[str] | None = None) -> None:
         make_shards(replace(config, dataset=FINEWEB, config=config.name), here)
     if rank == 0:
         here = merge(here, config.max_shards) if world_size > 1 else here
+        tokens, documents = (sum(shard[key] for shard in here.shards) for key in ("tokens", "documents"))
         nulls, empties = here.manifest["skipped"]
-        print(f"{here.out}: {len(here.shards)} shards, {sum(shard['tokens'] for shard in here.shards):,} tokens, "
-              f"{sum(shard['documents'] for shard in here.shards):,} documents ({nulls:,} nulls and {empties:,} empty "
-              f"texts skipped){'; all as they were written' if config.verify else ''}")
+        print(f"{here.out}: {len(here.shards)} shards, {tokens:,} tokens, {documents:,} documents "
+              f"({nulls:,} nulls and {empties:,} empty texts skipped)"
+              f"{'; all as they were written' if config.verify else ''}")
         if len(here.shards) == 1:
             print("the only shard is for validation, which leaves none to train on; lower --shard-size")
 

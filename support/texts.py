@@ -21,7 +21,8 @@ import numpy as np
 from support.cli import InputError
 from support.tokenizer import EOT, encode
 
-SUFFIXES = (".parquet", *(kind + end for kind in (".jsonl", ".csv", ".txt", ".md") for end in ("", ".gz", ".zst")))
+ENDS = ("", ".gz", ".zst")
+SUFFIXES = (".parquet", *(kind + end for kind in (".jsonl", ".csv", ".txt", ".md") for end in ENDS))
 VALIDATION = ("validation", "valid", "val", "dev")  # names of a validation split
 BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use the same
 
@@ -63,7 +64,8 @@ def explained(name: str, problem: str = "cannot be read", remedy: str = "replace
     except Exception as error:
         line = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         if name.startswith("--dataset"):
-            remedy = "check the names and the network, then run the same command again; a private one needs HF_TOKEN"
+            remedy = ("check the names and the network, then run the same command again; log in with "
+                      "`hf auth login` if it is private")
         if "gated" in line.lower():
             remedy = "request access on its Hub page, then log in with `hf auth login` or set HF_TOKEN"
         raise InputError(f"{name}: {problem} ({line}); {remedy}") from None
@@ -84,10 +86,11 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
     for pattern in patterns:
         inside = [path for path in sorted(Path(pattern).rglob("[!.]*")) if path.name != "README.md"]
         found = [str(path) for path in inside if path.name.endswith(SUFFIXES)]
-        found = found or ([pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True)))
+        matches = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
+        found = found or matches
         bad = [path for path in found if not path.endswith(SUFFIXES) or not Path(path).is_file()]
         if bad or not found:
-            raise InputError(f"--input {(bad or [pattern])[0]}: no such file, or none of {', '.join(SUFFIXES)}")
+            raise InputError(f"--input {(bad or [pattern])[0]}: no such file, or not {', '.join(SUFFIXES)}")
         paths += found
     return paths
 
@@ -113,7 +116,8 @@ def sizes_and_tokens(paths: list[str], folder: str, remote: bool) -> tuple[list[
     sizes, tokens = [], 0.0
     for path in paths:
         filesystem, stripped = fsspec.core.url_to_fs(path)
-        sizes.append([os.path.relpath(path, folder) if folder else Path(path).name, filesystem.size(stripped)])
+        name = os.path.relpath(path, folder) if folder else Path(path).name
+        sizes.append([name, filesystem.size(stripped)])
         tokens += sizes[-1][1] * factors.get(Path(path).suffix, 1) / 4.5  # bytes of English per token
     return [] if remote else sizes, int(tokens)
 
@@ -124,7 +128,7 @@ def open_files(paths: list[str], column: str, template: str) -> Source:
     from datasets import load_dataset
 
     columns, streams = template_columns(template) if template else [column or "text"], []
-    csv = {"converters": dict.fromkeys(columns, str), "keep_default_na": False}  # or 007 is read as 7, NA as a null
+    csv = {"converters": dict.fromkeys(columns, str), "keep_default_na": False}  # or 007 is 7, and NA a null
     for path in paths:
         suffix = Path(re.sub(r"\.(gz|zst)$", "", path)).suffix
         batch, module, options = Batch(path, columns, template, suffix == ".jsonl"), "text", {}
@@ -157,18 +161,21 @@ def open_dataset(
             raise InputError(f"{name}: no split {split!r}; --split names one of: {', '.join(splits)}")
         validation = next((key for key in VALIDATION if key in splits and split == "train"), "")
         rows = builder.as_streaming_dataset(split)
-        schema = rows.features.arrow_schema if rows.features else next(rows.with_format("arrow").iter(1)).schema
+        schema = rows.features and rows.features.arrow_schema
+        schema = schema or next(rows.with_format("arrow").iter(1)).schema
         kinds = {field.name: str(field.type) for field in schema}
         strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
         columns = [column or ("text" if "text" in strings or len(strings) != 1 else strings[0])]
         columns = template_columns(template) if template else columns
         if not set(columns) <= set(kinds if template else strings):
-            raise InputError(f"{name}: no text in {', '.join(columns)}; --text-column or --template chooses from: "
-                             f"{', '.join(f'{key} ({kind})' for key, kind in kinds.items())}")
+            listed = ", ".join(f"{key} ({kind})" for key, kind in kinds.items())
+            raise InputError(f"{name}: no text in {', '.join(columns)}; choose with --text-column or --template "
+                             f"from: {listed}")
         if builder.name == "parquet":  # read no other columns, and little at a time
             builder.config.columns, builder.config.batch_size = columns, BATCH_ROWS
         batch, paths = Batch(name, columns, template), [*splits.get(validation, []), *splits[split]]
-        streams = [part and Stream(batch, partial(builder.as_streaming_dataset, part)) for part in (validation, split)]
+        streams = [part and Stream(batch, partial(builder.as_streaming_dataset, part))
+                   for part in (validation, split)]
         return Source(streams, bool(validation), commit, *sizes_and_tokens(paths, folder, commit is not None))
 
 
@@ -204,7 +211,7 @@ def start_child(prepare: Callable[[], Any] = lambda: None) -> None:
 
 
 def tokenize(batch: Batch) -> tuple[np.ndarray, list[int]]:
-    """-> (tokens of the documents, 1-D uint16; numbers of [nulls, empty texts] skipped). Raises InputError."""
+    """-> (tokens of the documents, 1-D uint16; number of [nulls, empty texts]). Raises InputError."""
     import pyarrow
 
     parts, skipped = [np.zeros(0, dtype=np.uint32)], [0, 0]

@@ -136,7 +136,7 @@ def test_configurations_splits_and_columns(tmp_path):
         (): "Config name is missing. Please pick one among the available configs: ['one', 'two']",
         ("--config", "three"): "BuilderConfig 'three' not found. Available: ['one', 'two']",
         ("--config", "two"): "no split 'train'; --split names one of: odd, validation",
-        ("--config", "one", "--text-column", "x"): "no text in x; --text-column or --template chooses from: text (string)",
+        ("--config", "one", "--text-column", "x"): "no text in x; choose with --text-column or --template from: text (string)",
         ("--config", "two", "--split", "odd", "--text-column", "n"): "no text in n; ",
         ("--config", "one", "--template", "{x}"): "no text in x; ",
     }.items():
