@@ -38,7 +38,6 @@ from typing import Any
 if __name__ == "__main__":  # or numpy starts a thread per core for matrix products, and there are none here
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
-from tqdm import tqdm
 
 from support import texts
 from support.cli import InputError, flag, parse_args, print0, run, torchrun_ranks
@@ -173,8 +172,8 @@ class Folder:
         self.shards: list[dict[str, Any]] = self.manifest["shards"]
         for shard in self.shards:
             if len(open_shard(out / shard["name"])) != shard["tokens"]:
-                raise InputError(f"{out / shard['name']}: not {shard['tokens']} tokens as in the manifest; put "
-                                 "the original back or use a new --out")
+                raise InputError(f"{out / shard['name']}: not {shard['tokens']} tokens as in the manifest; "
+                                 "put the original back or use a new --out")
         self.next_index = len(self.shards) * world_size + rank
 
     @staticmethod
@@ -231,7 +230,7 @@ class Folder:
         self.shards.append({"name": name, "tokens": len(tokens), "documents": documents, "sha256": checksum})
         self.next_index += self.world_size
         self.save()
-        tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents")
+        print(f"{name}: {len(tokens):,} tokens, {documents:,} documents", flush=True)
 
     def verify(self) -> None:
         """Raises InputError naming the files that changed or do not belong."""
@@ -321,7 +320,7 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
         need = 2 * (tokens - here.next_index * size)
         free = shutil.disk_usage(next(path for path in (here.out, *here.out.parents) if path.exists())).free
         if need > free:
-            raise InputError(f"{here.out}: needs about {need / 1e9:,.2f} GB of disk, has {free / 1e9:,.2f} GB; "
+            raise InputError(f"{here.out}: needs about {need / 1e9:,.2f} GB of disk, has {free / 1e9:,.2f}; "
                              "free some space, use another --out or lower --max-shards")
         print0(f"{here.out}: about {tokens / 1e6:,.1f} million tokens in shards of {size:,}")
         here.begin(options)

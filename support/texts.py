@@ -99,7 +99,9 @@ def set_up_datasets() -> None:
     import datasets
     import fsspec.compression
     import pyarrow
+    from tqdm import tqdm
 
+    tqdm.set_lock(threading.RLock())  # its own is shared between processes: one killed holding it blocks all
     datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(100)  # its exceptions say the same
@@ -169,8 +171,8 @@ def open_dataset(
         columns = template_columns(template) if template else columns
         if not set(columns) <= set(kinds if template else strings):
             listed = ", ".join(f"{key} ({kind})" for key, kind in kinds.items())
-            raise InputError(f"{name}: no text in {', '.join(columns)}; choose with --text-column or --template "
-                             f"from: {listed}")
+            raise InputError(f"{name}: no text in {', '.join(columns)}; choose with --text-column or "
+                             f"--template from: {listed}")
         if builder.name == "parquet":  # read no other columns, and little at a time
             builder.config.columns, builder.config.batch_size = columns, BATCH_ROWS
         batch, paths = Batch(name, columns, template), [*splits.get(validation, []), *splits[split]]

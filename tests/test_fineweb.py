@@ -1,4 +1,4 @@
-"""Shards against tiktoken's tokens of the same documents, whatever the files, workers, interruptions and machines.
+"""Shards against tiktoken's tokens, whatever the files, workers, interruptions and machines.
 
     FINEWEB_KILLS=12 python -m pytest tests/test_fineweb.py -k killed
 """
@@ -7,6 +7,7 @@ import contextlib
 import errno
 import gzip
 import hashlib
+import io
 import json
 import os
 import random
@@ -36,8 +37,9 @@ datasets.config.TORCH_AVAILABLE = False
 
 EVERY_PLANE = "".join(chr(plane * 0x10000 + 0x3A9) for plane in range(17))
 DOCUMENTS = [
-    "Hello, world!", "", None, "<|endoftext|> is only text", "CRLF\r\nand\ttabs\0and\x1b controls", EVERY_PLANE, "NA",
-    "naïve 世界 🙂\u2028\ufeff", " ", "\n", "007", "a" * 5000, " \n" * 40 + "'s  12  \"apart\" \n", "the end",
+    "Hello, world!", "", None, "<|endoftext|> is text", "CRLF\r\nand\ttabs\0and\x1b controls", EVERY_PLANE,
+    "NA", "naïve 世界 🙂\u2028\ufeff", " ", "\n", "007", "a" * 5000, " \n" * 40 + "'s  12  \"apart\" \n",
+    "the end",
 ]
 EDU = sorted((SHARED / "edu_sample").glob("*.parquet"))
 
@@ -99,7 +101,8 @@ def files(tmp_path):
     write(folder / "books/f.txt", b"")
     write(folder / "books/g.md.gz", gzip.compress(b"line\nline\n" + b" " * 1_200_000))
     write(folder / "books/README.md", b"about the books, none of them")
-    return [folder / name for name in ("a.parquet", "b [1].jsonl", "c.jsonl.gz", "d.jsonl.zst", "e.*", "books")]
+    names = ("a.parquet", "b [1].jsonl", "c.jsonl.gz", "d.jsonl.zst", "e.*", "books")
+    return [folder / name for name in names]
 
 
 ALL = [*DOCUMENTS * 6, EVERY_PLANE, "", "line\nline\n" + " " * 1_200_000]  # the documents of `files`
@@ -116,9 +119,10 @@ def test_shards_hold_tiktokens_tokens_whatever_the_processes(files, tmp_path, mo
         assert made[-1].pop("manifest.json") and made[-1] == made[0]
         assert manifest["skipped"] == [4, 9]  # .csv has no nulls
     names = [path.name for path in shard_paths(tmp_path / "1")]
-    assert names == ["edufineweb_val_000000.npy", *(f"edufineweb_train_{i:06d}.npy" for i in range(1, len(names)))]
+    train = [f"edufineweb_train_{i:06d}.npy" for i in range(1, len(names))]
+    assert names == ["edufineweb_val_000000.npy", *train]
     shards = [np.load(path) for path in shard_paths(tmp_path / "1")]
-    assert {shard.dtype for shard in shards} == {np.dtype("<u2")} and {len(shard) for shard in shards[:-1]} == {3000}
+    assert {(shard.dtype, len(shard)) for shard in shards[:-1]} == {(np.dtype("<u2"), 3000)}
     tokens = np.concatenate(shards)
     documents = np.split(tokens, np.flatnonzero(tokens == EOT))[1:]
     assert [get_tokenizer().decode(part[1:].tolist()) for part in documents] == [text for text in ALL if text]
@@ -129,7 +133,7 @@ def test_shards_hold_tiktokens_tokens_whatever_the_processes(files, tmp_path, mo
 
 @pytest.mark.skipif(not EDU, reason="no ../shared/data/edu_sample")
 def test_educational_sample(tmp_path):
-    """Real parquet files, from the terminal: about ten shards, the counts of tokens as recorded in the files."""
+    """Real parquet files, from the terminal: about ten shards, with the recorded numbers of tokens."""
     done = script("fineweb.py", "--input", *EDU[:2], "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert 9 < len(shard_paths(tmp_path / "out")) < 15
@@ -148,7 +152,7 @@ def test_educational_sample(tmp_path):
 
 @given(st.lists(st.integers(0, 9), min_size=1), st.integers(1, 12), st.booleans(), st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_interruption_leaves_the_same_bytes(tmp_path_factory, monkeypatch, lengths, size, validation, data):
+def test_any_interruption(tmp_path_factory, monkeypatch, lengths, size, validation, data):
     """Interrupted after any number of batches or during any write, any number of times."""
     monkeypatch.setattr("support.files._fsync", lambda path: None)
     batches = [([int(validation and i > 2), {"batch": i}], np.arange(length, dtype=np.uint16), [0, 1])
@@ -189,12 +193,13 @@ def test_three_resumptions_and_more(files, tmp_path, monkeypatch):
     make(*args, tmp_path / "whole")
     for shards in (1, 2, 3, 5, 8, 11, 14, 0):
         make(*args, tmp_path / "steps", "--max-shards", shards)
-    assert contents(tmp_path / "steps") == contents(tmp_path / "whole") and len(contents(tmp_path / "whole")) > 14
+    assert contents(tmp_path / "steps") == contents(tmp_path / "whole")
+    assert len(contents(tmp_path / "whole")) > 14
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 def test_killed_at_any_moment(kind, tmp_path):
-    """kill -9 and the same command: the same bytes; finished shards are not written again, no process stays."""
+    """kill -9 and the same command: the same bytes; finished shards stay, processes do not."""
     text = (ROOT / "input.txt").read_text(encoding="utf-8")
     table = pa.table({"text": [text[i : i + 2000] for i in range(0, len(text), 2000)] * 4})
     path = tmp_path / f"a.{kind}"
@@ -209,7 +214,7 @@ def test_killed_at_any_moment(kind, tmp_path):
         (tmp_path / "killed").mkdir(exist_ok=True)
         times = {path: path.stat().st_mtime_ns for path in shard_paths(tmp_path / "killed")[:-1]}
         began = time.perf_counter()
-        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.wait(chance.uniform(0.3, 1) * seconds)
         run.kill()
@@ -241,7 +246,7 @@ def test_a_changed_command_or_input_is_refused(tmp_path):
     changes = {
         "started with shard_size 2, now 3": [*first[:-1], 3],
         "started with text_column '', now 'body'": [*first, "--text-column", "body"],
-        r"started with files \[\['a.jsonl', 39\], .*\]\], now \[\['a.jsonl', 39\]\]": [*first[:2], *first[3:]],
+        r"started with files \[.*\], .*\], now \[\['a.jsonl', 39\]\]": [*first[:2], *first[3:]],
     }
     for message, args in changes.items():
         with pytest.raises(InputError, match=message):
@@ -257,87 +262,76 @@ def test_a_changed_command_or_input_is_refused(tmp_path):
     assert times == {path: path.stat().st_mtime_ns for path in out.iterdir()}
 
 
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
-
-
-DAMAGES = {
-    "a flipped bit": (lambda out: flip(out / "edufineweb_train_000001.npy"), "edufineweb_train_000001.npy; not in"),
-    "a missing shard": (lambda out: (out / "edufineweb_val_000000.npy").unlink(), "val_000000.npy"),
-    "a shorter shard": (lambda out: np.save(out / "edufineweb_val_000000.npy", np.ones(9, "<u2")), "not 900 tokens"),
-    "cut off": (lambda out: os.truncate(out / "edufineweb_train_000001.npy", 500), "000001.npy: truncated"),
-    "one more": (lambda out: np.save(out / "x_train_000001.npy", np.zeros(9, np.uint16)), "manifest.json: x_train_000001"),
-    "no manifest": (lambda out: (out / "manifest.json").unlink(), "no shards in manifest.json"),
-    "half a manifest": (lambda out: os.truncate(out / "manifest.json", 50), "manifest.json: cannot be read"),
-}
-
-
 def test_verify(files, tmp_path, capsys):
-    for name, (damage, message) in DAMAGES.items():
-        if not (tmp_path / "whole").exists():
-            make("--input", files[0], "--shard-size", 900, "--workers", 1, "--out", tmp_path / "whole")
-        subprocess.run(["cp", "-r", tmp_path / "whole", tmp_path / name], check=True)
-        make("--verify", "--out", tmp_path / name)
-        assert capsys.readouterr().out.endswith("all as they were written\n")
-        damage(tmp_path / name)
-        with pytest.raises((InputError, FileNotFoundError), match=message):
-            make("--verify", "--out", tmp_path / name)
+    """It names files that changed, are missing or do not belong."""
+    out, shard = tmp_path / "out", "edufineweb_train_000001.npy"
+    make("--input", files[0], "--shard-size", 500, "--workers", 1, "--out", out)
+    make("--verify", "--out", out)
+    assert capsys.readouterr().out.endswith("all as they were written\n")
+    for name, damage, message in (
+        (shard, lambda data: data[:-3] + b"\1" + data[-2:], f"written: {shard}; not in"),
+        (shard, lambda data: data[:500], "000001.npy: truncated"),
+        ("x_train_000001.npy", lambda data: b"", "manifest.json: x_train_000001.npy"),
+        ("manifest.json", lambda data: data[:50], "manifest.json: cannot be read"),
+        ("manifest.json", lambda data: b"{}", "no shards in manifest.json"),
+    ):
+        before = (out / name).read_bytes() if (out / name).exists() else None
+        write(out / name, damage(before))
+        with pytest.raises(InputError, match=message):
+            make("--verify", "--out", out)
+        (out / name).write_bytes(before) if before else (out / name).unlink()
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Mistakes
 
 
-def parquet_of(path, column):
-    pq.write_table(pa.table({"text": column, "id": [1] * len(column)}), path)
-    return path
+def parquet_of(values, column="text"):
+    pq.write_table(pa.table({column: values}), file := io.BytesIO())
+    return file.getvalue()
 
 
-def damaged_parquet(path):
-    data = parquet_of(path, [str(i) * 50 for i in range(2000)]).read_bytes()
-    return write(path, data[:100] + b"\xff" * 300 + data[400:])
-
-
-not_utf8 = pa.Array.from_buffers(pa.string(), 2, [*pa.array(["ab", "cd"]).buffers()[:2], pa.py_buffer(b"ab\xffd")])
-MISTAKES = {
-    "missing": (lambda tmp: tmp / "none.parquet", "none.parquet: no such file"),
-    "suffix": (lambda tmp: write(tmp / "a.docx", b""), "a.docx: no such file, or not .parquet, .jsonl"),
-    "empty folder": (lambda tmp: tmp, "no such file, or not .parquet"),
-    "no parquet": (lambda tmp: write(tmp / "a.parquet", b"PAR1 not really"), "a.parquet: cannot be read"),
-    "damaged parquet": (lambda tmp: damaged_parquet(tmp / "a.parquet"), "a.parquet: cannot be read"),
-    "no column": (lambda tmp: parquet_of(tmp / "a.parquet", ["x"]), "a.parquet: cannot be read (ArrowInvalid: No match", "--text-column", "b"),
-    "no csv column": (lambda tmp: write(tmp / "a.csv", b"a,b\n1,2\n"), "a.csv: cannot be read (KeyError: "),
-    "numbers": (lambda tmp: parquet_of(tmp / "a.parquet", [1, 2]), "a.parquet: a row has no text"),
-    "UTF-8 in parquet": (lambda tmp: parquet_of(tmp / "a.parquet", not_utf8), "a.parquet: a row has no text (Unicode"),
-    "UTF-8 in txt": (lambda tmp: write(tmp / "a.txt", b"abc\xff"), "a.txt: cannot be read (UnicodeDecodeError"),
-    "surrogate": (lambda tmp: write(tmp / "a.jsonl", b'{"text": "a"}\n\n{"text": "\\ud83d"}\n'), "a.jsonl: a row has no"),
-    "no JSON": (lambda tmp: write(tmp / "a.jsonl", b'{"text": "a"}\n{"text'), "a.jsonl: a row has no text (JSONDecode"),
-    "no key": (lambda tmp: write(tmp / "a.jsonl", b'{"body": "a"}'), "a.jsonl: a row has no text (KeyError: 'text')"),
-    "open quote": (lambda tmp: write(tmp / "a.csv", b'text\n"abc\n'), "a.csv: cannot be read (ParserError"),
-    "no gzip": (lambda tmp: write(tmp / "a.jsonl.gz", b"plain text"), "a.jsonl.gz: cannot be read"),
-    "half a gzip": (lambda tmp: write(tmp / "a.txt.gz", gzip.compress(b"text" * 99)[:-9]), "a.txt.gz: cannot be read"),
-    "half a zst": (lambda tmp: write(tmp / "a.txt.zst", zstd(b"text" * 99)[:-9]), "a.txt.zst: cannot be read"),
-    "no text at all": (lambda tmp: write(tmp / "a.jsonl", b'{"text": ""}\n{"text": null}'), "nothing to tokenize"),
+damaged = parquet_of([str(i) * 50 for i in range(2000)])
+damaged = damaged[:100] + b"\xff" * 300 + damaged[400:]
+offsets = pa.array(["ab", "cd"]).buffers()[:2]
+not_utf8 = pa.Array.from_buffers(pa.string(), 2, [*offsets, pa.py_buffer(b"ab\xffd")])
+MISTAKES = {  # name: (content, message)
+    "none.docx": (b"", "none.docx: no such file, or not .parquet, .jsonl"),
+    "a.parquet": (b"PAR1 not really", "a.parquet: cannot be read"),
+    "damaged.parquet": (damaged, "damaged.parquet: cannot be read"),
+    "column.parquet": (parquet_of(["x"], "body"), "column.parquet: cannot be read (ArrowInvalid: No match"),
+    "numbers.parquet": (parquet_of([1, 2]), "numbers.parquet: a row has no text"),
+    "utf.parquet": (parquet_of(not_utf8), "utf.parquet: a row has no text (UnicodeDecodeError"),
+    "column.csv": (b"a,b\n1,2\n", "column.csv: cannot be read (KeyError: "),
+    "quote.csv": (b'text\n"abc\n', "quote.csv: cannot be read (ParserError"),
+    "utf.txt": (b"abc\xff", "utf.txt: cannot be read (UnicodeDecodeError"),
+    "half.jsonl": (b'{"text": "a"}\n{"text', "half.jsonl: a row has no text (JSONDecodeError"),
+    "key.jsonl": (b'{"body": "a"}', "key.jsonl: a row has no text (KeyError: 'text')"),
+    "number.jsonl": (b'{"text": 5}', "number.jsonl: a row has no text"),
+    "surrogate.jsonl": (b'{"text": "\\ud83d"}', "surrogate.jsonl: a row has no text (UnicodeEncodeError"),
+    "plain.jsonl.gz": (b"plain text", "plain.jsonl.gz: cannot be read"),
+    "half.txt.gz": (gzip.compress(b"text" * 99)[:-9], "half.txt.gz: cannot be read"),
+    "half.txt.zst": (zstd(b"text" * 99)[:-9], "half.txt.zst: cannot be read"),
+    "empty.jsonl": (b'{"text": ""}\n{"text": null}', "nothing to tokenize"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_files(name, tmp_path):
-    make_file, message, *more = MISTAKES[name]
-    args = ["--input", make_file(tmp_path), "--out", tmp_path / "out", "--workers", 1, *more]
+    content, message = MISTAKES[name]
     with pytest.raises(InputError) as error:
-        make(*args)
+        make("--input", write(tmp_path / name, content), "--out", tmp_path / "out", "--workers", 1)
     assert message in str(error.value) and "\n" not in str(error.value)
     assert not shard_paths(tmp_path / "out")
 
 
 def test_mistakes_from_the_terminal(tmp_path):
     path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}')
-    assert_one_error_line(script("fineweb.py", "--input", path, "--out", tmp_path / "o"), "a.jsonl: cannot be read")
+    done = script("fineweb.py", "--input", path, "--out", tmp_path / "o")
+    assert_one_error_line(done, "a.jsonl: cannot be read")
     wrong = ["--workers", -1, "--shard-size", -1, "--pretokenized", 1, "--input", "x"]
-    assert_one_error_line(script("fineweb.py", *wrong), "--workers -1", "--shard-size -1", "--pretokenized and --input")
+    parts = ("--workers -1", "--shard-size -1", "--pretokenized and --input")
+    assert_one_error_line(script("fineweb.py", *wrong), *parts)
 
 
 def test_full_disks_and_foreign_shards(files, tmp_path, monkeypatch):
@@ -345,7 +339,7 @@ def test_full_disks_and_foreign_shards(files, tmp_path, monkeypatch):
     args = ["--input", files[0], "--shard-size", 400, "--workers", 1, "--out", tmp_path / "out"]
     with monkeypatch.context() as patch:
         patch.setattr(fineweb.shutil, "disk_usage", lambda path: fineweb.shutil._ntuple_diskusage(0, 0, 1000))
-        with pytest.raises(InputError, match=r"needs about 0\.00 GB of disk, has 0\.00 GB"):
+        with pytest.raises(InputError, match=r"needs about 0\.00 GB of disk, has 0\.00"):
             make(*args)
     assert not (tmp_path / "out").exists()
     original = fineweb.atomic_write
@@ -359,7 +353,7 @@ def test_full_disks_and_foreign_shards(files, tmp_path, monkeypatch):
                 yield file
 
         patch.setattr(fineweb, "atomic_write", full)
-        with pytest.raises(InputError, match="000002.npy: cannot be written .*No space left on device.*; free some space"):
+        with pytest.raises(InputError, match=r"000002.npy: cannot be written .*No space left .*; free some"):
             make(*args)
     assert len(shard_paths(tmp_path / "out")) == 2
     np.save(tmp_path / "out/edufineweb_train_000009.npy", np.zeros(9, np.uint16))
@@ -395,7 +389,8 @@ def test_ranks_share_files_and_indices(number, files, tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", str(rank))
         make(*args)
     manifest = read_manifest(tmp_path / "out")
-    assert [shard["name"] for shard in manifest["shards"]] == [path.name for path in shard_paths(tmp_path / "out")]
+    names = [shard["name"] for shard in manifest["shards"]]
+    assert names == [path.name for path in shard_paths(tmp_path / "out")]
     documents = [DOCUMENTS * 3] * 2 if number > 1 else [DOCUMENTS[0::2], DOCUMENTS[1::2]]
     for rank, part in enumerate(documents):
         mine = [np.load(path) for path in shard_paths(tmp_path / "out") if int(path.stem[-6:]) % 2 == rank]
