@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, and a run's folder: log.txt, run.json, checkpoints."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -76,8 +77,8 @@ def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(descriptor)
-    except OSError:
-        if not path.is_dir():  # some network mounts cannot sync folders
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():  # some network mounts
             raise
     finally:
         os.close(descriptor)

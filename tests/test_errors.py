@@ -1,5 +1,6 @@
 """Invalid input: status 2, one line on stderr, `error: ` and what is wrong, and nothing is written."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -144,6 +145,22 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
             (partial / "f").write_text(content)
         assert (tmp_path / "folder/f").read_text() == content
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "folder"]
+
+@pytest.mark.skipif(sys.platform != "linux", reason="about Linux's /proc")
+def test_a_mount_that_cannot_sync_folders(tmp_path, monkeypatch):
+    """EINVAL for a folder is tolerated, since some network mounts say so; a failing disk is not."""
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    number = errno.EINVAL
+    with atomic_write(tmp_path / "a", "w") as file:
+        file.write("whole")
+    assert (tmp_path / "a").read_text() == "whole"
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"), atomic_write(tmp_path / "b", "w") as file:
+        file.write("whole")
 
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):

@@ -154,7 +154,7 @@ def test_educational_sample(tmp_path):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_interruption(tmp_path_factory, monkeypatch, lengths, size, validation, data):
     """Interrupted after any number of batches or during any write, any number of times."""
-    monkeypatch.setattr("support.files._fsync", lambda path: None)
+    monkeypatch.setattr("support.files.fsync", lambda path: None)
     batches = [([int(validation and i > 2), {"batch": i}], np.arange(length, dtype=np.uint16), [0, 1])
                for i, length in enumerate([1, *lengths])]
     folder = tmp_path_factory.mktemp("interrupted")
@@ -270,7 +270,7 @@ def test_verify(files, tmp_path, capsys):
     assert capsys.readouterr().out.endswith("all as they were written\n")
     for name, damage, message in (
         (shard, lambda data: data[:-3] + b"\1" + data[-2:], f"written: {shard}; not in"),
-        (shard, lambda data: data[:500], "000001.npy: truncated"),
+        (shard, lambda data: data[:500], "000001.npy: not a whole shard"),
         ("x_train_000001.npy", lambda data: b"", "manifest.json: x_train_000001.npy"),
         ("manifest.json", lambda data: data[:50], "manifest.json: cannot be read"),
         ("manifest.json", lambda data: b"{}", "no shards in manifest.json"),
