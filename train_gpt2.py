@@ -709,7 +709,8 @@ def print_samples(model: GPT, prompt: str, ddp: DDPContext, last: bool = False) 
         idx = model.generate(idx, max_new_tokens=length, generator=generator)
     for i, text in enumerate(map(get_tokenizer().decode, idx.tolist())):
         lines = "\n".join("".join(c if c.isprintable() else " " for c in line) for line in text.splitlines())
-        print(f"rank {ddp.rank} sample {i}:", f"\n{indent(lines, '  ')}" if last else repr(text), flush=True)
+        shown = f"\n{indent(lines, '  ')}" if last else f" {text!r}"
+        print(f"rank {ddp.rank} sample {i}:{shown}", flush=True)
 
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
     """Whether something is due that happens every `every` steps (0: never), and after the last."""
