@@ -13,7 +13,7 @@ ranks, log, evaluation, checkpoints, and the loop, whose weight update is betwee
 Shapes: B batch (sequences of a micro-batch), T time (tokens of a sequence), C channels (n_embd = n_head *
 head size), nh heads, hs head size, V vocabulary (50,257). A *step* updates the weights from total_batch_size
 tokens, which the ranks share equally; each rank accumulates gradients over micro-steps of B * T tokens. Step
-s is logged with the weights after s updates: the loss of step 0 is that of the untrained model. """
+s is logged with the weights after s updates: the loss of step 0 is that of the untrained model."""
 
 import contextlib
 import gc
@@ -108,7 +108,7 @@ def lm_head(x: Tensor, wte: Tensor) -> Tensor:
     """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
 
     On a GPU the matmul is padded to a multiple of 64 columns (50,304), which suits its tensor cores. The
-    padding is made on the fly: it is not a parameter, and the softmax does not see it. """
+    padding is made on the fly: it is not a parameter, and the softmax does not see it."""
     V = wte.size(0)
     wte = F.pad(wte, (0, 0, 0, -V % 64)) if x.is_cuda else wte
     return F.linear(x, wte)[..., :V]

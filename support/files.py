@@ -127,7 +127,7 @@ def begin_run(log_dir: Path, resumed: bool, resumed_step: int | None, entry: dic
     """Prepares a run's folder, adds `entry` to run.json, and opens log.txt to append to.
 
     What a killed process left half written is removed; unless `resumed`, an earlier run's checkpoints are
-    moved. From resumed_step on the last run's lines are removed, since they will be written again. """
+    moved. From resumed_step on the last run's lines are removed, since they will be written again."""
     log_dir.mkdir(parents=True, exist_ok=True)
     for left_over in log_dir.glob(".*.partial"):
         shutil.rmtree(left_over, ignore_errors=True) if left_over.is_dir() else left_over.unlink()

@@ -1,6 +1,6 @@
 """Text in, tokens out: how fineweb.py opens files and datasets, and what its workers do with their rows.
 
-`datasets` takes a second to import, so only functions that run in the reader process import it. """
+`datasets` takes a second to import, so only functions that run in the reader process import it."""
 
 import glob
 import json
