@@ -1,829 +1,427 @@
-"""What this machine makes of GPT-2: its ceilings, the speed and memory of a training step, and where the time goes.
+"""Benchmarks GPT-2 training on this machine, with train_gpt2.py's own training loop.
 
-    python bench.py                                        # gpt2 on a GPU, the shakespeare preset elsewhere
-    python bench.py --preset gpt2 --micro-batch-size 1 --seq-len 256 --json bench.json
-    python bench.py --ladder                               # from plain float32 up to train_gpt2.py, one rung at a time
-    torchrun --standalone --nproc_per_node=8 bench.py --ladder      # and how the speed grows with the ranks
-    python bench.py --rung tf32 bf16 compile               # one rung, measured in this process
-    python bench.py --report bench/NAME                    # everything, into a folder: goes on where it was cut off
+    python bench.py                          # ceilings, speed, MFU, peak memory, time by part
+    python bench.py --rung ours --steps 20   # one rung of the ladder; prints JSON with "ms"
+    python bench.py --ladder                 # from plain float32 up to train_gpt2.py, with a picture
+    python bench.py --report bench/h100      # everything, into a folder; continues where it was interrupted
+    python bench.py -- --preset gpt2 --micro-batch-size 2 --no-compile    # after --: flags of train_gpt2.py
+    torchrun --standalone --nproc_per_node=8 bench.py                     # a step on eight ranks
 
-A step is train_gpt2.py's, with a single micro-batch of B x T tokens a rank: autocast, backward, clipping, update. Every
-measurement runs in a fresh process, so that memory, compiled code and settings of one don't reach the next.
+A measurement is a training run in a temporary folder: one micro-batch of B x T tokens per rank and step, no
+evaluation, no checkpoints. ms, tok_per_sec and mfu are medians of what log.txt says of --steps steps, after a
+warm-up of 10 steps on a GPU and 3 elsewhere. The ladder and the report start a process for each. The model:
+preset gpt2 with CUDA, B = 16; elsewhere shakespeare, for a report 2 layers of 32 channels and 128 tokens.
 """
 
+import ctypes
+import io
 import json
-import math
 import os
+import platform
 import re
-import signal
-import socket
+import shlex
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest import SkipTest
+from unittest.mock import patch
 
-import numpy as np
 import torch
-import torch.distributed
-import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
-from tyro.conf import UseAppendAction
+from torch import Tensor, nn
+from torch.profiler import profile, schedule
+from torch.utils.benchmark import Timer
 
-import hellaswag
 import train_gpt2
-from support.cli import InputError, RunError, flag, parse_args, run, say
-from support.devices import choose_device, copy_bytes, cpu_has_bfloat16, data_sheet_flops, why_not_compile
-from support.distributed import Distributed
-from support.files import atomic_path, atomic_write, check_writable
-from support.report import around, correctness, peers, store
-from support.report.ceilings import ceiling_of, device_name, measure_machine, products
-from support.report.page import write_report
-from support.report.store import Job
-from support.report.trace import largest_kernels, record, time_by_part
-from train_gpt2 import (
-    GPT,
-    PRESETS,
-    SHAKESPEARE,
-    VOCAB_SIZE,
-    CausalSelfAttention,
-    DataLoaderLite,
-    GPTConfig,
-    LossFunction,
-    TrainConfig,
-    check_config,
-    choose_loss,
-    configure_optimizer,
-    get_lr,
-    next_token_loss,
-)
+from support import cli, devices, files
+from support.cli import InputError, RunError
+from support.models import check_writable
+from train_gpt2 import GPT, ROOT, SHAKESPEARE, SHARDS_FOLDER, VOCAB_SIZE, CausalSelfAttention
 
-# The ladder. Each rung keeps what those before it have changed. Published: ms a step on one A100, B = 16, T = 1024
-# (Karpathy 2024, "Let's reproduce GPT-2 (124M)", video); "ours" has no published counterpart.
+# name: (what it changes, ms per step on one A100 with B = 16, T = 1024 as published by Karpathy 2024, "Let's
+# reproduce GPT-2 (124M)"). Each rung keeps the changes of the rungs before it, except ours.
 RUNGS: dict[str, tuple[str, int | None]] = {
-    "float32": ("every product in float32", 1000),
-    "tf32": ("float32 products rounded to TF32", 333),
+    "float32": ("matmuls in float32", 1000),
     "bf16": ("autocast to bfloat16", 300),
     "compile": ("torch.compile of the whole model", 130),
-    "flash": ("flash instead of explicit attention", 96),
-    "padded": ("vocabulary 50,257 -> 50,304", 93),
+    "flash": ("fused attention", 96),
+    "padded": ("vocabulary padded to 50,304", 93),
     "fused": ("fused AdamW", 90),
-    "ours": ("train_gpt2.py as it is", None),
+    "ours": ("train_gpt2.py", None),
 }
-
-
-ReportPart = Literal["machine", "right", "speed", "where", "peers", "around", "ladder", "run"]
-SMALL = dict(n_layer=2, n_head=2, n_embd=32, seq_len=128)  # the model of a report where there is no GPU
-
+OFF = [word for part in ("eval", "hellaswag", "sample", "save") for word in (f"--{part}-every", "0")]
+PADDED = VOCAB_SIZE + -VOCAB_SIZE % 64
+Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measures this machine: its ceilings, and a training step of GPT-2 from the first one on."""
+    """Benchmarks GPT-2 training, by default a step and ceilings. After `--` come train_gpt2.py's flags."""
 
-    preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "shakespeare"] = "auto"
-    """Model and lengths, as in train_gpt2.py; auto: gpt2 on a CUDA GPU, shakespeare elsewhere."""
-    micro_batch_size: int = 0
-    """Sequences a step on one device (B); 0: 16 on a CUDA GPU, elsewhere as many as 1,024 tokens make."""
-    seq_len: int = 0
-    """Tokens a sequence (T); 0: the preset's."""
-    n_layer: int = 0
-    """Number of blocks; 0: the preset's."""
-    n_head: int = 0
-    """Number of attention heads; 0: the preset's."""
-    n_embd: int = 0
-    """Number of channels (C); 0: the preset's."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products; the lower rungs of the ladder bring their own."""
-    compile: bool = True
-    """Use torch.compile where train_gpt2.py does, on a GPU, and for the ladder's rung; --no-compile: nowhere."""
-    device: str = "auto"
-    """auto, cpu, cuda or mps."""
-    steps: int = 20
-    """Steps to measure, after three that are not."""
-    ladder: bool = False
-    """Climb the ladder; under torchrun also measure how the speed grows with the ranks."""
-    picture: str = "bench_ladder.png"
-    """Picture of the ladder, .png, .svg or .pdf; empty: none."""
-    json: str = ""
-    """File for the results; empty: none."""
-    report: str = ""
-    """Folder for a report on everything about this machine; a report that was cut off goes on where it stopped."""
-    only: UseAppendAction[tuple[ReportPart, ...]] = ()
-    """Parts of the report to work on, one or several; what failed in them is tried again."""
-    minutes: float = 0.0
-    """Start no new work of a report after so many minutes; 0: work until it is complete."""
-    peer: UseAppendAction[tuple[str, ...]] = ()
-    """Other code to measure beside ours: build-nanogpt=FOLDER, nanogpt=FOLDER (checkouts), llm.c=FILE (its output)."""
-    data: str = ""
-    """Folder of token shards or a .txt file; empty: edu_fineweb10B where that is, or else input.txt."""
-    hellaswag_data: str = ""
-    """Local HellaSwag .jsonl for a report; empty: the downloaded one if it is there, or tasks cut from input.txt."""
-    job: str = ""
-    """Run one job of a report in this process, PART/NAME (that is what --report starts)."""
-    rung: tuple[Literal["float32", "tf32", "bf16", "compile", "flash", "padded", "fused", "ours"], ...] = ()
-    """Measure one step in this process with these changes to the plain one, or ours."""
+    rung: Literal[*RUNGS] | None = None  # measure one rung of the ladder and print JSON
+    ladder: bool = False  # measure every rung; draws bench_ladder.png
+    report: str = ""  # folder for a report on this machine; an interrupted one is continued
+    only: str = ""  # comma-separated: only these jobs of the report, or rungs of the ladder
+    minutes: float = 0.0  # begin no job after this many minutes; 0: no limit
+    steps: int = 20  # steps to measure, after the warm-up
+    json: str = ""  # file for the results
 
+def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
+    """The command line, and train_gpt2.py's flags for the run to measure. Raises InputError."""
+    end = args.index("--") if "--" in args else len(args)
+    config, given = cli.parse_args(BenchConfig, args=args[:end]), args[end + 1 :]
+    if config.steps < 1:
+        raise InputError(f"--steps {config.steps}: must be at least 1")
+    if cli.torchrun_ranks()[2] > 1 and (config.ladder or config.report or config.rung not in (None, "ours")):
+        raise InputError("--ladder, --report and lower rungs are for one device: start them without torchrun")
+    if config.json:
+        check_writable(config.json)
+    cuda = torch.cuda.is_available() and train_gpt2.read_config(given).device in ("auto", "cuda")
+    small = ["--n-layer", "2", "--n-head", "2", "--n-embd", "32"] if config.report and not cuda else []
+    data = SHARDS_FOLDER if any(Path(SHARDS_FOLDER).glob("*_train_*")) else cli.shown(SHAKESPEARE["data"])
+    given = ["--preset", "gpt2" if cuda else "shakespeare", "--data", data, *small, *OFF, *given]
+    run = train_gpt2.read_config(given)
+    if not Path(run.data).exists():
+        raise InputError(f"--data {run.data}: does not exist")
+    B = 16 if cuda else max((128 if config.report else 512) // run.seq_len, 1)
+    return config, with_batch(given, run.micro_batch_size or B)
 
-def train_config(config: BenchConfig) -> TrainConfig:
-    """The training run whose step is measured. Raises InputError."""
-    gpu = torch.cuda.is_available() and config.device in ("auto", "cuda")
-    preset = ("gpt2" if gpu else "shakespeare") if config.preset == "auto" else config.preset
-    dtype = config.dtype
-    if config.rung and "ours" not in config.rung:
-        dtype = "bfloat16" if "bf16" in config.rung else "float32"
-    names = ("micro_batch_size", "seq_len", "n_layer", "n_head", "n_embd")
-    chosen = {name: getattr(config, name) for name in names if getattr(config, name)}
-    if (config.report or config.job) and not gpu and config.preset == "auto":
-        chosen = SMALL | chosen
-    values = PRESETS[preset] | chosen | dict(preset=preset, device=config.device, dtype=dtype)
-    values |= dict(compile=config.compile and gpu)
-    train = replace(TrainConfig(), **values)
-    data = config.data or (train.data if Path(train.data).is_dir() else SHAKESPEARE["data"])
-    check_config(train)
-    most = min(16 if gpu else 1024 // train.seq_len, train.total_batch_size // train.seq_len)
-    train = replace(train, micro_batch_size=train.micro_batch_size or max(most, 1))
-    return replace(train, data=data, total_batch_size=train.micro_batch_size * train.seq_len)
+def with_batch(flags: list[str], B: int) -> list[str]:
+    """The flags with a step of one micro-batch of B sequences per rank."""
+    tokens = B * train_gpt2.read_config(flags).seq_len * cli.torchrun_ranks()[2]
+    return [*flags, "--micro-batch-size", str(B), "--total-batch-size", str(tokens)]
 
+class PlainAttention(CausalSelfAttention):
+    """The same attention with its (T, T) matrices in memory. (B, T, C) -> (B, T, C)"""
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The plain model of the lower rungs
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs)
+        weights = q @ k.mT / q.size(-1) ** 0.5  # (B, nh, T, T)
+        future = torch.ones(weights.shape[2:], dtype=torch.bool, device=x.device).triu(1)
+        y = weights.masked_fill(future, -torch.inf).softmax(-1) @ v  # (B, nh, T, hs)
+        return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
+def plain_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (B, T, V) and their mean cross-entropy in nats. x (B, T, C), wte (V, C), targets (B, T)"""
+    logits = F.linear(x, wte)
+    return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-class ExplicitAttention(CausalSelfAttention):
-    """The same with the T x T matrix of weights made in full. (B, T, C) -> (B, T, C)"""
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs)
-        visible = torch.ones(T, T, dtype=torch.bool, device=x.device).tril() if mask is None else mask
-        weights = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, T)
-        y = weights.masked_fill(~visible, -math.inf).softmax(-1) @ v  # (B, nh, T, hs)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
-
-
-def plain_loss(x: torch.Tensor, wte: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """next_token_loss without a padded product; rows of a padded wte are cut off, so the loss is that without them."""
-    logits = F.linear(x, wte)[..., :VOCAB_SIZE]
-    return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def build(shape: GPTConfig, rung: Collection[str]) -> GPT:
-    """The model of a rung, not yet compiled; all but "ours" go with plain_loss."""
-    if "ours" in rung:
-        return GPT(shape)
-    model = GPT(replace(shape, vocab_size=50_304) if "padded" in rung else shape)
-    if "flash" not in rung:
-        for block in model.h:
-            block.attn.__class__ = ExplicitAttention  # the same parameters
+def plain_model(model: GPT, changes: list[str]) -> GPT:
+    """Turns train_gpt2.py's model into that of a lower rung; `changes`: this rung's and those before it."""
+    for block in model.h if "flash" not in changes else ():
+        block.attn.__class__ = PlainAttention  # with the same parameters
+    if "padded" in changes:
+        model.wte = nn.Embedding(PADDED, model.config.n_embd)
+        nn.init.normal_(model.wte.weight, std=0.02)
+    model.loss_function = plain_loss
+    model.prepare = lambda compiled: model.compile(dynamic=False) if "compile" in changes else None
     return model
 
+def left_out(flags: list[str]) -> dict[str, str]:
+    """The rungs that do not apply to this device, with the reason. Raises InputError."""
+    run = train_gpt2.read_config(flags)
+    dtype = devices.choose_device(run.device, run.dtype, cli.torchrun_ranks()[1])[1]
+    reasons = {} if dtype == torch.bfloat16 else {"bf16": f"train_gpt2.py computes in {str(dtype)[6:]} here"}
+    return reasons if run.compile else reasons | {"compile": "train_gpt2.py does not compile here"}
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A measurement, in a process of its own
+def measure(flags: list[str], rung: str, steps: int) -> Row:
+    """Trains and reads log.txt; ranks other than 0 exit. Raises InputError.
 
-# What a report changes about the step that train_gpt2.py makes, one at a time. name -> (what it is, where it applies)
-SWITCHES: dict[str, tuple[str, str]] = {
-    "bf16-stream": ("residual stream in bfloat16", "cuda"),
-    "whole": ("the whole model compiled, loss included, instead of its blocks", "cuda"),
-    "mix-order": ("inductor's triton.mix_order_reduction the other way round", "cuda"),
-    "coordinate-descent": ("inductor's coordinate_descent_tuning", "cuda"),
-    "cudnn": ("attention: cuDNN alone", "cuda"),
-    "flash": ("attention: flash alone", "cuda"),
-    "efficient": ("attention: memory-efficient alone", "cuda"),
-    "math": ("attention: T x T matrices", "cpu"),
-    "chunked": ("the loss in pieces", "cuda"),
-    "plain-loss": ("the loss from the logits in full", "cpu"),
-    "cudagraphs": ("the whole model compiled with CUDA graphs", "cuda"),
-    "autotune": ("blocks compiled with max-autotune-no-cudagraphs", "cuda"),
-    "eager": ("nothing compiled", "cuda"),
-    "compiled": ("blocks compiled", "cpu"),
-}
-ATTENTIONS = ("cudnn", "flash", "efficient", "math")
-
-
-def loss_in_full(*args: torch.Tensor) -> tuple[None, torch.Tensor]:
-    """next_token_loss without its logits, which a compiled graph then need not keep."""
-    return None, next_token_loss(*args)[1]
-
-
-class Trial:
-    """A model in training on this device: an update at a time, as in train_gpt2.train, of one micro-batch a rank.
-
-    rung: what the ladder changes about the plainest model, or "ours"; switch: a change to ours, one of SWITCHES.
+    ms, tok_per_sec (of all ranks) and mfu are medians. peak_memory: in bytes, of tensors on a CUDA device,
+    elsewhere of the process; None if unknown. parts_ms, for ours alone: time by part of two more steps.
     """
+    absent, names = left_out(flags), list(RUNGS)
+    if rung in absent:
+        raise InputError(f"--rung {rung}: {absent[rung]}")
+    changes = [name for name in names[: names.index(rung) + 1] if name not in absent and rung != "ours"]
+    if changes:
+        flags = [*flags, "--dtype", "bfloat16" if "bf16" in changes else "float32",
+                 "--compile" if "compile" in changes else "--no-compile"]
+    run = train_gpt2.read_config(flags)
+    warmup = 10 if torch.cuda.is_available() and run.device in ("auto", "cuda") else 3
+    last, found = warmup + steps, {}
+    profiler = profile(schedule=schedule(wait=0, warmup=1, active=2), record_shapes=True, acc_events=True)
+    new_model, configure_optimizer = train_gpt2.new_model, train_gpt2.configure_optimizer
 
-    def __init__(self, train: TrainConfig, dist: Distributed, rung: Collection[str] = ("ours",), switch: str = ""):
-        device, ours = dist.device, "ours" in rung
-        if switch in ("eager", "compiled"):
-            train = replace(train, compile=switch == "compiled")
-        train = replace(train, low_memory=train.low_memory or switch == "chunked")
-        self.train, self.dist, self.losses = train, dist, []
-        if device.type == "cuda":
-            torch.set_float32_matmul_precision("high" if ours or "tf32" in rung else "highest")
-        if switch in ATTENTIONS:
-            for name in ATTENTIONS:
-                enable = {"efficient": "mem_efficient"}.get(name, name)
-                getattr(torch.backends.cuda, f"enable_{enable}_sdp")(name == switch)
-        torch.manual_seed(train.seed)
-        self.model = build(GPTConfig(train.seq_len, VOCAB_SIZE, train.n_layer, train.n_head, train.n_embd), rung)
-        self.model.to(device)
-        if switch == "bf16-stream":
-            self.model.h[0].register_forward_pre_hook(lambda _, args: (args[0].bfloat16(), *args[1:]))
-        self.loader = DataLoaderLite(train.data, "train", train.micro_batch_size, train.seq_len, dist.rank,
-                                     dist.world_size, train.seed)
-        self.optimizer = configure_optimizer(self.model, train)
-        if not (ours or "fused" in rung):
-            for group in self.optimizer.param_groups:
-                group["fused"] = None  # torch's own choice: one tensor after another on a CPU, _foreach_ on a GPU
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dist.dtype == torch.float16)
-        self.eager = "" if "compile" in rung else "not compiled"  # or why
-        if ours and train.compile:
-            self.eager = why_not_compile(device)
-        self.loss_function: LossFunction = choose_loss(train, device, not self.eager) if ours else plain_loss
-        self.replica: nn.Module = torch.compile(self.model) if "compile" in rung else self.model
-        if ours and not self.eager:
-            self._compile(switch)
-        if switch == "plain-loss":
-            self.loss_function = loss_in_full
-        if dist.world_size > 1:
-            device_ids = [device.index] if device.type == "cuda" else None
-            self.replica = DistributedDataParallel(self.replica, device_ids=device_ids, gradient_as_bucket_view=True)
+    def optimizer_of(*args: Any) -> Any:
+        optimizer = configure_optimizer(*args)
+        for group in optimizer.param_groups if changes and "fused" not in changes else ():
+            group["fused"] = None  # AdamW's default
+        return optimizer
 
-    def _compile(self, switch: str) -> None:
-        """Compiles the model as training does, or as a switch has it."""
-        import torch._inductor.config as inductor
+    def before_step(step: int, model: GPT, *rest: Any) -> None:  # instead of evaluate: nothing of it is due
+        ddp, status = rest[3], Path("/proc/self/status")
+        if step == last:
+            memory = re.search(r"VmHWM:\s+(\d+)", status.read_text() if status.exists() else "")
+            peak, source = devices.peak_flops(ddp.device, ddp.dtype)
+            found.update(device=ddp.description, world_size=ddp.world_size, parameters=model.num_parameters(),
+                         flops_per_token=model.flops_per_token(run.seq_len),
+                         peak_memory=torch.cuda.max_memory_allocated() or (memory and 1024 * int(memory[1])),
+                         mfu_of=f"{peak / 1e12:,.3g} TFLOP/s ({source})")
+        if step >= last and not changes:
+            profiler.start() if step == last else profiler.step()
 
-        if switch == "coordinate-descent":
-            inductor.coordinate_descent_tuning = True
-        if switch == "mix-order":
-            if not hasattr(inductor.triton, "mix_order_reduction"):
-                raise RunError(f"torch {torch.__version__} has no triton.mix_order_reduction")
-            inductor.triton.mix_order_reduction = not inductor.triton.mix_order_reduction
-        if switch in ("whole", "cudagraphs"):
-            self.loss_function = loss_in_full
-            self.replica = torch.compile(self.model, mode="reduce-overhead" if switch == "cudagraphs" else None)
-        elif switch == "autotune":
-            for block in self.model.h:
-                block.compile(dynamic=False, mode="max-autotune-no-cudagraphs")
-        else:
-            self.model.compile_blocks()
-
-    def step(self, number: int) -> float:
-        """One update. Returns its seconds; the loss is the last one of `losses`."""
-        began = time.perf_counter()
-        for group in self.optimizer.param_groups:
-            group["lr"] = get_lr(number, self.train)
-        with record_function("data"):
-            x, y = (t.to(self.dist.device, non_blocking=True) for t in self.loader.next_batch())
-        with self.dist.autocast():
-            _, loss = self.replica(x, y, self.loss_function)
-        self.scaler.scale(loss).backward()
-        with record_function("optimizer"):
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.train.grad_clip or math.inf)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
-        self.losses.append(self.dist.sum(loss.detach()).item())
-        return time.perf_counter() - began
-
-
-def measure(config: BenchConfig, dist: Distributed, switch: str = "", warmup: int = 3) -> dict[str, Any]:
-    """Measures the step of `config.rung`, or ours with a switch, after `warmup` that don't count.
-
-    In the result ms is the median, ms_quartiles the quartiles beside it; tok_per_s that of all ranks at the median;
-    peak_memory in bytes (see there); first_step_at the time of day, in seconds, at which the first step was done;
-    parts_ms what time_by_part makes of two more steps under the profiler, for "ours" alone.
-    """
-    rung, train, device = config.rung or ("ours",), train_config(config), dist.device
-    B, T = train.micro_batch_size, train.seq_len
-    if device.type == "cpu":
-        import torch._inductor.config as inductor
-
-        inductor.cpp.enable_kernel_profile = True  # or the profiler would not see compiled kernels
-    try:
-        trial = Trial(train, dist, rung, switch)
-        trial.step(0)
-        first_step_at = time.time()
-        for number in range(1, warmup):
-            trial.step(number)
-        seconds = [trial.step(number) for number in range(warmup, warmup + config.steps)]
-    except torch.OutOfMemoryError:
-        raise RunError(f"out of memory at --micro-batch-size {B}, --seq-len {T}: lower one") from None
-    low, median, high = np.percentile(seconds, [25, 50, 75]).tolist()
-    result = {
-        "rung": list(rung), "device": dist.description, "eager": trial.eager, "torch": torch.__version__,
-        "preset": train.preset, "B": B, "T": T, "world_size": dist.world_size,
-        "parameters": trial.model.num_parameters(), "flops_per_token": trial.model.flops_per_token(T),
-        "first_step_at": first_step_at, "steps": config.steps,
-        "ms": 1e3 * median, "ms_quartiles": [1e3 * low, 1e3 * high],
-        "tok_per_s": B * T * dist.world_size / median, "peak_memory": peak_memory(device),
-    }
-    if "ours" in rung and not config.job:
-        events, result["profiled_ms"] = record(trial.step, 2)
-        result["parts_ms"] = time_by_part(events, 2, result["profiled_ms"])
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), patch.multiple(
+        train_gpt2, evaluate=before_step, configure_optimizer=optimizer_of,
+        new_model=lambda config: plain_model(new_model(config), changes) if changes else new_model(config),
+    ):
+        flags = [*flags, "--max-steps", str(last if changes else last + 3), "--log-dir", folder]
+        if (status := train_gpt2.main(flags)) or cli.torchrun_ranks()[0]:
+            sys.exit(status)  # after a signal, or another rank's
+        log = {stream: values for stream, (_, values) in files.read_log(folder).items()}
+    result = {"rung": rung, "changes": changes, "B": run.micro_batch_size, "T": run.seq_len, "steps": steps,
+              "warmup": warmup, "torch": torch.__version__, **found}
+    result |= {stream: statistics.median(log[stream][warmup:last]) for stream in ("ms", "tok_per_sec", "mfu")}
+    result["ms_quartiles"] = statistics.quantiles(2 * log["ms"][warmup:last], n=4, method="inclusive")[::2]
+    if not changes:
+        result["parts_ms"] = time_by_part(profiler.events(), statistics.mean(log["ms"][-2:]), run.n_embd)
     return result
 
+def part_of(event: Any, C: int) -> str:
+    """The part of a step that a profiled operation belongs to, by names and shapes of it and its callers."""
+    if event is None:
+        return "other"
+    name, sizes = event.name, set(map(int, re.findall(r"\d+", str(event.input_shapes))))
+    parts = {  # the embedding counts as head and loss; of the other matmuls those with 4 C are the MLP's
+        "optimizer": re.search(r"^Optimizer\.|_foreach_|linalg_vector_norm|_fused_adam", name),
+        "head and loss": sizes & {VOCAB_SIZE, PADDED} or re.search("ChunkedLoss|softmax|nll_loss", name),
+        "MLP": re.search("gelu|triton.*tanh", name) or (4 * C in sizes and name.endswith("mm")),
+        "attention": re.search(r"attention|flash|fmha|::(b|baddb|add|)mm$", name),
+    }
+    caller = part_of(event.cpu_parent, C)
+    return caller if caller == "optimizer" else next((part for part in parts if parts[part]), caller)
 
-def peak_memory(device: torch.device) -> int | None:
-    """Bytes: the peak of a CUDA device's tensors, otherwise of the whole process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "linux":  # getrusage would count what the parent held when it started this process
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
+    """Milliseconds per step by part, from the events of two steps: that of an operation's kernels, on a CPU
+    its own in the main thread. Waiting is the rest: for Python, launches and data."""
+    events = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]
+    gpu = any(e.self_device_time_total for e in events)
+    main = next(e.thread for e in events if e.name.startswith("Optimizer."))
+    parts = dict.fromkeys(("attention", "MLP", "head and loss", "optimizer", "other"), 0.0)
+    for e in events:
+        if not e.name.startswith("ProfilerStep") and (gpu or e.thread == main):
+            parts[part_of(e, C)] += (e.self_device_time_total if gpu else e.self_cpu_time_total) / 2e3
+    return parts | {"waiting": max(step_ms - sum(parts.values()), 0.0)}
+
+def measure_machine(flags: list[str]) -> dict[str, str]:
+    """What the machine is, and its ceilings. Matmuls of random square matrices: the best of up to 20 within a
+    second; copies: the median over 0.2 s."""
+    run = train_gpt2.read_config(flags)
+    device, _, description = devices.choose_device(run.device, run.dtype)
+    cuda, cpuinfo = device.type == "cuda", Path("/proc/cpuinfo")
+    n, size = (8192, 2**30) if cuda else (1024, 2**28)
+    name = re.search(r"model name\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    machine = {"device": description, "CPU": f"{name[1] if name else '?'}, {os.cpu_count()} cores{load}",
+               "software": f"torch {torch.__version__}, Python {platform.python_version()}"}
+    for name in ("float32", "float16" if device.type == "mps" else "bfloat16", *("float16", "TF32") * cuda):
+        torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
+        rate = devices.matmul_flops(device, getattr(torch, name, torch.float32), n)
+        machine[f"{name} matmul, {n} x {n}"] = f"{rate / 1e12:,.3g} TFLOP/s"
+    torch.set_float32_matmul_precision("highest")
+    a, b = torch.zeros(2, size // 4, device=device)
+    timer = Timer("b.copy_(a)", globals=dict(a=a, b=b), num_threads=torch.get_num_threads())
+    rate = 2e-9 * size / timer.blocked_autorange().median
+    return machine | {"memory copy": f"{rate:,.1f} GB/s, read plus written"}
+
+def run_process(*args: Any, limit: float = 600) -> str:
+    """The output of `python ARGS`, which on Linux dies with this process. RunError has its last line."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+        done = subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True,
+                              timeout=limit, preexec_fn=libc and (lambda: libc.prctl(1, 9)))  # PDEATHSIG
+    except subprocess.TimeoutExpired:
+        raise RunError(f"killed after {limit:.0f} s") from None
+    if done.returncode:
+        output = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
+        raise RunError(output.splitlines()[-1].removeprefix("error: "))
+    return done.stdout
 
+def job_rung(flags: list[str], rung: str, steps: int) -> Row:
+    if reason := left_out(flags).get(rung):
+        raise SkipTest(reason)
+    return json.loads(run_process(ROOT / "bench.py", "--rung", rung, "--steps", steps, "--", *flags))
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Beside the measured processes
-
-
-def coordinate(config: BenchConfig) -> Distributed:
-    """This process's place among torchrun's. They only wait for one another: what they measure runs in their children.
-    Raises InputError for a device that isn't there."""
-    rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in
-                                    (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-    place = choose_device(config.device, config.dtype, local_rank)
-    if world_size > 1:
-        torch.distributed.init_process_group("gloo", timeout=timedelta(hours=2))
-    if rank == 0 and hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5 * os.cpu_count():
-        print(f"warning: load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: is other work going on?",
-              file=sys.stderr, flush=True)
-    return Distributed(rank, local_rank, world_size, *place)
-
-
-def command_of(config: BenchConfig) -> list[str]:
-    """The command that measures in one process what `config` says."""
-    command = [sys.executable, str(Path(__file__).resolve())]
-    for name, value in vars(replace(config, ladder=False, picture="", only=(), minutes=0.0)).items():
-        if name == "json" or (value in ("", ()) and name != "picture"):
-            continue
-        if isinstance(value, bool):
-            command.append(flag(name) if value else flag(f"no_{name}"))
-        elif name == "peer":
-            command += [word for pair in value for word in ("--peer", pair)]
-        else:
-            command += [flag(name), *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return command
-
-
-def measure_in_subprocess(
-    config: BenchConfig, rung: Collection[str], dist: Distributed | None = None, **env: str
-) -> dict[str, Any]:
-    """`measure` in a fresh process, alone or (with `dist`) together with those of the other ranks.
-
-    Adds time_to_first_step, seconds from the command on. Raises RunError with the message of a process that failed.
-    """
-    environment = os.environ | env
-    if dist and dist.world_size > 1:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = dist.gather(free.getsockname()[1])[0]  # a port of rank 0's machine
-        environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    else:
-        environment = {k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE")}
+def job_compare(flags: list[str], steps: int, bound: float, *flags_of: list[str]) -> Row:
+    """Compares the losses of two runs. Resumed, the second begins halfway through the first, and norms count,
+    too. Raises RunError if a difference exceeds `bound`."""
+    resumed, logs = "--resume" in flags_of[1], []
     with tempfile.TemporaryDirectory() as folder:
-        config = replace(config, rung=tuple(rung), json=f"{folder}/result.json")
-        command = [*command_of(config), "--json", config.json]
-        began = time.time()
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
-            raise RunError(f"{'+'.join(rung)}: {last.removeprefix('error: ')}")
-        result = json.loads(Path(config.json).read_text(encoding="utf-8"))
-    return result | {"time_to_first_step": result["first_step_at"] - began}
+        flags = [*flags, "--max-steps", steps, "--save-every", steps // 2 * resumed, "--log-dir", folder]
+        for more in flags_of:
+            output = run_process(ROOT / "train_gpt2.py", *flags, "--warmup-steps", 3, *more)
+            logs.append(files.read_log(folder))
+            shutil.rmtree(Path(folder, f"step_{steps:06d}"), ignore_errors=True)
+            if "does not work on this machine" in output:
+                raise SkipTest("torch.compile does not work on this machine")
+    one, two = ([*log["train"][1], *(log["norm"][1] if resumed else ())] for log in logs)
+    largest = max(abs(a - b) for a, b in zip(one, two, strict=True))
+    text = f"largest difference in {steps} steps {largest:.1e}, allowed {bound}"
+    if not largest <= bound:
+        raise RunError(text)
+    return {"result": f"{text}; {statistics.median(logs[0]['ms'][1]):,.1f} ms per step"}
 
+def job_run(flags: list[str], log_dir: Path) -> Row:
+    """300 steps of training, on a GPU of 524,288 tokens; continues where it was interrupted."""
+    run, cuda = train_gpt2.read_config(flags), torch.cuda.is_available()
+    tokens = (524_288 if Path(run.data).is_dir() else 262_144) if cuda else run.total_batch_size
+    flags = [*flags, "--total-batch-size", tokens, "--max-steps", 300, "--log-dir", log_dir, "--resume"]
+    more = ["--warmup-steps", 30, "--eval-every", 100, "--eval-tokens", max(tokens, 4096), "--save-every", 50]
+    run_process(ROOT / "train_gpt2.py", *flags, *more, limit=3600)
+    for checkpoint in files.list_checkpoints(log_dir):
+        shutil.rmtree(checkpoint)
+    log = files.read_log(log_dir)
+    ms, rate = (statistics.median(log[name][1]) for name in ("ms", "tok_per_sec"))
+    return {"steps": f"300 of {tokens:,} tokens", "speed": f"{ms:,.1f} ms per step, {rate:,.0f} tok/s"} | {
+        f"validation loss, step {step}": f"{loss:.4f}" for step, loss in zip(*log["val"], strict=True)}
 
-def aligned(rows: list[tuple[str, ...]], left: int) -> str:
-    """Rows as a table: the first `left` columns to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def jobs_of(config: BenchConfig, flags: list[str], rows: dict[str, Row]) -> dict[str, Callable[[], Row]]:
+    """The jobs by name, in order. On a GPU only --deterministic makes a resumed run exact."""
+    B, cuda, steps = train_gpt2.read_config(flags).micro_batch_size, torch.cuda.is_available(), config.steps
+    compare, bound = partial(partial, job_compare, flags), 0.02 if cuda else 1e-3
+    pytest = ["-m", "pytest", "-o", "addopts=", ROOT / "tests" / "test_gpu.py"]
 
+    def fastest() -> list[str]:
+        done = [row["result"] for name, row in rows.items() if "speed/" in name and row["status"] == "done"]
+        return with_batch(flags, max(done, key=lambda result: result["tok_per_sec"])["B"] if done else B)
 
-def gigabytes(size: int | None) -> str:
-    return f"{size / 1e9:.2f} GB" if size else "n/a"
-
-
-def print_summary(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
-    """Ceilings, then the step of train_gpt2.py: with an empty compile cache, and again with the one that left."""
-    peaks, copy = products(dist.device), copy_bytes(dist.device, 2**30 if dist.device.type == "cuda" else 2**28)
-    with tempfile.TemporaryDirectory() as cache:
-        env = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=f"{cache}/triton")
-        cold = None
-        if train_config(config).compile:
-            cold = measure_in_subprocess(replace(config, steps=1), ["ours"], dist, **env)
-        result = measure_in_subprocess(config, ["ours"], dist, **env)
-    precision = str(dist.dtype).removeprefix("torch.")
-    ceiling = ceiling_of(peaks, precision)
-    sheet = data_sheet_flops(dist.device, dist.dtype)
-    per_device = result["flops_per_token"] * result["tok_per_s"] / dist.world_size
-    result |= {
-        "ceilings_flops": peaks, "copy_bytes_per_s": copy, "ceiling_flops": ceiling, "data_sheet_flops": sheet,
-        "cold_first_step_s": cold and cold["time_to_first_step"], "warm_first_step_s": result["time_to_first_step"],
-        "mfu_ceiling": per_device / ceiling, "mfu_data_sheet": sheet and per_device / sheet,
+    ladder = {f"ladder/{name}": partial(job_rung, flags, name, steps) for name in RUNGS}
+    return ladder if config.ladder else {
+        "machine": partial(measure_machine, flags),
+        "right/tests": lambda: {"result": run_process(*pytest).splitlines()[-1].strip("= ")},
+        "right/compiled": compare(50 if cuda else 10, bound, ["--compile"], ["--no-compile"]),
+        "right/resume": compare(8, torch.inf if cuda else 0, [], ["--resume"]),
+        "right/resume-deterministic": compare(8, 0, ["--deterministic"], ["--deterministic", "--resume"]),
+        **{f"speed/B={size}": partial(job_rung, with_batch(flags, size), "ours", steps)
+           for size in (4 * B, B, 2 * B, 8 * B)},
+        "profile": lambda: job_rung(fastest(), "ours", steps),
+        **ladder,
+        "run": lambda: job_run(fastest() if cuda else flags, Path(config.report, "run")),
     }
-    if dist.rank:
-        return result
-    B, T, eager, (low, high) = (result[key] for key in ("B", "T", "eager", "ms_quartiles"))
-    resident = "" if dist.device.type == "cuda" else ", all of the process"
-    rows = [
-        *((f"{name} product", f"{rate / 1e12:,.3f} TFLOP/s") for name, rate in peaks.items()),
-        ("copy", f"{copy / 1e9:,.1f} GB/s, read and written"),
-        ("model", f"{result['parameters']:,} parameters, {result['flops_per_token'] / 1e6:,.0f} MFLOP a token "
-                  "(6 N + 12 L C T: PaLM, appendix B)"),
-        ("step", f"B {B}, T {T}, ranks {dist.world_size}, " + (f"eager: {eager}" if eager else "compiled")),
-        ("first step done", f"{result['warm_first_step_s']:.1f} s after the command" + (
-            f", {cold['time_to_first_step']:.1f} s with an empty compile cache" if cold else "")),
-        ("a step", f"{result['ms']:,.1f} ms (quartiles {low:,.1f} to {high:,.1f}, {config.steps} steps)"),
-        ("speed", f"{result['tok_per_s']:,.0f} tok/s"),
-        ("MFU", f"{result['mfu_ceiling']:.1%} of the measured {ceiling / 1e12:,.3g} TFLOP/s"),
-        ("", f"{result['mfu_data_sheet']:.1%} of the data sheet's {sheet / 1e12:,.3g}" if sheet else
-         "of the data sheet: n/a"),
-        ("peak memory", gigabytes(result["peak_memory"]) + resident),
-    ]
-    total = result["profiled_ms"]
-    parts = [(name, f"{ms:,.1f} ms", f"{ms / total:.1%}") for name, ms in result["parts_ms"].items()]
-    print(f"device: {dist.description}\n{aligned(rows, 2)}\n")
-    print(aligned([("where it goes", "", ""), *parts, ("a step with the profiler on", f"{total:,.1f} ms", "")], 1))
-    return result
 
-
-def missing(config: BenchConfig, device: torch.device) -> dict[str, str]:
-    """Rungs that this machine hasn't got -> why."""
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    found = {} if ampere else {"tf32": "no NVIDIA GPU of the Ampere generation or later"}
-    if not (ampere or (device.type == "cpu" and cpu_has_bfloat16())):
-        found["bf16"] = "the chip does not compute in bfloat16"
-    if why := why_not_compile(device) if config.compile else "--no-compile":
-        found["compile"] = why
-    return found
-
-
-def climb(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
-    """The ladder, on rank 0's device: {"rungs": {name: measurement or {"skipped": reason}}}. Prints and draws it."""
-    skipped, rung, rungs = missing(config, dist.device), [], {}
-    for name in RUNGS:
-        if name in skipped:
-            rungs[name] = {"skipped": skipped[name]}
-            continue
-        rung = ["ours"] if name == "ours" else [*rung, name]
+def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
+    """Runs the jobs that have no result yet; in a report each leaves a line in results.jsonl."""
+    began, folder, run = time.monotonic(), Path(config.report), train_gpt2.read_config(flags)
+    of = f"{devices.choose_device(run.device, run.dtype)[2]}; {shlex.join(flags)}; --steps {config.steps}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path, rows = folder / "results.jsonl", {}
+    if config.report and path.exists():
         try:
-            rungs[name] = measure_in_subprocess(config, rung)
-            print(f"{name}: {rungs[name]['ms']:,.1f} ms a step", file=sys.stderr, flush=True)
-        except RunError as error:
-            rungs[name] = {"skipped": str(error)}
-    measured = {name: result for name, result in rungs.items() if "ms" in result}
-    if not measured:
-        raise RunError(next(iter(rungs.values()))["skipped"])
-    first = next(iter(measured.values()))
-    rows = [("rung", "what it changes", "ms a step", "tok/s", "memory", "speed-up", "A100 ms")]
-    for name, (change, published) in RUNGS.items():
-        cells = ["skipped", "", "", ""]
-        if result := measured.get(name):
-            cells = [f"{result['ms']:,.1f}", f"{result['tok_per_s']:,.0f}", gigabytes(result["peak_memory"]),
-                     f"{first['ms'] / result['ms']:.2f} x"]
-        rows.append((name, change, *cells, f"{published:,}" if published else ""))
-    print(f"device: {dist.description}\n{first['preset']}, B {first['B']}, T {first['T']}, median of {config.steps} "
-          f"steps; A100: published, B 16, T 1024\n\n{aligned(rows, 2)}")
-    for name, result in rungs.items():
-        if name not in measured:
-            print(f"{name} skipped: {result['skipped']}")
-    if config.picture:
-        draw(measured, Path(config.picture))
-    return {"rungs": rungs}
+            rows = {row["job"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+            others = {row["of"] for row in rows.values()} - {of}
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{path}: a damaged line ({cli.first_line(error)}): remove it") from None
+        if others:
+            raise InputError(f"{path} is of {others.pop()}; this is {of}: use another folder")
+    jobs = jobs_of(config, flags, rows)
+    wanted = {word.strip() for word in config.only.split(",") if word.strip()}
+    known = {name: {name, *name.split("/")} for name in jobs}  # right/tests is one of right
+    if unknown := wanted.difference(*known.values()):
+        raise InputError(f"--only {unknown.pop()}: none of {', '.join(jobs)}")
+    for name in (name for name in jobs if not wanted or wanted & known[name]):
+        if rows.get(name, {}).get("status") in ("done", "skipped"):
+            continue
+        if config.minutes and time.monotonic() - began > 60 * config.minutes:
+            print(f"{config.minutes:g} minutes are over; the same command continues with {name}")
+            break
+        row, start = {"job": name, "of": of, "date": time.strftime("%Y-%m-%d")}, time.monotonic()
+        try:
+            row |= {"status": "done", "result": jobs[name]()}
+        except SkipTest as reason:
+            row |= {"status": "skipped", "reason": str(reason)}
+        except (InputError, RunError, RuntimeError, OSError) as error:
+            row |= {"status": "failed", "reason": cli.first_line(error)}
+        rows[name] = row | {"seconds": round(time.monotonic() - start, 1)}
+        torch.cuda.empty_cache()  # of this process, for the next job's
+        print(f"{name}: {row['status']} {row.get('reason', '')} ({rows[name]['seconds']} s)")
+        if config.report:
+            write(path, "".join(json.dumps(row) + "\n" for row in rows.values()))
+            write(folder / "report.md", page(rows))
+    return rows
 
+def write(path: str | Path, text: str) -> None:
+    with files.atomic_write(path, "w") as file:
+        file.write(text)
 
-def draw(rungs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Two panels of bars, ms a step: this machine's, and the published A100's."""
+def table(rows: list[Row]) -> str:
+    """A Markdown table, aligned for a terminal; the keys of all rows are its head."""
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [head, *([str(row.get(key, "")) for key in head] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells)
+
+def page(rows: dict[str, Row]) -> str:
+    """What is printed, and report.md, from the lines of results.jsonl alone."""
+    done = {name: row["result"] for name, row in rows.items() if row["status"] == "done"}
+    parts, measured, note = done.get("profile", {}).get("parts_ms", {}), {}, ""
+    for name, r in ((name, result) for name, result in done.items() if "ms_quartiles" in result):
+        measured[name] = {
+            "B": r["B"], "T": r["T"], "ms": f"{r['ms']:,.1f}",
+            "quartiles": " to ".join(f"{ms:,.1f}" for ms in r["ms_quartiles"]),
+            "tok/s": f"{r['tok_per_sec']:,.0f}", "MFU": f"{r['mfu']:.1%}",
+            "peak memory": f"{r['peak_memory'] / 1e9:.2f} GB" if r["peak_memory"] else "n/a",
+        }
+        note = ("{parameters:,} parameters, {flops_per_token:,} FLOPs a token, ranks: {world_size}. Medians "
+                "of {steps} steps after {warmup}. MFU 100 % = {mfu_of}.").format(**r)
+    sections = {
+        "Machine": [{"": name, " ": value} for name, value in done.get("machine", {}).items()],
+        "Right": [{"": name, " ": result["result"]} for name, result in done.items() if "right/" in name],
+        "Speed": [{"": name, **row} for name, row in measured.items() if "ladder/" not in name],
+        "Time by part": [{"part": part, "ms": f"{ms:,.1f}", "share": f"{ms / sum(parts.values()):.1%}"}
+                         for part, ms in parts.items()],
+        "Ladder": [{"rung": name, "change": change, **measured[f"ladder/{name}"], "A100, ms": published or ""}
+                   for name, (change, published) in RUNGS.items() if f"ladder/{name}" in measured],
+        "Training": [{"": name, " ": value} for name, value in done.get("run", {}).items()],
+        "Not measured": [{"": name, " ": row["status"], "  ": row["reason"]} for name, row in rows.items()
+                         if name not in done],
+    }
+    text = ["# Benchmarks", *sorted({row["of"] for row in rows.values()}), note]
+    text += [f"## {title}\n\n{table(found)}" for title, found in sections.items() if found]
+    return "\n\n".join(filter(None, text)) + "\n"
+
+def draw_ladder(rungs: dict[str, Row], path: Path) -> None:
+    """A bar for each rung. Only a line where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return print("no picture: `pip install matplotlib`")
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    here, there = figure.subplots(1, 2)
-    published = {name: ms for name, (_, ms) in RUNGS.items() if ms}
-    measured, one = {name: result["ms"] for name, result in rungs.items()}, next(iter(rungs.values()))
-    for axes, times, title in [(here, measured, f"this machine: B {one['B']}, T {one['T']}"),
-                               (there, published, "one A100, published: B 16, T 1024")]:
-        bars = axes.barh(list(times), list(times.values()))
-        axes.bar_label(bars, [f"{ms:,.0f}" for ms in times.values()], padding=3)
-        axes.set(title=title, xlabel="ms a step", xlim=(0, 1.15 * max(times.values())))
-        axes.invert_yaxis()
-    with atomic_path(path) as partial:
-        figure.savefig(partial, format=path.suffix[1:])
+        return print("no picture of the ladder: pip install matplotlib")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes, ms = figure.subplots(), [rung["ms"] for rung in rungs.values()]
+    axes.bar_label(axes.barh([f"{name}: {RUNGS[name][0]}" for name in rungs], ms), fmt="{:,.0f}", padding=3)
+    axes.set(xlabel="ms per step", xlim=(0, 1.15 * max(ms)))
+    axes.invert_yaxis()
+    with files.atomic_path(path) as partial_path:
+        figure.savefig(partial_path, format="png")
     print(f"picture: {path}")
 
-
-def scaling(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
-    """tok/s of each rank alone while the others wait, of all together, and the ratio. Prints it."""
-    rates = []
-    for rank in range(dist.world_size):  # gather makes the others wait
-        rate = measure_in_subprocess(config, ["ours"])["tok_per_s"] if rank == dist.rank else None
-        rates.append(dist.gather(rate)[rank])
-    together = measure_in_subprocess(config, ["ours"], dist)["tok_per_s"]
-    ratio = together / np.mean(rates)
-    if dist.rank == 0:
-        print(f"\nranks: {dist.world_size}, each alone {', '.join(f'{rate:,.0f}' for rate in rates)} tok/s; together "
-              f"{together:,.0f} tok/s, {ratio:.2f} times one ({ratio / dist.world_size:.0%} of ideal)")
-    return {"alone_tok_per_s": rates, "together_tok_per_s": together, "scaling": ratio}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-
-
-def jobs_of(config: BenchConfig, device: torch.device) -> list[Job]:
-    """A report's jobs in the order of what would be missed most if the machine were gone (docs/gpu.md)."""
-    gpu = device.type == "cuda"
-    batches = [config.micro_batch_size] if config.micro_batch_size else [64, 16, 32, 128] if gpu else [2, 1]
-    rare = [] if config.micro_batch_size or not gpu else [256, 8]
-    compiles = "" if config.compile else "--no-compile"
-    absent = missing(replace(config, compile=False), device)  # whether compiling works is for that job to find out
-    absent["compile"] = compiles if gpu else "slow without a GPU; --ladder alone has it"
-    given = peers.parse_peers(config.peer)
-    return [
-        Job("machine", "machine"),
-        Job("right", "transformers"),
-        Job("right", "compiled", 240, compiles),
-        Job("speed", f"B={batches[0]}", 240),
-        Job("where", "kernels"),
-        *(Job("speed", f"B={B}") for B in batches[1:]),
-        *(Job("peers", name, 270) for name in given),
-        *(Job("peers", "hellaswag", 240) for name in given if name == "build-nanogpt"),
-        Job("right", "hellaswag"),
-        *(Job("speed", name, 270 if name == "autotune" else 180, "" if kind == device.type else f"not on {device.type}")
-          for name, (_, kind) in SWITCHES.items() if name != "compiled"),
-        Job("right", "recompilations", 240, compiles),
-        Job("right", "resumed", 240),
-        Job("right", "resumed-deterministic", 240),
-        Job("right", "float16"),
-        Job("right", "tests", 270, "" if gpu else "needs a CUDA GPU"),
-        Job("speed", "first-step", 270),
-        *(Job("speed", f"B={B}") for B in rare),
-        Job("around", "evaluation", 270),
-        Job("around", "files"),
-        *(Job("ladder", name, skip=absent.get(name, "")) for name in RUNGS),
-        Job("run", "run", 270, goes_on=True),
-    ]
-
-
-def micro_batch_of(job: Job, rows: list[dict[str, Any]], config: BenchConfig, device: torch.device) -> int:
-    """B for a job: its own; on a GPU the ladder's; 64, or less where that did not fit; what --micro-batch-size says."""
-    if job.name.startswith("B="):
-        return int(job.name.removeprefix("B="))
-    if (job.part == "ladder" and device.type == "cuda") or config.micro_batch_size:
-        return config.micro_batch_size
-    tried = {row["result"]["B"] for row in rows if row.get("part") == "speed" and row["job"].startswith("B=")
-             and row["status"] == store.DONE}
-    usual = 64 if device.type == "cuda" else 2
-    return max(tried & set(range(usual + 1)), default=16 if device.type == "cuda" else 2)
-
-
-def make_report(config: BenchConfig, dist: Distributed) -> None:
-    """Completes the report in config.report. Raises InputError for a folder with another machine's results."""
-    folder, device, train = Path(config.report), dist.device, train_config(config)
-    if dist.world_size > 1:
-        raise InputError("--report: of one device; start it without torchrun")
-    shape = {name: getattr(train, name) for name in ("preset", "n_layer", "n_head", "n_embd", "seq_len", "compile")}
-    header = {"report": 1, "device": device_name(device), "kind": device.type,
-              "dtype": str(dist.dtype).removeprefix("torch."), **shape}
-    rows = store.open_results(folder, header)
-    jobs = [job for job in jobs_of(config, device) if not config.only or job.part in config.only]
-
-    def command_for(job: Job) -> list[str]:
-        B, steps = micro_batch_of(job, rows, config, device), 30 if device.type == "cuda" else 6
-        return command_of(replace(config, job=f"{job.part}/{job.name}", micro_batch_size=B, steps=steps))
-
-    store.work_through(folder, rows, jobs, command_for, write_report, bool(config.only), config.minutes)
-    say(f"report: {folder / 'report.md'}")
-
-
-def run_job(config: BenchConfig, dist: Distributed) -> dict[str, Any]:
-    """One job of a report, in this process: its result, with a "problem" where something is not as it should be."""
-    store.die_with_parent()
-    part, _, name = config.job.partition("/")
-    train, device = train_config(config), dist.device
-    gpu = device.type == "cuda"
-    B, T = train.micro_batch_size, train.seq_len
-    warmup = 10 if gpu else 2
-    script = ["--preset", train.preset, "--data", train.data, "--seq-len", T, "--n-layer", train.n_layer, "--n-head",
-              train.n_head, "--n-embd", train.n_embd, "--device", config.device, "--dtype", config.dtype,
-              "--compile" if train.compile else "--no-compile", "--micro-batch-size", B]
-    one_batch = [*script, "--total-batch-size", B * T, "--hellaswag-every", 0, "--eval-tokens", 4 * B * T]
-
-    def trial(switch: str = "", place: Distributed = dist) -> Trial:
-        return Trial(replace(train, warmup_steps=10), place, switch=switch)  # so that it learns in a few steps
-
-    match part, name:
-        case "machine", _:
-            return measure_machine(device, dist.dtype)
-        case "right", "transformers":
-            return correctness.against_transformers(train_gpt2, train, dist)
-        case "right", "hellaswag":
-            tasks = hellaswag.prepare(hellaswag_examples(config, 40 if gpu else 8), T)
-            return correctness.hellaswag_against_cpu(train_gpt2, hellaswag, train, tasks, dist)
-        case "right", "compiled":
-            return correctness.compiled_against_eager(trial, 50 if gpu else 10, dist.dtype)
-        case "right", "recompilations":
-            return correctness.recompilations(train_gpt2, one_batch)
-        case "right", "resumed" | "resumed-deterministic":
-            return correctness.resumed(train_gpt2, one_batch, name.endswith("deterministic"))
-        case "right", "float16":
-            half = replace(dist, dtype=torch.float16)
-            return correctness.float16_run(trial(place=half), 200 if gpu else 3)
-        case "right", "tests":
-            return correctness.gpu_tests(Path(__file__).parent)
-        case "speed", "first-step":
-            return first_steps(replace(config, job="", steps=1), cold=train.compile)
-        case "speed", _:
-            return measure(config, dist, switch="" if name.startswith("B=") else name, warmup=warmup)
-        case "where", _:
-            one = trial()
-            for number in range(warmup):
-                one.step(number)
-            steps = 5 if gpu else 2
-            events, ms = record(one.step, steps)
-            return {"B": B, "T": T, "ms": ms, "parts_ms": time_by_part(events, steps, ms), "steps": steps,
-                    "kernels": largest_kernels(events, steps)}
-        case "peers", "llm.c":
-            return peers.read_llmc(peers.parse_peers(config.peer)["llm.c"])
-        case "peers", "hellaswag":
-            return hellaswag_race(config, train, dist)
-        case "peers", _:
-            return peer_race(name, peers.parse_peers(config.peer)[name], train, dist, warmup, config.steps)
-        case "around", "evaluation":
-            if not gpu:
-                train = replace(train, eval_tokens=16 * T)
-            loader = DataLoaderLite(train.data, "val", B, T, shuffle=False)
-            examples = hellaswag_examples(config, 1000 if gpu else 8)
-            result = around.evaluation(train_gpt2, Trial(train, dist), loader, hellaswag.prepare(examples, T), dist)
-            return result | {"tasks_from": Path(hellaswag_source(config)).name}
-        case "around", "files":
-            loader = DataLoaderLite(train.data, "train", B, T, seed=train.seed)
-            return around.files(trial(), loader, dist, 5.0 if gpu else 0.5)
-        case "ladder", _:
-            absent = missing(config, device)
-            if name in absent:
-                raise RunError(absent[name])
-            names = [rung for rung in RUNGS if rung not in absent and rung != "ours"]
-            rung = ("ours",) if name == "ours" else tuple(names[: names.index(name) + 1])
-            return measure(replace(config, rung=rung), dist, warmup=warmup)
-        case "run", _:
-            return short_run(config, script, gpu, B * T)
-    raise InputError(f"--job {config.job}: no such job")
-
-
-def hellaswag_source(config: BenchConfig) -> str:
-    """The file that HellaSwag's tasks are from; input.txt for those that are cut from it."""
-    if config.hellaswag_data:
-        return config.hellaswag_data
-    return str(hellaswag.DOWNLOADED if hellaswag.DOWNLOADED.exists() else SHAKESPEARE["data"])
-
-
-def hellaswag_examples(config: BenchConfig, count: int) -> list[dict[str, Any]]:
-    path = Path(hellaswag_source(config))
-    return around.made_up_tasks(path, count) if path.suffix == ".txt" else hellaswag.load_examples(path)[:count]
-
-
-def first_steps(config: BenchConfig, cold: bool) -> dict[str, Any]:
-    """Seconds from the command to the first step done: with an empty compile cache (None where nothing is compiled),
-    and with the one that this left."""
-    with tempfile.TemporaryDirectory() as cache:
-        env = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=f"{cache}/triton")
-        seconds = [measure_in_subprocess(config, ["ours"], **env)["time_to_first_step"] for _ in range(1 + cold)]
-    return {"cold_s": seconds[0] if cold else None, "warm_s": seconds[-1]}
-
-
-def peer_race(
-    name: str, path: Path, train: TrainConfig, dist: Distributed, warmup: int, count: int
-) -> dict[str, Any]:
-    """A peer's step as shipped, the same compiled (where ours is), and ours, in turns in this process."""
-    shape = dict(block_size=train.seq_len, n_layer=train.n_layer, n_head=train.n_head, n_embd=train.n_embd)
-    loader = DataLoaderLite(train.data, "train", train.micro_batch_size, train.seq_len, seed=train.seed)
-
-    def ours() -> peers.Contestant:
-        trial, steps = Trial(train, dist), iter(range(10**9))
-
-        def step(x: torch.Tensor, y: torch.Tensor) -> None:
-            trial.step(next(steps))  # on a batch of its own, whose loading counts
-
-        return peers.Contestant("ours", trial.model, step)
-
-    compiled = [False, True] if train.compile and not why_not_compile(dist.device) else [False]
-    makers = {f"{name}, compiled" if fast else f"{name}, as shipped" if name == "build-nanogpt" else f"{name}, eager":
-              lambda fast=fast: peers.peer_contestant(name, path, shape, dist, fast) for fast in compiled}
-    rows = peers.race({**makers, "ours": ours}, loader.next_batch, count, warmup, dist.device)
-    result = {"B": train.micro_batch_size, "T": train.seq_len, "rows": rows}
-    if train.micro_batch_size > 8 and any("memory" in row.get("problem", "") for row in rows):
-        smaller = replace(train, micro_batch_size=train.micro_batch_size // 2)  # a batch that all of them can hold
-        result = peer_race(name, path, smaller, dist, warmup, count)
-        result["too_large"] = [{"B": train.micro_batch_size, "rows": rows}, *result.get("too_large", [])]
-    return result
-
-
-def hellaswag_race(config: BenchConfig, train: TrainConfig, dist: Distributed) -> dict[str, Any]:
-    """HellaSwag as build-nanogpt evaluates it in training, and as we do, with the same weights."""
-    examples = hellaswag_examples(config, 100 if dist.device.type == "cuda" else 8)
-    torch.manual_seed(train.seed)
-    model = GPT(train_gpt2.model_config(train)).to(dist.device).eval()
-    shape = dict(block_size=train.seq_len, n_layer=train.n_layer, n_head=train.n_head, n_embd=train.n_embd)
-    path = peers.parse_peers(config.peer)["build-nanogpt"]
-    theirs, expected = peers.peer_hellaswag(path, model.state_dict(), shape, examples, dist)
-    tasks = hellaswag.prepare(examples, train.seq_len)
-    with dist.autocast():
-        for _ in range(2):  # the first one is not counted
-            began = time.perf_counter()
-            score = hellaswag.score(model.hidden, model.wte.weight, tasks, dist.device)
-            seconds = time.perf_counter() - began
-    found = dict(zip(score.index, (score.losses / score.lengths).argmin(1).tolist(), strict=True))
-    same = sum(found[i] == prediction for i, prediction in enumerate(expected))
-    return {"tasks": len(tasks), "theirs_per_s": theirs, "ours_per_s": len(tasks) / seconds, "same_predictions": same}
-
-
-def short_run(config: BenchConfig, script: list[object], gpu: bool, tokens: int) -> dict[str, Any]:
-    """300 steps of the gpt2 preset, shrunk only in steps; where there is no GPU 20 of a small one."""
-    steps = 300 if gpu else 20
-    args = [*script, "--warmup-steps", steps // 10, "--eval-every", steps // 2, "--sample-every", steps // 2,
-            "--save-every", steps // 3]
-    if not gpu:
-        args += ["--total-batch-size", 2 * tokens, "--eval-tokens", 2 * tokens]
-    source = hellaswag_source(config)
-    with tempfile.TemporaryDirectory() as folder:
-        if not gpu:  # a few tasks
-            source = f"{folder}/tasks.jsonl"
-            Path(source).write_text("".join(json.dumps(task) + "\n" for task in hellaswag_examples(config, 8)))
-        args += ["--hellaswag-every", steps // 2 if source.endswith(".jsonl") else 0, "--hellaswag-data", source]
-        return around.real_run(Path(train_gpt2.__file__), args, Path(config.report, "run"), steps, 180)
-
-
-def repeat_flags(args: list[str]) -> list[str]:
-    """--only A B as --only A --only B, which is how tyro reads a flag that may come several times; --peer likewise."""
-    repeated, last = [], ""
-    for i, arg in enumerate(args):
-        if arg in ("--only", "--peer"):
-            last = arg
-            if i + 1 < len(args) and not args[i + 1].startswith("--"):
-                continue
-        elif arg.startswith("--"):
-            last = ""
-        repeated += [last, arg] if last and arg != last else [arg]
-    return repeated
-
-
-def main(args: list[str] | None = None) -> None:
-    config = parse_args(BenchConfig, args=repeat_flags(sys.argv[1:] if args is None else args))
-    if config.steps < 1:
-        raise InputError(f"--steps {config.steps}: at least 1")
-    if config.picture and Path(config.picture).suffix not in (".png", ".svg", ".pdf"):
-        raise InputError(f"--picture {config.picture}: a name that ends in .png, .svg or .pdf")
-    for path in filter(None, (config.json, config.ladder and config.picture)):
-        check_writable(path)
-    for path in filter(None, (config.data, config.hellaswag_data)):
-        if not Path(path).exists():
-            raise InputError(f"{path}: no such data")
-    if (config.only or config.minutes or config.peer) and not (config.report or config.job):
-        raise InputError("--only, --minutes and --peer are a report's: add --report FOLDER")
-    peers.parse_peers(config.peer)
-    train = train_config(config)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the process that measures, too
-    alone = config.rung or config.job
-    dist = Distributed.start(train) if alone else coordinate(config)
-    try:
-        if config.job:
-            result = run_job(config, dist)
-        elif config.rung:
-            result = measure(config, dist)
-        elif config.report:
-            return make_report(config, dist)
-        elif config.ladder:
-            result = climb(config, dist) if dist.rank == 0 else {}
-            dist.gather(None)
-            result |= scaling(config, dist) if dist.world_size > 1 else {}
-        else:
-            result = print_summary(config, dist)
-    finally:
-        dist.stop()
-    if config.json and (alone or dist.rank == 0):
-        with atomic_write(config.json, "w") as file:
-            json.dump(result, file, indent=1)
-    elif alone:
-        print(json.dumps(result, indent=1))
-    return None
-
+def main(args: list[str] | None = None) -> int:
+    config, flags = read_config(sys.argv[1:] if args is None else args)
+    if config.ladder or config.report:
+        result = work(config, flags)
+        print("\n" + page(result))
+        if rungs := {name.removeprefix("ladder/"): row["result"] for name, row in result.items()
+                     if "ladder/" in name and "result" in row}:
+            draw_ladder(rungs, Path(config.report, "bench_ladder.png"))
+        failed = any(row["status"] == "failed" for row in result.values())
+    else:
+        result, failed = measure(flags, config.rung or "ours", config.steps), False
+        if not config.rung:
+            result = {"machine": measure_machine(flags), "profile": result}
+            row = {"of": shlex.join(flags), "status": "done"}
+            text = page({name: {**row, "result": part} for name, part in result.items()})
+        print(json.dumps(result, indent=1) if config.rung else text)
+    if config.json:
+        write(config.json, json.dumps(result, indent=1) + "\n")
+    return int(failed)
 
 if __name__ == "__main__":
-    run(main)
+    cli.run(main)

@@ -13,7 +13,7 @@ for the same model are different numbers, not better ones. `--harness` computes 
 
 A task is one sequence: its context, then the four endings, each of which attends to the context and itself,
 with positions as if it followed the context directly. So the context is computed once, and the head only
-where an ending is scored. Losses are float32 whatever the model computes in. """
+where an ending is scored. Losses are float32 whatever the model computes in."""
 
 import hashlib
 import json

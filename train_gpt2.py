@@ -13,7 +13,7 @@ ranks, log, evaluation, checkpoints, and the loop, whose weight update is betwee
 Shapes: B batch (sequences of a micro-batch), T time (tokens of a sequence), C channels (n_embd = n_head *
 head size), nh heads, hs head size, V vocabulary (50,257). A *step* updates the weights from total_batch_size
 tokens, which the ranks share equally; each rank accumulates gradients over micro-steps of B * T tokens. Step
-s is logged with the weights after s updates: the loss of step 0 is that of the untrained model. """
+s is logged with the weights after s updates: the loss of step 0 is that of the untrained model."""
 
 import contextlib
 import gc
@@ -694,9 +694,11 @@ def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, ddp: DDPCon
     for first in range(ddp.rank * B, sequences, ddp.world_size * B):
         n = min(B, sequences - first)
         buffer = torch.from_numpy(loader.stream.read(first * T, n * T + 1).astype(np.int64)).to(ddp.device)
-        stance = "default" if n == B and ddp.device.type != "cpu" else "force_eager"
-        with ddp.autocast(), torch.compiler.set_stance(stance):
-            losses.append(model(buffer[:-1].view(n, T), buffer[1:].view(n, T))[1])
+        compiled = n == B and ddp.device.type != "cpu"  # eager otherwise, and then without the full logits
+        loss_function = model.loss_function if compiled else chunked_next_token_loss
+        with ddp.autocast(), torch.compiler.set_stance("default" if compiled else "force_eager"):
+            x = model.hidden(buffer[:-1].view(n, T))  # (n, T, C)
+            losses.append(loss_function(x, model.wte.weight, buffer[1:].view(n, T))[1])
         sizes.append(n)
     # The only device sync. The sum is made on the host in float64, which not every device has.
     total = sum(loss * n for loss, n in zip(torch.stack(losses).tolist(), sizes, strict=True))
@@ -711,7 +713,8 @@ def print_samples(model: GPT, prompt: str, ddp: DDPContext, last: bool = False) 
         idx = model.generate(idx, max_new_tokens=length, generator=generator)
     for i, text in enumerate(map(get_tokenizer().decode, idx.tolist())):
         lines = "\n".join("".join(c if c.isprintable() else " " for c in line) for line in text.splitlines())
-        print(f"rank {ddp.rank} sample {i}:", f"\n{indent(lines, '  ')}" if last else repr(text), flush=True)
+        shown = f"\n{indent(lines, '  ')}" if last else f" {text!r}"
+        print(f"rank {ddp.rank} sample {i}:{shown}", flush=True)
 
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
     """Whether something is due that happens every `every` steps (0: never), and after the last."""

@@ -15,7 +15,7 @@ The first kind is sharp: from the same weights on the same tokens only rounding 
 the model, the optimizer or the schedule shows within a few steps. The second says whether a run of another
 seed ends where it should; --make takes the mean of several seeds, plus or minus five standard deviations
 (with five normal values known, a sixth is inside with a probability of 99 %), of each validation loss and of
-the training loss over each 50 steps. """
+the training loss over each 50 steps."""
 
 # ruff: noqa: E402
 import re

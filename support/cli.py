@@ -85,7 +85,8 @@ def run(main: Callable[[], int | None]) -> None:
     In a torchrun job an error that all ranks share appears once: rank 0 prints it and exits at once, upon
     which torchrun ends the other ranks while they wait. A rank that failed alone prints after two seconds.
     """
-    sys.stdout.reconfigure(line_buffering=True)  # so that `> file` can be followed
+    # So that `> file` can be followed, and takes any character where its encoding is not UTF-8 (Windows).
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
     rank, _, world_size = torchrun_ranks()
     try:
         sys.exit(main() or 0)

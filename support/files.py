@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, and a run's folder: log.txt, run.json, checkpoints."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -76,8 +77,8 @@ def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(descriptor)
-    except OSError:
-        if not path.is_dir():  # some network mounts cannot sync folders
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():  # some network mounts
             raise
     finally:
         os.close(descriptor)
@@ -126,7 +127,7 @@ def begin_run(log_dir: Path, resumed: bool, resumed_step: int | None, entry: dic
     """Prepares a run's folder, adds `entry` to run.json, and opens log.txt to append to.
 
     What a killed process left half written is removed; unless `resumed`, an earlier run's checkpoints are
-    moved. From resumed_step on the last run's lines are removed, since they will be written again. """
+    moved. From resumed_step on the last run's lines are removed, since they will be written again."""
     log_dir.mkdir(parents=True, exist_ok=True)
     for left_over in log_dir.glob(".*.partial"):
         shutil.rmtree(left_over, ignore_errors=True) if left_over.is_dir() else left_over.unlink()

@@ -6,7 +6,7 @@ updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so 
 weight decay serve both. c_attn's weight is three matrices, query, key and value, one above the other: each is
 made orthogonal separately. The mathematics is torch.optim.Muon's with adjust_lr_fn="match_rms_adamw"; the
 differences are that split, that the layers' matrices of one shape share their matmuls, which the ranks
-divide, and float32 unless the run is in bfloat16. """
+divide, and float32 unless the run is in bfloat16."""
 
 import math
 from collections import defaultdict

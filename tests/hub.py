@@ -1,23 +1,19 @@
-"""The Hub on this machine, for tests: it answers as the Hub does, as far as `huggingface_hub` and `datasets` ask."""
+"""A local Hub for tests: it answers what `huggingface_hub` and `datasets` ask."""
 
 import hashlib
 import http.server
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.conftest import ROOT
-
+import tests.conftest  # noqa: F401  (its environment is for tests)
 
 class Hub(http.server.ThreadingHTTPServer):
     """`files`: {repository: {path: bytes}}, all at one commit.
 
-    closed: {repository: the error code that whoever comes without TOKEN gets}. failures: what the next requests for a
-    file get. requests: (method, path of a file, first byte).
+    closed: {repository: the error code for requests without TOKEN}. failures: "error" for each request for a
+    file that fails. requests: (method, path of a file, first byte).
     """
 
     commit = "0123456789abcdef" * 2 + "01234567"
@@ -28,27 +24,22 @@ class Hub(http.server.ThreadingHTTPServer):
         self.files, self.closed, self.requests, self.failures = files, {}, [], []
         threading.Thread(target=self.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.env = {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home)}
-
-    def python(self, code: str, *args: object) -> subprocess.CompletedProcess:
-        """Runs Python code, which finds this Hub."""
-        env = os.environ | self.env | {"PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", code, *map(str, args)]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        self.env = {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        self.env["HF_HOME"] = str(home)
 
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # head and body in one go
 
-    def answer(self, status, content=b"", cut=None, **headers):
+    def answer(self, status, content=b"", **headers):
         content = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for key, value in ({"Content-Length": len(content)} | headers).items():
             self.send_header(key.replace("_", "-"), str(value))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content[:cut])
+            self.wfile.write(content)
 
     def refuse(self, status, code):
         self.answer(status, {"error": "no"}, X_Error_Code=code, X_Error_Message="no")
@@ -78,7 +69,8 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         if rest in ("", "/auth-check", f"/revision/{commit}"):
             return self.answer(200, info)
         if rest == f"/paths-info/{commit}":
-            return self.answer(200, [self.entry(files, path) for path in body["paths"] if self.entry(files, path)])
+            found = [self.entry(files, path) for path in body["paths"]]
+            return self.answer(200, [entry for entry in found if entry])
         if rest.startswith(f"/tree/{commit}"):
             folder = rest.removeprefix(f"/tree/{commit}").strip("/")
             below = [path for path in files if not folder or path.startswith(folder + "/")]
@@ -95,7 +87,8 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
     def entry(files, path):
         if path in files:
             content = files[path]
-            return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            oid = hashlib.sha1(content).hexdigest()
+            return {"type": "file", "path": path, "size": len(content), "oid": oid}
         if any(name.startswith(f"{path}/") for name in files):
             return {"type": "directory", "path": path, "oid": "0" * 40}
         return None
@@ -109,9 +102,6 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         failure = self.server.failures.pop(0) if self.command == "GET" and self.server.failures else None
         if failure == "error":
             self.answer(500)
-        elif failure == "break off":
-            self.answer(200, content, cut=len(content) // 2, **headers)
-            self.close_connection = True
         elif "Range" in self.headers and self.command == "GET":
             total = f"bytes {start}-{end}/{len(content)}"
             self.answer(206, content[start : end + 1], Content_Range=total, **headers)

@@ -1,8 +1,8 @@
 """A stand-in for a GPU like Apple's on a machine that has none: its tensors are computed by the CPU.
 
-`install()` registers a device "standin" with torch (for the whole process). Under `with StandIn():` whatever is made
-on it, or moved to it, refuses float64, as MPS does, and to be mixed with tensors of the host other than scalars. What
-it cannot show is Metal's own arithmetic.
+`install()` registers a device "standin" with torch, for the whole process. Under `with StandIn():` its
+tensors refuse float64, as MPS does, and to be mixed with tensors of the host other than scalars. It cannot
+show Metal's own arithmetic.
 """
 
 import torch
@@ -10,8 +10,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-INSTALLABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # torch 2.13 has it, 2.11 not
-
+INSTALLABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # torch 2.13
 
 def install() -> torch.device:
     class Backend(backend_registration._DummyBackendModule):
@@ -30,14 +29,13 @@ def install() -> torch.device:
     backend_registration._setup_privateuseone_for_python_backend("standin", backend_module=Backend())
     return torch.device("standin", 0)
 
-
 class OnStandIn(torch.Tensor):
     """A tensor on the device; `inner` holds its values on the CPU."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "OnStandIn":
         if inner.dtype == torch.float64:
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+            raise TypeError("this device has no float64")
         outer = torch.Tensor._make_wrapper_subclass(cls, inner.shape, inner.stride(), inner.storage_offset(),
                                                     dtype=inner.dtype, device=torch.device("standin", 0))
         outer.inner = inner
@@ -49,7 +47,6 @@ class OnStandIn(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return dispatch(func, args, kwargs or {})
-
 
 def dispatch(func, args, kwargs):
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -67,11 +64,13 @@ def dispatch(func, args, kwargs):
     if func is torch.ops.aten._local_scalar_dense.default:
         return out
     by_inner = {id(t.inner): t for t in tensors if isinstance(t, OnStandIn)}
-    wrap = lambda t: by_inner.get(id(t)) if id(t) in by_inner else OnStandIn(t)  # noqa: E731  in place: itself again
+
+    def wrap(t):  # what was changed in place is itself again
+        return by_inner[id(t)] if id(t) in by_inner else OnStandIn(t)
+
     if func is torch.ops.aten.copy_.default:
         return args[0]
     return tree_map_only(torch.Tensor, wrap, out) if here else out
-
 
 class StandIn(TorchDispatchMode):
     """Catches the functions that make tensors from nothing, too."""

@@ -1,39 +1,26 @@
 """A fork survives: a flag or a model field that somebody adds breaks no checkpoint and no resumption."""
 
-from dataclasses import asdict, make_dataclass, replace
+from dataclasses import make_dataclass
 
 import pytest
 import torch
 import torch.nn as nn
 
 import train_gpt2
-from support.checkpoints import read_training_state
-from tests.conftest import TINY, losses, read_log
-from train_gpt2 import GPT, Block, GPTConfig, TrainConfig, configure_optimizer, differences
-
-
-def train(*args: object) -> int:
-    return train_gpt2.main([*TINY, *map(str, args)])
-
-
-def test_a_setting_that_a_checkpoint_lacks_counts_as_its_default():
-    before = asdict(TrainConfig())
-    del before["grad_clip"]  # as though the flag had been added since
-    assert differences(before, TrainConfig()) == []
-    assert differences(before, replace(TrainConfig(), grad_clip=0.5)) == ["--grad-clip was 1.0, is 0.5"]
-
+from support.cli import InputError
+from tests.conftest import losses, read_log, train
+from train_gpt2 import GPT, Block, GPTConfig, TrainConfig
 
 def test_a_checkpoint_from_before_a_flag_resumes(text, tmp_path, monkeypatch):
     args = ["--data", text, "--save-every", 2, "--log-dir", tmp_path, "--resume"]
     train(*args, "--max-steps", 2)
-    assert "z_loss" not in read_training_state(tmp_path / "step_000002")["config"]
     forked = make_dataclass("TrainConfig", [("z_loss", float, 0.0)], bases=(TrainConfig,), frozen=True)
     monkeypatch.setattr(train_gpt2, "TrainConfig", forked)
+    monkeypatch.setattr(train_gpt2, "FIXED", (*train_gpt2.FIXED, "z_loss"))
     train(*args, "--max-steps", 4)
     assert len(losses(tmp_path)) == 4
-    with pytest.raises(train_gpt2.InputError, match=r"--z-loss was 0\.0, is 0\.5"):
+    with pytest.raises(InputError, match=r"--z-loss was 0\.0, is 0\.5"):
         train(*args, "--max-steps", 6, "--z-loss", 0.5)
-
 
 class DropoutBlock(Block):
     """What a fork might add: dropout at the end of a block, by a field of its own in GPTConfig."""
@@ -43,18 +30,19 @@ class DropoutBlock(Block):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, mask=None):
+        modes.append((self.training, torch.is_grad_enabled()))
         return self.dropout(super().forward(x, mask))
 
+modes: list[tuple[bool, bool]] = []
 
 def fork_with_dropout(monkeypatch, dropout):
-    config = make_dataclass("GPTConfig", [("dropout", float, dropout), ("n_inner", int, 48)], bases=(GPTConfig,),
-                            frozen=True)
+    extra = [("dropout", float, dropout), ("n_inner", int, 48)]
+    config = make_dataclass("GPTConfig", extra, bases=(GPTConfig,), frozen=True)
     monkeypatch.setattr(train_gpt2, "GPTConfig", config)
     monkeypatch.setattr(train_gpt2, "Block", DropoutBlock)
 
-
-def test_a_field_added_to_the_model_comes_back_with_its_checkpoint(text, tmp_path, monkeypatch):
-    """Even when its default has changed meanwhile, and when it has the name of a Hugging Face setting (n_inner)."""
+def test_a_field_added_to_the_model_is_saved_with_it(text, tmp_path, monkeypatch):
+    """Even if its default has changed meanwhile, or it has the name of a Hugging Face setting (n_inner)."""
     fork_with_dropout(monkeypatch, 0.25)
     args = ["--data", text, "--save-every", 2, "--max-steps", 6, "--keep-checkpoints", 0]
     train(*args, "--log-dir", tmp_path / "straight")
@@ -62,40 +50,17 @@ def test_a_field_added_to_the_model_comes_back_with_its_checkpoint(text, tmp_pat
     for step in (4, 6):
         (tmp_path / f"resumed/step_{step:06d}").rename(tmp_path / f"gone_{step}")
     fork_with_dropout(monkeypatch, 0.0)
-    assert GPT.from_pretrained(tmp_path / "resumed/step_000002").config.dropout == 0.25
-    assert GPT.from_pretrained(tmp_path / "resumed/step_000002").config.n_inner == 48
+    config = GPT.from_pretrained(tmp_path / "resumed/step_000002").config
+    assert (config.dropout, config.n_inner) == (0.25, 48)
     train(*args, "--log-dir", tmp_path / "resumed", "--resume")
     # The same masks, too: the random state is training's own, and is restored.
     assert read_log(tmp_path / "resumed", "train") == read_log(tmp_path / "straight", "train")
     monkeypatch.undo()
-    with pytest.raises(train_gpt2.InputError, match="n_inner = 48"):  # without the field it is another mathematics
+    with pytest.raises(InputError, match="n_inner = 48"):  # without the field it is another model
         GPT.from_pretrained(tmp_path / "resumed/step_000002")
-
 
 def test_dropout_is_off_in_evaluation_and_on_in_training(text, tmp_path, monkeypatch):
     fork_with_dropout(monkeypatch, 0.5)
-    modes = []
-    original = DropoutBlock.forward
-    monkeypatch.setattr(DropoutBlock, "forward",
-                        lambda self, *args: modes.append((self.training, torch.is_grad_enabled()))
-                        or original(self, *args))
+    modes.clear()
     train("--data", text, "--max-steps", 3, "--eval-every", 1, "--sample-every", 1, "--log-dir", tmp_path)
-    assert set(modes) == {(True, True), (False, False)}, "training with dropout, evaluation and samples without"
-
-
-def test_muon_splits_query_key_value_by_name(monkeypatch):
-    """An MLP three times as tall as wide is one matrix."""
-    class NarrowMLP(train_gpt2.MLP):
-        def __init__(self, config):
-            super().__init__(config)
-            self.c_fc, self.c_proj = nn.Linear(16, 48), nn.Linear(48, 16)
-
-    seen = []
-    monkeypatch.setattr(train_gpt2, "MLP", NarrowMLP)
-    monkeypatch.setattr("support.muon.orthogonalize", lambda x: seen.append(tuple(x.shape)) or x)
-    model = GPT(GPTConfig(16, 50257, 2, 2, 16))
-    optimizer = configure_optimizer(model, replace(TrainConfig(), optimizer="muon"))
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert sorted(seen) == [(2, 16, 16), (2, 16, 48), (2, 48, 16), (6, 16, 16)]
+    assert set(modes) == {(True, True), (False, False)}

@@ -3,18 +3,16 @@
 import pytest
 import torch
 
-import train_gpt2
-from tests.conftest import ROOT, TINY, losses, read_log
+from tests.conftest import ROOT, losses, read_log
+from tests.conftest import train as train_tiny
 from train_gpt2 import GPT, GPTConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-SMALL = ["--n-layer", "2", "--n-head", "4", "--n-embd", "128", "--seq-len", "128", "--total-batch-size", "4096",
-         "--data", ROOT / "input.txt", "--device", "cuda", "--max-lr", "1e-3"]
-
+SMALL = ["--n-layer", 2, "--n-head", 4, "--n-embd", 128, "--seq-len", 128, "--total-batch-size", 4096,
+         "--data", ROOT / "input.txt", "--device", "cuda", "--max-lr", 1e-3]
 
 def train(*args):
-    return train_gpt2.main([*TINY, *map(str, SMALL), *map(str, args)])
-
+    return train_tiny(*SMALL, *args)
 
 def test_compiled_equals_eager(tmp_path):
     for name in ("compile", "no-compile", "low-memory"):
@@ -24,13 +22,11 @@ def test_compiled_equals_eager(tmp_path):
             expected = pytest.approx(losses(tmp_path / "no-compile", stream), abs=0.02)
             assert losses(tmp_path / name, stream) == expected, name
 
-
 @pytest.fixture
 def determinism_ends():
     """--deterministic is for a process; the tests share one."""
     yield
     torch.use_deterministic_algorithms(False)
-
 
 @pytest.mark.parametrize("compiled", ["--compile", "--no-compile"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -42,7 +38,6 @@ def test_resumed_run_equals_one_that_never_stopped(tmp_path, dtype, compiled, de
     train(*args, "--max-steps", 5, "--log-dir", tmp_path / "broken")
     train(*args, "--max-steps", 10, "--log-dir", tmp_path / "broken", "--resume")
     assert read_log(tmp_path / "broken", "train", "norm") == read_log(tmp_path / "straight", "train", "norm")
-
 
 def test_padded_head_equals_the_plain_product():
     """V rounded up to 50,304 in the product alone: logits, loss and gradients are those of 50,257."""
@@ -59,7 +54,6 @@ def test_padded_head_equals_the_plain_product():
     assert gpu_logits.shape == (2, 64, 50257)
     torch.testing.assert_close(gpu_logits.cpu(), logits, atol=1e-4, rtol=1e-3)
     assert (model.wte.weight.grad.cpu() - grad).norm() < 1e-3 * grad.norm()
-
 
 def test_the_largest_micro_batch_is_found(tmp_path):
     train("--max-steps", 1, "--micro-batch-size", 0, "--log-dir", tmp_path)

@@ -1,9 +1,9 @@
 """HellaSwag scores against a plain scorer over transformers' logits, one padded row an ending."""
 
-import http.server
+import io
 import json
 import re
-import threading
+import urllib.error
 
 import pytest
 import torch
@@ -11,11 +11,10 @@ import torch.nn.functional as F
 
 import hellaswag
 from support.cli import InputError
-from tests.conftest import ROOT, assert_one_error_line, script
+from tests.conftest import ROOT, script
 from train_gpt2 import GPT, GPTConfig
 
 TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"  # in the form of the official ones; written for these tests
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -28,15 +27,13 @@ def model(tmp_path_factory):
     model.save_pretrained(folder)
     return model, folder
 
-
 def render_example(example):
-    """A task as four padded rows, context and ending: tokens (4, N), and a mask (4, N), 1 where an ending is scored."""
+    """A task as four padded rows, context and ending: tokens (4, N), and a mask (4, N), 1 for an ending's."""
     context, endings, _ = hellaswag.encode(example)
     rows = [torch.tensor(context + ending) for ending in endings]
     masks = [torch.tensor([0] * len(context) + [1] * len(ending)) for ending in endings]
     pad = torch.nn.utils.rnn.pad_sequence
     return pad(rows, batch_first=True), pad(masks, batch_first=True)
-
 
 def plain_losses(folder, examples):
     """Summed losses and lengths of the endings, (n, 4) each: rendered rows, full float32 logits, a mask."""
@@ -53,33 +50,31 @@ def plain_losses(folder, examples):
         lengths.append(mask.sum(1))
     return torch.stack(sums).double(), torch.stack(lengths).double()
 
-
 def test_losses_and_predictions_equal_the_plain_scorers(model):
     ours, folder = model
     examples = hellaswag.load_examples(TASKS)
     expected, lengths = plain_losses(folder, examples)
-    for batch_size, world_size in ((1, 1), (64, 1), (7, 3)):
+    cpu = torch.device("cpu")
+    for batch_size, n in ((1, 1), (64, 1), (7, 3)):  # n ranks
         tasks = hellaswag.prepare(examples, 160)
-        shares = [
-            hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"), batch_size, rank, world_size)
-            for rank in range(world_size)
-        ]
+        shares = [hellaswag.score(ours.hidden, ours.wte.weight, tasks, cpu, batch_size, rank, n)
+                  for rank in range(n)]
         assert sorted(i for share in shares for i in share.index) == list(range(24))
         for share in shares:
             torch.testing.assert_close(share.losses, expected[share.index], atol=1e-3, rtol=1e-5)
             assert torch.equal(share.lengths, lengths[share.index].long())
             assert torch.equal(share.losses.argmin(1), expected[share.index].argmin(1))
-        assert (expected.argmin(1) != (expected / lengths).argmin(1)).any(), "division makes no difference here"
+        by_mean = (expected / lengths).argmin(1)
+        assert (expected.argmin(1) != by_mean).any(), "division makes no difference here"
         labels = torch.tensor([example["label"] for example in examples])
         assert sum(s.num_correct for s in shares) == int((expected.argmin(1) == labels).sum())
-        assert sum(s.num_correct_norm for s in shares) == int(((expected / lengths).argmin(1) == labels).sum())
-
+        assert sum(s.num_correct_norm for s in shares) == int((by_mean == labels).sum())
 
 def test_command_on_a_folder(model, tmp_path):
     """The command, whose model is transformers', says what the plain scorer says; --json holds every task."""
     _, folder = model
-    args = ["-m", folder, "-d", "cpu", "--data", TASKS, "--limit", 16, "--harness", "--json", tmp_path / "out.json"]
-    done = script("hellaswag.py", *args)
+    args = ["-d", "cpu", "--data", TASKS, "--limit", 16, "--harness", "--json", tmp_path / "out.json"]
+    done = script("hellaswag.py", "-m", folder, *args)
     assert done.returncode == 0, done.stderr
     losses, _ = plain_losses(folder, examples := hellaswag.load_examples(TASKS)[:16])
     rows = json.loads((tmp_path / "out.json").read_text())
@@ -99,11 +94,9 @@ def test_command_on_a_folder(model, tmp_path):
     assert done.stdout.splitlines()[-1] == f"16 acc: {acc:.4f} acc_norm: {acc_norm:.4f}"
     assert [row["lengths"] for row in rows] != [row["harness"]["lengths"] for row in rows]
 
-
 def task(context="A man sits on a roof. He", label=1, **changes):
     endings = ["is ripping tiles off.", "jumps", "sleeps all day long", "holds a Rubik's cube."]
     return {"ctx": context, "label": label, "endings": endings, **changes}
-
 
 def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
     ours, _ = model
@@ -118,22 +111,20 @@ def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
         logits = ours(row)[0][0, -len(ending) :]
         expected = F.cross_entropy(logits, torch.tensor(ending), reduction="sum").item()
         assert score.losses[score.index.index(0), i].item() == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(InputError, match="task 1: an ending does not fit"):
+    with pytest.raises(InputError, match="task 1: an ending exceeds"):
         hellaswag.prepare([short], 4)
-
 
 HARNESS_EXAMPLE = {
     "activity_label": "Roof shingle removal",
     "ctx_a": "[header] How to [title] a  roof [substeps] Look up.",
     "ctx_b": "he",
     "ctx": "unused",
-    "endings": [" is ripping tiles [step] off. ", "jumps [title] down", "sleeps all  day", "holds a café's cube."],
+    "endings": [" is ripping tiles [step] off. ", "jumps [title] down", "sleeps all  day", "a café's cube."],
     "label": 2,
 }
 
-
 def plain_harness_scores(folder, example, window):
-    """lm-evaluation-harness's rule, written out: a row an ending, log-likelihoods from transformers' full logits."""
+    """lm-evaluation-harness's rule: a row an ending, log-likelihoods from transformers' full logits."""
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), GPT2LMHeadModel.from_pretrained(folder)
@@ -154,11 +145,10 @@ def plain_harness_scores(folder, example, window):
         scores.append(-F.cross_entropy(logits, torch.tensor(ending), reduction="sum").item())
     return scores, [len(choice) for choice in choices]
 
-
 def test_harness_style(model):
-    """Cleaned texts, the label before the context, division by characters; with and without room for the context."""
+    """Cleaned texts, the label before the context, division by characters; also if the context is cut."""
     ours, folder = model
-    long = HARNESS_EXAMPLE | {"ctx_a": "far away " * 200 + "A man sits.", "endings": ["a b", "c", "d e f", "g"]}
+    long = HARNESS_EXAMPLE | {"ctx_a": "far away " * 200 + "A man.", "endings": ["a b", "c", "d e f", "g"]}
     for example, cut in ((HARNESS_EXAMPLE, False), (long, True)):
         tasks = hellaswag.prepare([example], 160, harness=True)
         assert tasks[0].cut == cut
@@ -169,9 +159,8 @@ def test_harness_style(model):
     context, endings, _ = hellaswag.encode(HARNESS_EXAMPLE, harness=True)
     decode = hellaswag.get_tokenizer().decode
     assert decode(context) == "Roof shingle removal: How to. a roof Look up. He"
-    cleaned = [" is ripping tiles off.", " jumps. down", " sleeps all day", " holds a café's cube."]
+    cleaned = [" is ripping tiles off.", " jumps. down", " sleeps all day", " a café's cube."]
     assert list(map(decode, endings)) == cleaned
-
 
 def test_losses_are_float32_under_bfloat16(model):
     ours, _ = model
@@ -182,59 +171,36 @@ def test_losses_are_float32_under_bfloat16(model):
     assert rounded.losses.dtype == torch.float64 and not torch.equal(exact.losses, rounded.losses)
     torch.testing.assert_close(rounded.losses, exact.losses, rtol=0.05, atol=0.5)
 
-
-BAD = [task(label=4), task(""), task(endings=["a", "b", "c"]), task(endings=["a", "b", "", "d"]), {"ctx": "a"}, []]
-
+BAD = [task(label=4), task(""), task(endings=["a", "b", "c"]), task(endings=["a", "b", "", "d"]), {}, []]
 
 @pytest.mark.parametrize("line", ["{", *map(json.dumps, BAD)])
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(task()) + "\n" + line + "\n")
-    with pytest.raises(InputError, match=r"tasks\.jsonl, line 2: no HellaSwag task"):
+    with pytest.raises(InputError, match=r"tasks\.jsonl, line 2: not a HellaSwag task"):
         hellaswag.load_examples(path)
 
+def test_download_is_retried_and_verified(tmp_path, monkeypatch):
+    good, answers = (json.dumps(task()) + "\n").encode(), []
 
-@pytest.fixture
-def server(monkeypatch):
-    """A web server on this machine in the place of the official one; its list of answers can be changed."""
-    answers = []
+    def urlopen(url, timeout):
+        if (answer := answers.pop(0)) is None:
+            raise urllib.error.HTTPError(url, 404, "Not Found", {}, None)
+        return io.BytesIO(answer)
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            status, content = answers.pop(0)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
-        monkeypatch.setattr(hellaswag, "URL", f"http://127.0.0.1:{httpd.server_port}/hellaswag_val.jsonl")
-        monkeypatch.setattr(hellaswag.time, "sleep", lambda seconds: None)
-        yield answers
-        httpd.shutdown()
-
-
-def test_download_is_retried_and_verified(server, tmp_path, monkeypatch):
-    good = (json.dumps(task()) + "\n").encode()
+    monkeypatch.setattr(hellaswag.urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(hellaswag.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(hellaswag, "SHA256", hellaswag.hashlib.sha256(good).hexdigest())
     path = tmp_path / "cache" / "hellaswag_val.jsonl"
-    server += [(503, b""), (200, b"not what was promised"), (200, good)]
+    answers += [None, b"not what was promised", good]
     assert hellaswag.download(path) == path and path.read_bytes() == good
-    assert hellaswag.download(path) == path, "asked the server once more"
-    path.write_bytes(good[:-5])  # spoilt since: fetched anew
-    server += [(200, good)]
+    assert hellaswag.download(path) == path, "downloaded again"
+    path.write_bytes(good[:-5])  # damaged since: downloaded again
+    answers += [good]
     hellaswag.download(path)
     assert path.read_bytes() == good
     path.unlink()
-    server += [(404, b"")] * 3
-    with pytest.raises(InputError, match=r"could not be fetched .*404.*; --data"):
+    answers += [None] * 3
+    with pytest.raises(InputError, match=r"download failed .*404.*; --data"):
         hellaswag.download(path)
     assert not list(path.parent.iterdir())
-
-
-def test_mistakes_from_the_terminal(tmp_path):
-    assert_one_error_line(script("hellaswag.py", "-m", tmp_path), "neither a model")

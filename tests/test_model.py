@@ -4,24 +4,19 @@ import json
 import math
 
 import pytest
-import safetensors.torch
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-import train_gpt2
-from support import loss
 from support.cli import InputError
-from support.huggingface import CONV1D, read_pretrained, to_hub
-from support.tokenizer import get_tokenizer
-from train_gpt2 import GPT, GPTConfig
+from train_gpt2 import CONV1D, GPT, ChunkedLoss, GPTConfig, chunked_next_token_loss, lm_head, next_token_loss
 
 SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
 
-
 @pytest.fixture
 def reference(tmp_path):
-    """A random GPT-2 of transformers' (all its parameters random, biases and LayerNorms too), and its folder."""
+    """A random GPT-2 of transformers' (all parameters, biases and LayerNorms too), and its folder."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -31,10 +26,8 @@ def reference(tmp_path):
     model.save_pretrained(tmp_path / "reference")
     return model, tmp_path / "reference"
 
-
 def tokens(*shape, vocab_size=50257):
     return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(1))
-
 
 def test_logits_and_gradients_equal_transformers(reference):
     theirs, folder = reference
@@ -52,14 +45,11 @@ def test_logits_and_gradients_equal_transformers(reference):
         grad = grad.t() if CONV1D.search(name) else grad
         assert (parameter.grad - grad).norm() <= 1e-4 * grad.norm(), name
 
-
 def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ours = GPT(SMALL)
     ours.save_pretrained(tmp_path)
-    tensors = {name: t.contiguous() for name, t in to_hub(ours.state_dict()).items()}
-    assert (tmp_path / "model.safetensors").read_bytes() == safetensors.torch.save(tensors, {"format": "pt"})
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     idx = tokens(2, 64)
@@ -68,39 +58,23 @@ def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
     assert again.config == SMALL
     for (name, a), (_, b) in zip(ours.state_dict().items(), again.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.decode(tokenizer.encode("Hello, naïve 世界 🙂\r\n")) == "Hello, naïve 世界 🙂\r\n"
-    assert tokenizer.eos_token_id == 50256
-
-
-def test_export_works_in_a_pipeline(tmp_path):
-    from transformers import pipeline
-
-    model = GPT(SMALL)
-    torch.nn.init.normal_(model.wte.weight, std=0.3)  # so that the likeliest token stands out
-    model.save_pretrained(tmp_path)
-    generator = pipeline("text-generation", model=str(tmp_path))
-    (out,) = generator("To be, or", max_new_tokens=8, do_sample=False)
-    idx = torch.tensor([get_tokenizer().encode_ordinary("To be, or")])
-    assert out["generated_text"] == get_tokenizer().decode(model.generate(idx, 8, top_k=1)[0].tolist())
-
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 50256
 
 def test_older_and_sharded_files_load_too(reference, tmp_path):
-    """The hub's `gpt2` has no `transformer.` prefix and carries causal masks; large models come in several files."""
+    """The Hub's `gpt2` has no `transformer.` prefix and has causal masks; large models have several files."""
     theirs, folder = reference
     expected = GPT.from_pretrained(folder).state_dict()
     old = tmp_path / "old"
     old.mkdir()
     (old / "config.json").write_text((folder / "config.json").read_text())
-    state = {name.removeprefix("transformer."): t for name, t in theirs.state_dict().items()}
-    state["h.0.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
-    torch.save(state, old / "pytorch_model.bin")
+    state = {name: t.half() for name, t in theirs.transformer.state_dict().items()}
+    save_file(state | {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril()}, old / "model.safetensors")
     theirs.save_pretrained(tmp_path / "sharded", max_shard_size="1MB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
-    for other in (old, tmp_path / "sharded"):
+    for other, tolerance in ((old, 1e-3), (tmp_path / "sharded", 0)):
         state = GPT.from_pretrained(other).state_dict()
-        assert all(torch.equal(state[name], expected[name]) for name in expected)
-
+        for name in expected:
+            torch.testing.assert_close(state[name], expected[name], rtol=tolerance, atol=tolerance)
 
 def test_parameter_counts_are_the_published_ones():
     shapes = {"gpt2": (12, 12, 768, 124_439_808), "gpt2-medium": (24, 16, 1024, 354_823_168),
@@ -108,9 +82,6 @@ def test_parameter_counts_are_the_published_ones():
     for name, (n_layer, n_head, n_embd, expected) in shapes.items():
         with torch.device("meta"):
             assert GPT(GPTConfig(1024, 50257, n_layer, n_head, n_embd)).num_parameters() == expected, name
-    with torch.device("meta"):
-        assert round(GPT(GPTConfig()).flops_per_token(1024) / 1e6) == 855
-
 
 def test_initialization():
     torch.manual_seed(0)
@@ -125,16 +96,6 @@ def test_initialization():
             assert parameter.std().item() == pytest.approx(std, rel=0.02), name
             assert abs(parameter.mean().item()) < 0.001, name
 
-
-def test_a_token_sees_nothing_after_it():
-    model = GPT(SMALL)
-    idx = tokens(1, 64)
-    changed = idx.clone()
-    changed[0, 40:] = 7
-    before, after = model(idx)[0], model(changed)[0]
-    assert torch.equal(before[:, :40], after[:, :40]) and not torch.equal(before[:, 40:], after[:, 40:])
-
-
 def test_loss_is_float32_under_bfloat16_autocast():
     model = GPT(SMALL)
     idx, targets = tokens(2, 64), tokens(2, 65)[:, 1:]
@@ -144,13 +105,12 @@ def test_loss_is_float32_under_bfloat16_autocast():
     expected = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
     assert value.item() == pytest.approx(expected.item(), abs=1e-5)
 
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunked_loss_equals_float32_cross_entropy(dtype, monkeypatch):
-    """And its gradients, made in pieces, those of autograd: to 1e-5 in float32, in direction (0.999) in bfloat16."""
-    monkeypatch.setattr(loss, "HEAD_TOKENS", 24)  # 128 tokens: the last piece is smaller
+    """Its gradients, too: to 1e-5 in float32, in direction (0.999) in bfloat16."""
+    monkeypatch.setattr(ChunkedLoss, "CHUNK", 24)  # of 128 tokens: the last chunk is smaller
     results = []
-    for function in (train_gpt2.next_token_loss, loss.chunked_next_token_loss):
+    for function in (next_token_loss, chunked_next_token_loss):
         torch.manual_seed(0)
         x, wte = torch.randn(2, 64, 48, requires_grad=True), (torch.randn(1000, 48) * 0.5).requires_grad_()
         targets = torch.randint(0, 1000, (2, 64))
@@ -158,7 +118,7 @@ def test_chunked_loss_equals_float32_cross_entropy(dtype, monkeypatch):
             _, value = function(x, wte, targets)
             (value * 3).backward()
             with torch.no_grad():
-                logits = train_gpt2.lm_head(x, wte).float().flatten(0, 1)
+                logits = lm_head(x, wte).float().flatten(0, 1)
                 assert function(x, wte, targets)[1].item() == pytest.approx(value.item(), abs=1e-6)
         assert value.item() == pytest.approx(F.cross_entropy(logits, targets.flatten()).item(), abs=1e-5)
         assert x.grad.dtype == wte.grad.dtype == torch.float32
@@ -168,87 +128,49 @@ def test_chunked_loss_equals_float32_cross_entropy(dtype, monkeypatch):
         if dtype == torch.float32:
             torch.testing.assert_close(chunked, plain, atol=1e-5, rtol=1e-4)
 
+def test_chunked_loss_of_large_logits_is_finite():
+    x, wte = torch.tensor([[[300.0], [300.0]]], requires_grad=True), torch.tensor([[1.0], [-1.0], [0.5]])
+    value = chunked_next_token_loss(x, wte.requires_grad_(), torch.tensor([[1, 0]]))[1]
+    value.backward()
+    assert value.item() == pytest.approx(300.0) and x.grad.isfinite().all()
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recomputed_blocks_give_the_same_bits_for_less_memory(dtype):
-    """What stays of a block is its float32 input, 4 B T C bytes, instead of 34 or, in 32 bits, 68 of activations."""
+    """Of a block only its input is kept, 4 B T C bytes, instead of 34, in float32 68, of activations."""
     torch.manual_seed(0)
     model, results, sizes = GPT(GPTConfig(block_size=32, n_layer=6, n_head=4, n_embd=64)), [], []
-    for model.recompute in (False, True):
+    for model.low_memory in (False, True):
         memory = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32), memory:
             x = model.hidden(tokens(4, 32))
-        sizes.append(sum(event.self_cpu_memory_usage for event in memory.key_averages()))  # allocated, less freed
+        sizes.append(sum(event.self_cpu_memory_usage for event in memory.key_averages()))
         (x.float() ** 2).sum().backward()
         results.append([x.detach(), *(p.grad for p in model.parameters())])
         model.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    a_block = 4 * 32 * 64
-    assert sizes[0] > (60 if dtype == torch.float32 else 34) * 6 * a_block and sizes[1] < 6 * 6 * a_block
-
-
-def test_chunked_loss_of_large_logits_is_finite():
-    x, wte = torch.tensor([[[300.0], [300.0]]], requires_grad=True), torch.tensor([[1.0], [-1.0], [0.5]])
-    value = loss.chunked_next_token_loss(x, wte.requires_grad_(), torch.tensor([[1, 0]]))[1]
-    value.backward()
-    assert value.item() == pytest.approx(300.0) and x.grad.isfinite().all()
-
-
-def test_one_batch_can_be_learned_by_heart():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=32, vocab_size=1000, n_layer=2, n_head=4, n_embd=64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    batch = tokens(4, 33, vocab_size=1000)
-    for _ in range(100):
-        loss = model(batch[:, :-1], batch[:, 1:])[1]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if loss.item() < 0.05:
-            return
-    pytest.fail(f"loss {loss.item()}")
-
+    block_input = 4 * 32 * 64
+    kept = 60 if dtype == torch.float32 else 34
+    assert sizes[0] > kept * 6 * block_input and sizes[1] < 6 * 6 * block_input
 
 def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone():
     model = GPT(SMALL)
-    idx = tokens(2, 60)
-    before = torch.get_rng_state()
-    draw = lambda **kw: model.generate(idx, 8, generator=torch.Generator().manual_seed(42), **kw)  # noqa: E731
-    first = draw()
-    assert torch.equal(first, draw()) and torch.equal(before, torch.get_rng_state())
-    assert first.shape == (2, 68) and torch.equal(first[:, :60], idx) and first.max() < 50257
-    greedy = draw(top_k=1)
-    for t in range(60, 68):  # the context is the last 64 tokens
-        assert torch.equal(greedy[:, t], model(greedy[:, max(0, t - 64) : t])[0][:, -1].argmax(-1))
-
-
-def test_generate_past_the_window_sees_its_newest_tokens():
-    torch.manual_seed(0)
-    model = GPT(SMALL)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)  # so that what comes next depends on all of the context
+    idx, before = tokens(2, 60), torch.get_rng_state()
+    draw = lambda **kw: model.generate(idx, 20, generator=torch.Generator().manual_seed(42), **kw)  # noqa: E731
+    first = draw()
+    assert torch.equal(first, draw()) and torch.equal(before, torch.get_rng_state())
+    assert first.shape == (2, 80) and torch.equal(first[:, :60], idx) and first.max() < 50257
+    greedy = draw(top_k=1)
+    for t in range(60, 80):  # the context is the last 64 tokens
+        assert torch.equal(greedy[:, t], model(greedy[:, max(0, t - 64) : t])[0][:, -1].argmax(-1))
 
-    def draw(window):
-        idx, generator = tokens(2, 60), torch.Generator().manual_seed(42)
-        for _ in range(20):
-            logits, candidates = model(window(idx))[0][:, -1].topk(50)
-            choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-            idx = torch.cat([idx, candidates.gather(1, choice)], 1)
-        return idx
-
-    drawn = model.generate(tokens(2, 60), 20, generator=torch.Generator().manual_seed(42))
-    assert torch.equal(drawn, draw(lambda idx: idx[:, -64:])) and not torch.equal(drawn, draw(lambda idx: idx[:, :64]))
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"model_type": "llama"}, "model_type = 'llama'"),
-        ({"activation_function": "relu"}, "activation_function = 'relu'"),
-        ({"n_embd": 32}, "do not fit"),
-        ({"n_layer": 2}, "do not fit"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    ({"model_type": "llama"}, "model_type = 'llama'"),
+    ({"activation_function": "relu"}, "activation_function = 'relu'"),
+    ({"n_embd": 32}, "do not match"),
+    ({"n_layer": 2}, "do not match"),
+])
 def test_what_is_no_gpt2_is_refused(tmp_path, change, message):
     GPT(SMALL).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | change
@@ -256,30 +178,17 @@ def test_what_is_no_gpt2_is_refused(tmp_path, change, message):
     with pytest.raises(InputError, match=message):
         GPT.from_pretrained(tmp_path)
 
-
-def test_damaged_weights_are_refused_and_no_pickle_is_run(tmp_path):
-    GPT(SMALL).save_pretrained(tmp_path)
+def test_damaged_missing_and_untied_weights_are_refused(tmp_path):
+    model = GPT(SMALL)
+    model.save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
+    save_file(load_file(weights) | {"lm_head.weight": torch.zeros(50257, 48)}, weights)
+    with pytest.raises(InputError, match="not tied"):
+        GPT.from_pretrained(tmp_path)
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(InputError, match=r"model\.safetensors: damaged"):
-        read_pretrained(tmp_path)
+        GPT.from_pretrained(tmp_path)
     weights.unlink()
-
-    class Malicious:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "pwned"), "w"))
-
-    torch.save({"wte.weight": Malicious()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"pytorch_model\.bin: damaged"):
-        read_pretrained(tmp_path)
-    assert not (tmp_path / "pwned").exists()
-
-
-def test_an_untied_head_is_refused(reference, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    _, folder = reference
-    state = load_file(folder / "model.safetensors")
-    save_file(state | {"lm_head.weight": torch.zeros(50257, 48)}, folder / "model.safetensors")
-    with pytest.raises(InputError, match="not tied"):
-        train_gpt2.GPT.from_pretrained(folder)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")  # a pickle, which is never opened
+    with pytest.raises(InputError, match=r"no model\.safetensors of a GPT-2 here"):
+        GPT.from_pretrained(tmp_path)

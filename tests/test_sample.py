@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import sample
-from support.rundir import list_checkpoints
+from support.files import list_checkpoints
 from support.tokenizer import get_tokenizer
 from train_gpt2 import GPT, GPTConfig
-
 
 @pytest.fixture(scope="module")
 def log_dir(tmp_path_factory):
@@ -22,7 +21,6 @@ def log_dir(tmp_path_factory):
         model.save_pretrained(folder / f"step_{step:06d}")
     return folder
 
-
 def test_greedy_output_of_the_newest_checkpoint_is_the_argmax(log_dir, capsys):
     sample.main([str(log_dir), "ROMEO:", "--temperature", "0", "--max-new-tokens", "9"])
     model = GPT.from_pretrained(log_dir / "step_000100")
@@ -31,7 +29,6 @@ def test_greedy_output_of_the_newest_checkpoint_is_the_argmax(log_dir, capsys):
     assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
     assert list_checkpoints(log_dir)[-1].name == "step_000100"
 
-
 def test_seed_decides_and_samples_differ(log_dir, capsys):
     args = [str(log_dir), "ROMEO:", "--max-new-tokens", "12", "--num-samples", "2"]
     outputs = []
@@ -39,7 +36,6 @@ def test_seed_decides_and_samples_differ(log_dir, capsys):
         sample.main([*args, "--seed", str(seed)])
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2] and outputs[0].count("ROMEO:") == 2
-
 
 def test_prompts_from_standard_input_and_the_end_of_the_context(log_dir, monkeypatch, capsys):
     monkeypatch.setattr(sample.sys, "stdin", io.StringIO("To be\n" + "or not " * 50 + "\n"))

@@ -1,14 +1,17 @@
-"""sweep.py: recipes over seeds, one file in, a table and a picture out; and what a run sends to other trackers."""
+"""bench/recipes/sweep.py: recipes over seeds, a table and a picture; what a run sends to other trackers."""
 
+import importlib.util
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-import sweep
 from support.cli import InputError
-from tests.conftest import TINY
-from train_gpt2 import main
+from tests.conftest import ROOT, train
+
+SPEC = importlib.util.spec_from_file_location("sweep", ROOT / "bench/recipes/sweep.py")
+sweep = sys.modules["sweep"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(sweep)
 
 COMMON = """
 seeds = [1]
@@ -34,7 +37,6 @@ optimizer = "muon"
 shuffle = false
 """
 
-
 def test_a_sweep_makes_a_table_and_a_picture(text, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(COMMON.format(text=text))
@@ -44,10 +46,9 @@ def test_a_sweep_makes_a_table_and_a_picture(text, tmp_path):
     assert (tmp_path / "out" / "small" / "curves.png").stat().st_size > 10_000
     assert (tmp_path / "out" / "small" / "default" / "1" / "step_000004").is_dir()
 
-
 @pytest.mark.parametrize("content, message", [
     ("seeds = [", "not TOML"),
-    ("seeds = [1]\n[common]\n", "wanted are seeds"),
+    ("seeds = [1]\n[common]\n", "needs seeds"),
     ("seeds = [1]\n[recipes.a]\nmax_step = 3\n", "recipe a: max_step is no setting"),
     ("seeds = [1]\n[recipes.a]\nn_embd = 65\n", "not divisible by --n-head"),
 ])
@@ -58,14 +59,11 @@ def test_a_mistake_is_named_before_anything_runs(content, message, tmp_path):
         sweep.main([str(path), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
-
 def test_tokens_to_reach_lies_between_two_points():
     curve = [(0, 10.0), (100, 6.0), (200, 5.0)]
-    assert sweep.tokens_to_reach(curve, 5.5) == 150 and sweep.tokens_to_reach(curve, 4.0) is None
-    assert sweep.tokens_to_reach(curve, 11.0) == 0
+    assert [sweep.tokens_to_reach(curve, target) for target in (5.5, 4.0, 11.0)] == [150, None, 0]
 
-
-def test_weights_and_biases_gets_every_stream_and_a_resumed_run_goes_on(text, tmp_path, monkeypatch):
+def test_weights_and_biases_gets_every_stream_also_of_a_resumed_run(text, tmp_path, monkeypatch):
     sent, started = [], []
 
     def init(**settings):
@@ -73,28 +71,30 @@ def test_weights_and_biases_gets_every_stream_and_a_resumed_run_goes_on(text, tm
         return SimpleNamespace(log=lambda values, step: sent.append((step, values)))
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    args = [*map(str, TINY), "--data", str(text), "--wandb", "--log-dir", str(tmp_path / "log"), "--save-every", "1",
-            "--eval-every", "2"]
-    assert main([*args, "--max-steps", "2"]) == 0
-    assert main([*args, "--max-steps", "3", "--resume"]) == 0
-    assert [settings["id"] for settings in started] == [started[0]["id"]] * 2 and started[1]["resume"] == "allow"
+    args = ["--data", text, "--wandb", "--log-dir", tmp_path / "log", "--save-every", 1, "--eval-every", 2]
+    assert train(*args, "--max-steps", 2) == 0
+    assert train(*args, "--max-steps", 3, "--resume") == 0
+    assert [settings["id"] for settings in started] == [started[0]["id"]] * 2
+    assert started[1]["resume"] == "allow"
     assert [step for step, values in sent if "train" in values] == [0, 1, 2]
     assert {"val", "train", "lr", "norm", "ms"} <= {stream for _, values in sent for stream in values}
-    assert (tmp_path / "log" / "curves.png").stat().st_size > 10_000
-
 
 @pytest.mark.parametrize("name, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_a_missing_tracker_is_named(text, tmp_path, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InputError, match=f"pip install {name}"):
-        main([*map(str, TINY), "--data", str(text), f"--{name}", "--log-dir", str(tmp_path / "log")])
+        train("--data", text, f"--{name}", "--log-dir", tmp_path / "log")
 
-
-def test_tensorboard_gets_every_stream(text, tmp_path):
+def test_tensorboard_gets_every_stream(text, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils import tensorboard
 
-    assert main([*map(str, TINY), "--data", str(text), "--tensorboard", "--max-steps", "2",
-                 "--log-dir", str(tmp_path / "log")]) == 0
-    events = EventAccumulator(str(tmp_path / "log" / "tensorboard")).Reload()
+    close = []
+    add_scalar = tensorboard.SummaryWriter.add_scalar
+    monkeypatch.setattr(tensorboard.SummaryWriter, "add_scalar", lambda self, *args: close.append(self.close)
+                        or add_scalar(self, *args))
+    assert train("--data", text, "--tensorboard", "--max-steps", 2, "--log-dir", tmp_path) == 0
+    close[0]()  # as the end of the process does
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train")] == [0, 1]

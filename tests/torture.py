@@ -1,11 +1,11 @@
-"""Kills a training run at random moments, again and again, and asks whether anyone could tell from what it leaves.
+"""Kills a training run at random moments, again and again: it must leave what an undisturbed one leaves.
 
     python tests/torture.py                    # 50 times kill -9, seven minutes on two cores
     python tests/torture.py --kills 3 --seed 7
 
-A small CPU run that saves every fourth step is started with --resume and killed (SIGKILL) until it has been killed as
-often as was asked for, in turn while it writes a checkpoint, trains and starts up; then it may finish. Its weights, its
-training state and its log (the timing streams aside) must be byte for byte those of a run that nobody disturbed.
+A small CPU run that saves every fourth step is started with --resume and killed (SIGKILL) as often as --kills
+says, in turn while it writes a checkpoint, trains and starts up; then it may finish. Its weights, its
+training state and its log, except for the timing streams, must equal an undisturbed run's byte for byte.
 """
 
 import argparse
@@ -23,20 +23,18 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMINGS = ("ms", "tok_per_sec", "mfu")
-ARGS = ["--preset", "shakespeare", "--n-layer", "2", "--n-embd", "32", "--total-batch-size", "128", "--seq-len", "32",
-        "--eval-every", "5", "--eval-tokens", "1024", "--sample-every", "0", "--save-every", "4", "--keep-checkpoints",
-        "2", "--keep-every", "40", "--device", "cpu", "--resume"]
-
+ARGS = ["--preset", "shakespeare", "--n-layer", "2", "--n-embd", "32", "--total-batch-size", "128",
+        "--seq-len", "32", "--eval-every", "5", "--eval-tokens", "1024", "--sample-every", "0",
+        "--save-every", "4", "--keep-checkpoints", "2", "--keep-every", "40", "--device", "cpu", "--resume"]
 
 def start(log_dir: Path, steps: int) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "train_gpt2.py"), *ARGS, "--max-steps", str(steps), "--log-dir", str(log_dir)]
+    args = [*ARGS, "--max-steps", str(steps), "--log-dir", str(log_dir)]
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
 
 def finish(log_dir: Path, steps: int) -> None:
     output, _ = (process := start(log_dir, steps)).communicate()
     assert process.returncode == 0, output
-
 
 def kill(log_dir: Path, steps: int, when: str) -> None:
     """Starts or resumes the run, and kills it at a random moment while it is starting, training or saving."""
@@ -53,29 +51,28 @@ def kill(log_dir: Path, steps: int, when: str) -> None:
         time.sleep(random.uniform(0, 0.03))
     process.send_signal(signal.SIGKILL)
     output, _ = process.communicate()
-    assert process.returncode == -signal.SIGKILL, f"the run ended before it was killed: more --steps\n{output}"
-
+    assert process.returncode == -signal.SIGKILL, f"the run ended by itself: use more --steps\n{output}"
 
 def contents(log_dir: Path) -> dict[str, bytes | list[str]]:
-    """All that a run leaves and another must equal: the log without timings, and the files of each checkpoint."""
-    lines = [line for line in (log_dir / "log.txt").read_text().splitlines() if line.split()[1] not in TIMINGS]
+    """What must be the same: the log without timings, and the files of each checkpoint."""
+    lines = (log_dir / "log.txt").read_text().splitlines()
+    lines = [line for line in lines if line.split()[1] not in TIMINGS]
     found: dict[str, bytes | list[str]] = {"log.txt": lines}
     for path in sorted(log_dir.glob("step_*/*")):
-        if path.name not in ("training_state.pt", "README.md", "SHA256SUMS"):  # seconds, the command, their sums
+        if path.name not in ("training_state.pt", "README.md", "SHA256SUMS"):  # time, command, checksums
             found[f"{path.parent.name}/{path.name}"] = path.read_bytes()
     return found
-
 
 def same_state(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a if key not in ("elapsed", "config"))
+        keys = a.keys() - {"elapsed", "config"}
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in keys)
     return all(map(same_state, a, b)) if isinstance(a, list) else a == b
 
-
 def torture(folder: Path, kills: int, steps: int, finish: Callable[[Path, int], None] = finish) -> int:
-    """Runs both and compares them. Returns how many kills left a checkpoint half written. AssertionError if unequal.
+    """Runs both and compares them. Returns how many kills left a checkpoint half written.
 
     finish(log_dir, steps): lets a run come to its end.
     """
@@ -93,7 +90,6 @@ def torture(folder: Path, kills: int, steps: int, finish: Callable[[Path, int], 
         assert same_state(*states), path
     return half_written
 
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
@@ -105,8 +101,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         half_written = torture(Path(folder), args.kills, args.steps)
     print(f"{args.kills} kills (seed {args.seed}), {half_written} of which left a checkpoint half written, "
-          f"{args.steps} steps, {time.perf_counter() - began:.0f} s: weights, state and log equal an undisturbed run's")
-
+          f"{args.steps} steps, {time.perf_counter() - began:.0f} s: weights, state and log equal an "
+          "undisturbed run's")
 
 if __name__ == "__main__":
     main()

@@ -18,7 +18,7 @@ of train_gpt2.py's flags. The first recipe is the one that the others are measur
 
 Each run is `python train_gpt2.py --resume` in its own folder, OUT/FILE/RECIPE/SEED/, so a finished one is
 skipped and a stopped one continues. At the end `table.md` and `curves.png` show each recipe's final loss over
-the seeds, and after how many tokens its validation loss reached the first recipe's final one. """
+the seeds, and after how many tokens its validation loss reached the first recipe's final one."""
 
 # ruff: noqa: E402
 import statistics

@@ -1,0 +1,74 @@
+"""reference/check.py: does a run match a reference?"""
+
+import pytest
+import torch
+
+from reference.check import main
+from support.cli import InputError
+from tests.conftest import ROOT, losses, train
+
+def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
+    args = ["--data", text, "--max-steps", 8, "--eval-every", 4]
+    runs = [tmp_path / str(seed) for seed in (1, 2, 3, 4)]
+    for run in runs:
+        train(*args, "--seed", run.name, "--log-dir", run)
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    for name in ("log.txt", "run.json"):
+        (reference / name).write_text((runs[0] / name).read_text())
+    assert main([str(reference), "--make", *map(str, runs[:3])]) == 0
+    lines = [line.split() for line in (reference / "check.txt").read_text().splitlines()]
+    bounds = [line for line in lines if line[1] == "val"]
+    assert [line[0] for line in bounds] == ["0", "512", "1024"]
+    for i, (_, _, low, high) in enumerate(bounds):
+        values = [losses(run, "val")[i] for run in runs[:3]]
+        assert float(low) < min(values) and max(values) < float(high)
+    capsys.readouterr()
+    assert main([str(runs[3]), str(reference)]) == 0
+    assert capsys.readouterr().out == "3 values compared: matches reference\n"
+    with open(reference / "check.txt", "a") as file:
+        file.write("\n512 train 1.0 2.0\n")
+    assert main([str(runs[3]), str(reference)]) == 1
+    mean = sum(losses(runs[3])[:4]) / 4
+    assert f"step 4: train {mean:.4f} is outside 1.0 to 2.0: does not match" in capsys.readouterr().out
+    with open(reference / "check.txt", "a") as file:
+        file.write("512 train one two\n")
+    for path, message in ((reference, "neither `tokens"), (tmp_path / "nowhere", "no such reference")):
+        with pytest.raises(InputError, match=f"{path}/check.txt: {message}"):
+            main([str(runs[3]), str(path)])
+    with pytest.raises(InputError, match="not a run's folder"):
+        main([str(tmp_path), str(reference)])
+
+def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(text, tmp_path, monkeypatch, capsys):
+    """Honest runs match: other micro-batches, other seeds. A doubled rate, no clipping, no decay do not, nor
+    an erf GELU, which is off by 1.7e-5 here, where rounding makes 1e-6."""
+    args = ["--data", text, "--max-steps", 8, "--max-lr", 1e-2, "--n-embd", 64, "--warmup-steps", 8]
+    reference = tmp_path / "reference"
+    train(*args, "--log-dir", reference)
+    (reference / "check.txt").write_text("first 8 float32 train 0.000005\n0 val 10.7 10.9\n")
+
+    def verdict(name, *more):
+        train(*args, *more, "--log-dir", tmp_path / name)
+        capsys.readouterr()
+        return main([str(tmp_path / name), str(reference)]), capsys.readouterr().out.rstrip()
+
+    assert verdict("micro", "--micro-batch-size", 8) == (0, "8 values compared: matches reference")
+    assert verdict("seed", "--seed", 5, "--eval-every", 8) == (0, "1 values compared: matches reference")
+    gelu = torch.nn.functional.gelu
+    mistakes = {"rate": ["--max-lr", 2e-2], "clip": ["--grad-clip", 0], "decay": ["--weight-decay", 0]}
+    for name, more in (mistakes | {"gelu": []}).items():
+        if name == "gelu":
+            monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, approximate: gelu(x))
+        status, line = verdict(name, *more)
+        assert status == 1 and line.endswith("in float32: does not match reference"), (name, line)
+
+@pytest.mark.parametrize("name", ["shakespeare", "gpt2"])
+def test_shipped_references_can_be_read(name, tmp_path):
+    """The shakespeare reference matches itself; gpt2's has bounds only, and refuses other losses."""
+    reference = ROOT / "reference" / name
+    if name == "shakespeare":
+        assert main([str(reference)]) == 0
+    else:
+        (tmp_path / "run.json").write_text((ROOT / "reference/shakespeare/run.json").read_text())
+        (tmp_path / "log.txt").write_text("0 val 12.0\n")
+        assert main([str(tmp_path), str(reference)]) == 1
