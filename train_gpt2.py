@@ -108,7 +108,7 @@ def lm_head(x: Tensor, wte: Tensor, padded: bool = False) -> Tensor:
     """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
 
     On a GPU it adds columns up to a multiple of 64 (50,304), for the tensor cores. A bias makes them -inf, so
-    that a softmax over all of them (`padded`) needs no slice, which is slower (bench/kernels/README.md)."""
+    that a softmax over all of them (`padded`) needs no slice: fewer kernels (bench/kernels/README.md)."""
     V, bias = wte.size(0), None
     if x.is_cuda:
         bias = F.pad(wte.new_zeros(V), (0, -V % 64), value=-math.inf)
