@@ -200,8 +200,7 @@ class GPT(nn.Module):
             block.compile(dynamic=False)
         self.loss_function = chunked_next_token_loss
         if compiled and self.wte.weight.device.type != "cpu" and not self.low_memory:
-            self.loss_function = torch.compile(lambda *args: (None, next_token_loss(*args)[1]), dynamic=False,
-                                               options={"online_softmax": False})  # fewer instructions
+            self.loss_function = torch.compile(lambda *args: (None, next_token_loss(*args)[1]), dynamic=False)
 
     def hidden(self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The head's input (B, T, C) for tokens idx (B, T). position (B, T) or (T,): by default 0 … T-1.
