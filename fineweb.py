@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,12 @@ FINEWEB, PRETOKENIZED = "HuggingFaceFW/fineweb-edu", "kjj0/finewebedu10B-gpt2"
 class ShardConfig:
     """Turns FineWeb-Edu, or your own text, into shards of GPT-2 tokens."""
 
-    name: str = "sample-10BT"  # part of FineWeb-Edu: sample-10BT, -100BT, -350BT, or a crawl (CC-MAIN-2024-10)
+    name: str = "sample-10BT"  # part of FineWeb-Edu: sample-10BT, -100BT, -350BT, CC-MAIN-2024-10, …
     input: tuple = ()  # instead: .parquet, .jsonl, .csv, .txt, .md (also .gz, .zst), folders or patterns
     dataset: str = ""  # instead: any text dataset of the Hub, or a local folder in its layout
     config: str = ""  # the dataset's configuration; empty for its default
     split: str = ""  # the dataset's split; empty for train, with a validation split as shard 0
-    text_column: str = ""  # column that holds the text; empty for `text`, or a dataset's only column of strings
+    text_column: str = ""  # column that holds the text; empty: `text`, or a dataset's only strings
     template: str = ""  # instead of one column: joins several, as in "{question}\\n{answer}"
     out: str = "edu_fineweb10B"  # folder for the shards
     shard_size: int = 0  # tokens per shard; 0: 100 million, or about a tenth of the text if that is less
@@ -57,8 +58,9 @@ class ShardConfig:
 
     def check(self) -> None:
         """Raises InputError naming every invalid value."""
-        numbers = {name: getattr(self, name) for name in ("workers", "max_shards", "pretokenized", "shard_size")}
-        problems = [f"{flag(name)} {value}: must be at least 0" for name, value in numbers.items() if value < 0]
+        numbers = ("workers", "max_shards", "pretokenized", "shard_size")
+        problems = [f"{flag(name)} {getattr(self, name)}: must be at least 0" for name in numbers
+                    if getattr(self, name) < 0]
         for names in (("pretokenized", "input", "dataset"), ("text_column", "template")):
             if len(given := [flag(name) for name in names if getattr(self, name)]) > 1:
                 problems.append(f"{' and '.join(given)}: choose one")
@@ -83,6 +85,10 @@ class Folder:
             open_shard(out / shard["name"])
         self.next_index = len(self.shards) * world_size + rank
 
+    @property
+    def next_name(self) -> str:
+        return f"edufineweb_{'train' if self.next_index else 'val'}_{self.next_index:06d}.npy"
+
     def finished(self, max_shards: int) -> bool:
         return self.manifest["complete"] or 0 < max_shards <= self.next_index
 
@@ -90,8 +96,8 @@ class Folder:
         """Raises InputError if the shards here were made with other options."""
         for key, now in options.items():
             if self.shards and now != (then := self.manifest.get(key)):
-                raise InputError(f"{self.out}: started with {key} {then!r}, now {now!r}; use the original value "
-                                 "or a new --out")
+                raise InputError(f"{self.out}: started with {key} {then!r}, now {now!r}; use the original "
+                                 "value or a new --out")
 
     def begin(self, options: dict[str, Any]) -> None:
         """Records the options and removes what a killed run left. Raises InputError for a foreign shard."""
@@ -101,7 +107,7 @@ class Folder:
             for path in self.out.glob(pattern):
                 path.unlink()
         six, known = "[0-9]" * 6, [shard["name"] for shard in self.shards]
-        known += [self.name()] if self.path.exists() else []  # killed before it was entered: it is rewritten
+        known += [self.next_name] if self.path.exists() else []  # killed before entering it: rewritten
         for path in [*self.out.glob(f"*_{six}.npy"), *self.out.glob(f"*_{six}.bin")]:
             if int(path.stem[-6:]) % self.world_size == self.rank and path.name not in known:
                 raise InputError(f"{path}: not in {self.path.name}; remove it or use a new --out")
@@ -110,16 +116,12 @@ class Folder:
 
     def save(self) -> None:
         with atomic_write(self.path, "w") as file:
-            file.write(json.dumps(self.manifest, indent=1) + "\n")
-
-    def name(self) -> str:
-        """The next shard's."""
-        return f"edufineweb_{'train' if self.next_index else 'val'}_{self.next_index:06d}.npy"
+            json.dump(self.manifest, file, indent=1)
 
     def write(self, parts: list[np.ndarray]) -> None:
         """Adds a shard made of parts, each 1-D uint16."""
         header = {"descr": "<u2", "fortran_order": False, "shape": (sum(map(len, parts)),)}
-        path, remedy = self.out / self.name(), "free some space and run the same command again"
+        path, remedy = self.out / self.next_name, "free some space and run the same command again"
         with explained(str(path), "cannot be written", remedy), atomic_write(path) as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(part.data for part in parts)
@@ -129,8 +131,8 @@ class Folder:
         """Enters a shard into the manifest."""
         tokens = open_shard(self.out / name)
         documents = int(np.count_nonzero(tokens == EOT))  # those that begin in it
-        checksum = sha256(self.out / name)
-        self.shards.append({"name": name, "tokens": len(tokens), "documents": documents, "sha256": checksum})
+        self.shards.append({"name": name, "tokens": len(tokens), "documents": documents,
+                            "sha256": sha256(self.out / name)})
         self.next_index += self.world_size
         self.save()
         print(f"{name}: {len(tokens):,} tokens, {documents:,} documents", flush=True)
@@ -139,24 +141,24 @@ class Folder:
         """Raises InputError naming the files that changed or do not belong."""
         listed = {shard["name"]: shard["sha256"] for shard in self.shards}
         files = {path.name for path in self.out.glob("*") if path.suffix in (".npy", ".bin", ".partial")}
-        bad = [name for name in sorted(files | set(listed)) if listed.get(name) != sha256(self.out / name)]
+        bad = [name for name in sorted(files | set(listed)) if sha256(self.out / name) != listed.get(name)]
         if bad or not listed:
-            raise InputError(f"{self.out}: not as in {self.path.name}: {', '.join(bad) or 'no shards'}; repeat in "
-                             "a new --out")
+            raise InputError(f"{self.out}: not as in {self.path.name}: {', '.join(bad) or 'no shards'}")
+        print("all as they were written")
 
 def merge(here: Folder, max_shards: int) -> Folder:
     """Rank 0's last task: waits for the other ranks and merges their manifests into manifest.json."""
-    def ranks() -> list[Folder]:
-        return [Folder(here.out, rank, here.world_size) for rank in range(here.world_size)]
-
-    while not all(folder.finished(max_shards) for folder in ranks()):
-        time.sleep(1)
-    whole, manifests = Folder(here.out), [folder.manifest for folder in ranks()]
-    shards = [shard for manifest in manifests for shard in manifest["shards"]]
+    ranks = [here]
+    while len(ranks) < here.world_size:
+        ranks.append(Folder(here.out, len(ranks), here.world_size))
+        if not ranks[-1].finished(max_shards):
+            ranks.pop()
+            time.sleep(1)
+    whole = Folder(here.out)
     whole.manifest = here.manifest | {
-        "shards": sorted(shards, key=lambda shard: shard["name"][-10:]),
-        "complete": all(manifest["complete"] for manifest in manifests),
-        "skipped": np.sum([manifest["skipped"] for manifest in manifests], axis=0).tolist()}
+        "shards": sorted(chain(*(folder.shards for folder in ranks)), key=lambda shard: shard["name"][-10:]),
+        "complete": all(folder.manifest["complete"] for folder in ranks),
+        "skipped": np.sum([folder.manifest["skipped"] for folder in ranks], axis=0).tolist()}
     whole.save()
     return Folder(here.out)
 
@@ -190,23 +192,23 @@ def write_shards(here: Folder, batches: Iterable, size: int, max_shards: int, va
 
 def make_shards(config: ShardConfig, here: Folder) -> None:
     """Makes a rank's shards of --input or --dataset. Raises InputError."""
-    config = replace(config, template=config.template.replace("\\n", "\n").replace("\\t", "\t"))
-    files, commit = texts.find_files(config.input), here.manifest.get("commit")
-    source = {"source": "files" if files else "folder" if Path(config.dataset).is_dir() else config.dataset}
+    if not (config.input or config.dataset):
+        config = replace(config, dataset=FINEWEB, config=config.name)
+    files = texts.find_files(config.input)
     options = {name: getattr(config, name) for name in ("config", "split", "text_column", "template")}
+    opener = partial(texts.open_dataset, config.dataset, here.manifest.get("commit"), **options)
     if files:
         opener = partial(texts.open_files, files, here.world_size, config.text_column, config.template)
-    else:
-        opener = partial(texts.open_dataset, config.dataset, commit, **options)
-    options |= source | {"world_size": here.world_size, "batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
+    options["source"] = "files" if files else "folder" if Path(config.dataset).is_dir() else config.dataset
+    options |= {"world_size": here.world_size, "batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
     here.check(options)
     if here.finished(config.max_shards):
         return
     workers = config.workers or max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
-    place = (here.manifest["position"], here.rank, here.world_size)
-    with closing(texts.tokenized(workers, opener, *place)) as batches:
+    position = here.manifest["position"]
+    with closing(texts.tokenized(workers, opener, position, here.rank, here.world_size)) as batches:
         facts = next(batches)
-        size = config.shard_size or min(int(float(f"{facts['tokens'] / 10 + 1:.0e}")), 100_000_000)  # one digit
+        size = config.shard_size or min(int(float(f"{facts['tokens'] / 10 + 1:.0e}")), 10**8)  # one digit
         tokens = min(facts["tokens"], config.max_shards * size or facts["tokens"])
         free = shutil.disk_usage(next(path for path in (here.out, *here.out.parents) if path.exists())).free
         if (need := 2 * (tokens - here.next_index * size)) > free:
@@ -235,8 +237,7 @@ def main(args: list[str] | None = None) -> None:
     config = parse_args(ShardConfig, args=args)
     config.check()
     rank, _, world_size = torchrun_ranks()
-    alone = config.verify or config.pretokenized > 0
-    if alone and rank:
+    if (alone := config.verify or config.pretokenized > 0) and rank:
         return
     here = Folder(Path(config.out), rank, 1 if alone else world_size)
     if config.verify:
@@ -244,15 +245,13 @@ def main(args: list[str] | None = None) -> None:
     elif config.pretokenized:
         fetch_pretokenized(config.pretokenized, here)
     else:
-        fineweb = {} if config.input or config.dataset else {"dataset": FINEWEB, "config": config.name}
-        make_shards(replace(config, **fineweb), here)
+        make_shards(config, here)
     if rank == 0:
         here = merge(here, config.max_shards) if here.world_size > 1 else here
         tokens, documents = (sum(shard[key] for shard in here.shards) for key in ("tokens", "documents"))
         nulls, empties = here.manifest["skipped"]
         print(f"{here.out}: {len(here.shards)} shards, {tokens:,} tokens, {documents:,} documents "
-              f"({nulls:,} nulls and {empties:,} empty texts skipped)"
-              f"{'; all as they were written' if config.verify else ''}")
+              f"({nulls:,} nulls and {empties:,} empty texts skipped)")
 
 if __name__ == "__main__":
     run(main)

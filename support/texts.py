@@ -23,24 +23,22 @@ import numpy as np
 from support.cli import InputError
 from support.tokenizer import EOT, encode, get_tokenizer
 
-TEXTS = ("jsonl", "csv", "txt", "md")
-SUFFIXES = (".parquet", *(f".{kind}{packed}" for kind in TEXTS for packed in ("", ".gz", ".zst")))
-VALIDATION = ("validation", "valid", "val", "dev")  # names of a validation split
+SUFFIXES = (".parquet", *(a + b for a in (".jsonl", ".csv", ".txt", ".md") for b in ("", ".gz", ".zst")))
 BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use the same
 
 class Stream(NamedTuple):
-    """A file, or a split of a dataset."""
+    """A file, or a split of a dataset. `template` joins columns; without one there is a single column."""
 
-    name: str  # of the file or dataset, for messages
-    columns: list[str]  # that make a document
-    template: str  # joins them: "{question}\n{answer}"; "" for a single one
+    name: str  # for messages
+    columns: list[str]
+    template: str
     json_lines: bool  # is a row a line of JSON?
     shared: bool  # does every rank read a part? Otherwise one reads it all
     open: Any  # () -> datasets.IterableDataset
 
 @contextmanager
 def explained(name: str, problem: str = "cannot be read", remedy: str = "replace the file") -> Iterator[None]:
-    """Turns any exception of a library (their types share no base class) into an InputError about `name`."""
+    """Turns any exception of a library into an InputError about `name`; their types share no base class."""
     try:
         yield
     except InputError:
@@ -79,7 +77,7 @@ def set_up_datasets() -> None:
     import pyarrow
     from tqdm import tqdm
 
-    tqdm.set_lock(threading.RLock())  # its own is shared between processes: one killed holding it blocks all
+    tqdm.set_lock(threading.RLock())  # its own is shared: a process killed holding it would block all
     datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(100)  # its exceptions say the same
@@ -114,8 +112,7 @@ def open_files(paths: list[str], world_size: int, column: str, template: str) ->
     return facts_about(paths, None) | {"validation": False}, streams
 
 def open_dataset(
-    dataset: str, commit: str | None, config: str, split: str, text_column: str, template: str
-) -> tuple[dict, list]:
+        dataset: str, commit: str | None, config: str, split: str, text_column: str, template: str) -> tuple:
     """-> (facts, [stream of a validation split or "", stream of the split]). Raises InputError."""
     from datasets import load_dataset_builder
     from huggingface_hub import HfApi
@@ -128,17 +125,17 @@ def open_dataset(
         split = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
         if split not in splits:
             raise InputError(f"{name}: no split {split!r}; --split names one of: {', '.join(splits)}")
-        validation = next((key for key in VALIDATION if key in splits and split == "train"), "")
+        names = ("validation", "valid", "val", "dev") if split == "train" else ()
+        validation = next((key for key in names if key in splits), "")
         rows = builder.as_streaming_dataset(split)
-        schema = rows.features and rows.features.arrow_schema
-        schema = schema or next(rows.with_format("arrow").iter(1)).schema
+        known = rows.features and rows.features.arrow_schema
+        schema = known or next(rows.with_format("arrow").iter(1)).schema
         kinds = {field.name: str(field.type) for field in schema}
         strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
         columns = template_columns(template) or [text_column or (strings[0] if len(strings) == 1 else "text")]
         if not set(columns) <= set(kinds if template else strings):
             listed = ", ".join(f"{key} ({kind})" for key, kind in kinds.items())
-            raise InputError(f"{name}: no text in {', '.join(columns)}; choose with --text-column or "
-                             f"--template from: {listed}")
+            raise InputError(f"{name}: no text in {', '.join(columns)}; --text-column, --template: {listed}")
         if builder.name == "parquet":  # read no other columns, and little at a time
             builder.config.columns, builder.config.batch_size = columns, BATCH_ROWS
         facts = facts_about([*splits.get(validation, []), *splits[split]], commit)
@@ -149,8 +146,7 @@ def open_dataset(
 def read(connection: Connection, opener: Callable, position: list, rank: int, world_size: int) -> None:
     """The reader process: sends the facts, ([stream, its state], Stream, rows) from a position on, and None;
     or an InputError. Rows are in Arrow's IPC format."""
-    start_child()
-    set_up_datasets()
+    start_child(set_up_datasets)
     import pyarrow
     from datasets.distributed import split_dataset_by_node
 
@@ -172,13 +168,14 @@ def read(connection: Connection, opener: Callable, position: list, rank: int, wo
                     sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
                     with pyarrow.ipc.new_stream(sink, table.schema) as writer:
                         writer.write_table(table)
-                    connection.send(([index, state], stream._replace(open=None), sink.getvalue().to_pybytes()))
+                    rows = sink.getvalue().to_pybytes()
+                    connection.send(([index, state], stream._replace(open=None), rows))
                     state = dataset.state_dict()
         connection.send(None)
     except InputError as error:
         connection.send(error)
 
-def start_child(prepare: Callable[[], Any] = lambda: None) -> None:
+def start_child(prepare: Callable[[], Any]) -> None:
     """Makes this process exit when its parent does, even after kill -9, and leaves Ctrl-C to the parent."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -189,16 +186,16 @@ def tokenize(stream: Stream, rows: bytes) -> tuple[np.ndarray, list[int]]:
     """-> (tokens of the documents, 1-D uint16; number of [nulls, empty texts]). Raises InputError."""
     import pyarrow
 
+    template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
     parts, skipped = [np.zeros(0, dtype=np.uint32)], [0, 0]
     with explained(stream.name, "a row has no text", "correct it or choose another --text-column"):
         for row in pyarrow.ipc.open_stream(rows).read_all().to_pylist():
             if stream.json_lines and not row["text"].strip():
                 continue
             row = json.loads(row["text"]) if stream.json_lines else row
-            values = {column: row[column] for column in stream.columns}
-            text = values[stream.columns[0]]
-            if stream.template and any(value is not None for value in values.values()):
-                text = stream.template.format_map({key: "" if v is None else v for key, v in values.items()})
+            text, *others = [row[column] for column in stream.columns]
+            if stream.template and any(value is not None for value in (text, *others)):
+                text = template.format_map({key: "" if v is None else v for key, v in row.items()})
             if text is None or not text.encode():  # fails for a number, and for half a surrogate pair in JSON
                 skipped[text is not None] += 1
             else:
@@ -206,7 +203,7 @@ def tokenize(stream: Stream, rows: bytes) -> tuple[np.ndarray, list[int]]:
     return np.concatenate(parts, dtype=np.uint16, casting="unsafe"), skipped
 
 def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
-    """Starts the reader and the workers. Yields facts, then (position, tokens, skipped). Raises InputError."""
+    """Starts reader and workers. Yields the facts, then (position, tokens, skipped). Raises InputError."""
     ours, theirs = multiprocessing.Pipe()
     reader = multiprocessing.Process(target=read, args=(theirs, *reader_arguments), daemon=True)
     reader.start()
@@ -228,8 +225,7 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
         for position, future in pending:
             yield position, *future.result()
     except (BrokenExecutor, EOFError):
-        raise InputError("a worker or the reader was killed (out of memory?); run the same command again to "
-                         "continue, with fewer --workers") from None
+        raise InputError("a process was killed (out of memory?); repeat with fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
         reader.kill()
