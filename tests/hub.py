@@ -27,7 +27,6 @@ class Hub(http.server.ThreadingHTTPServer):
         self.env = {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         self.env["HF_HOME"] = str(home)
 
-
 class HubHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # head and body in one go
