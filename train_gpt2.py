@@ -614,6 +614,8 @@ class DDPContext:
         """Chooses the device and joins torchrun's process group. Raises InputError."""
         rank, local_rank, world_size = cli.torchrun_ranks()
         device, dtype, reason = devices.choose_device(config.device, config.dtype, local_rank, world_size)
+        if device.type == "mps" and dtype == torch.float16:  # its fused AdamW ignores found_inf (PR #186360)
+            raise InputError("--dtype float16: overflows would ruin the weights on MPS; use float32")
         cuda, patience = device.type == "cuda", timedelta(hours=1)  # ranks may wait for rank 0's files
         if device.type == "cpu":
             devices.keep_freed_memory()
@@ -860,7 +862,6 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> 
 # Set-up
 
 def new_model(config: TrainConfig) -> GPT:
-    """An untrained model of the configured shape."""
     return GPT(GPTConfig(config.seq_len, VOCAB_SIZE, config.n_layer, config.n_head, config.n_embd))
 
 def start_model(config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -> GPT:

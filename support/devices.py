@@ -33,8 +33,6 @@ def choose_device(
         else:
             best, reason = "float16", "the chip has no bfloat16; gradients are scaled"
     elif kind == "mps":
-        if dtype == "float16":  # fused AdamW ignores the scaler's found_inf there (pytorch PR #186360)
-            raise InputError("--dtype float16: overflows would ruin the weights on MPS; use float32")
         chosen, name, best, reason = torch.device("mps"), "Apple GPU", "float32", "the safe choice on MPS"
     else:
         chosen, name = torch.device("cpu"), f"{torch.get_num_threads()} threads"

@@ -167,3 +167,11 @@ def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):
     torch.testing.assert_close(losses_after, losses_before, atol=1e-3, rtol=1e-5)
     assert torch.equal(losses_after.argmin(1), losses_before.argmin(1))
     assert torch.equal(samples_after, samples_before)
+
+def test_float16_on_mps_is_for_evaluation_only(monkeypatch):
+    """Fused AdamW would apply an overflow there; HellaSwag has no optimizer."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert devices.choose_device("auto", "float16")[:2] == (torch.device("mps"), torch.float16)
+    with pytest.raises(InputError, match="--dtype float16: overflows"):
+        train_gpt2.DDPContext.start(read_config([*TINY, "--device", "mps", "--dtype", "float16"]))
