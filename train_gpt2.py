@@ -270,9 +270,8 @@ class GPT(nn.Module):
         write_pretrained(Path(folder), self.config, self.state_dict())
 
 # ------------------------------------------------------------------------------------------------------------
-# Hugging Face folders. Two things differ from ours: names begin with `transformer.` (not in OpenAI's
-# uploads), and linear layers are Conv1D with (in, out) weights. A field that a fork adds to GPTConfig keeps
-# its name.
+# Hugging Face folders. There names begin with `transformer.` (not in OpenAI's uploads), and linear layers are
+# Conv1D with (in, out) weights. A field that a fork adds to GPTConfig keeps its name.
 
 GPT2_MATHS = {  # GPT-2 in Hugging Face's terms; a model that differs in one of these computes something else
     "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
@@ -510,8 +509,7 @@ SHAKESPEARE = dict(
     n_embd=64, optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
     warmdown_steps=300, beta2=0.995, compile=False, eval_every=200, eval_tokens=32_768, hellaswag_every=0,
     sample_every=300, sample_prompt="ROMEO:", save_every=300)
-# From small models (bench/recipes), with the learning rate published for AdamW at this size and batch, since
-# Muon's updates are scaled to AdamW's. Nobody has trained 124M with it to the end yet.
+# From small models (bench/recipes); max_lr is one published for AdamW, to which Muon's updates are scaled.
 GPT2_FAST = dict(optimizer="muon", schedule="wsd", max_steps=9_536, warmup_steps=476, warmdown_steps=4_768,
                  max_lr=1.8e-3, min_lr=0.0)
 PRESETS = {"gpt2": {}, "gpt2-fast": GPT2_FAST, "gpt3": dict(seq_len=2048), "shakespeare": SHAKESPEARE}
@@ -583,8 +581,7 @@ def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = to
 def get_lr(step: int, config: TrainConfig) -> float:
     """Learning rate of update `step` (from 0): linear warm-up to max_lr, then the schedule down to min_lr.
     cosine is GPT-3's (Brown et al. 2020, appendix B). wsd ends in a linear warm-down; nothing before it
-    depends on max_steps, so a run can be extended (Hägele et al. 2024, "Scaling Laws and Compute-Optimal
-    Training Beyond Fixed Training Durations")."""
+    depends on max_steps, so a run can be extended (Hägele et al. 2024, arXiv:2405.18392)."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
     if step >= config.max_steps:
@@ -850,8 +847,7 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> 
             print(f"error: {problem}; training continues", file=sys.stderr, flush=True)
         # Checkpoints of later steps, if any, are damaged: this run was resumed from before them.
         steps = [step for step in map(files.step_of, files.list_checkpoints(log_dir)) if step <= state.step]
-        losses = dict(zip(*files.read_log(log_dir).get("val", ([], [])), strict=True))
-        best = min((step for step in steps if step in losses), key=losses.get, default=None)
+        best, _ = files.best_checkpoint(log_dir)
         for step in steps[: -config.keep_checkpoints] if config.keep_checkpoints else []:
             if step != best and not (config.keep_every and step % config.keep_every == 0):
                 files.remove_folder(log_dir / f"step_{step:06d}")
@@ -956,6 +952,10 @@ def conclude(state: TrainState, config: TrainConfig, val: float | None, val_load
         print0(f"curves: {picture}")
     if config.save_every:
         print0(f"model: {config.log_dir}/step_{state.step:06d}/, which Hugging Face loads")
+        best, loss = files.best_checkpoint(Path(config.log_dir))
+        if val is not None and best != state.step:
+            print0(f"best: {config.log_dir}/step_{best:06d}/, validation loss {loss:.4f}, and it rose later: "
+                   "train for fewer steps, or on more text")
         script, prompt = cli.shown(ROOT / "sample.py"), shlex.quote(config.sample_prompt)
         print0(f"sample: python {shlex.quote(script)} {shlex.quote(config.log_dir)} {prompt}")
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -114,6 +115,12 @@ def list_checkpoints(log_dir: Path) -> list[Path]:
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
+
+def best_checkpoint(log_dir: Path) -> tuple[int | None, float]:
+    """(step, validation loss) of the checkpoint with the lowest loss; (None, inf) if none was evaluated."""
+    losses = dict(zip(*read_log(log_dir).get("val", ([], [])), strict=True))
+    found = [(step, losses[step]) for step in map(step_of, list_checkpoints(log_dir)) if step in losses]
+    return min(reversed(found), key=lambda pair: pair[1], default=(None, math.inf))
 
 def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
     """run.json: what each start recorded, oldest first; [] without one. Raises InputError."""
