@@ -1,5 +1,7 @@
 """reference/check.py: does a run match a reference?"""
 
+import json
+
 import pytest
 import torch
 
@@ -72,3 +74,24 @@ def test_shipped_references_can_be_read(name, tmp_path):
         (tmp_path / "run.json").write_text((ROOT / "reference/shakespeare/run.json").read_text())
         (tmp_path / "log.txt").write_text("0 val 12.0\n")
         assert main([str(tmp_path), str(reference)]) == 1
+
+def test_the_gpt2_reference_tells_published_runs_apart(tmp_path, capsys):
+    """build-nanogpt's before and after its exchange of gradients was repaired (its PR #30), from step 250 on;
+    those of a fork (check.txt) with and without warm-up, from step 500 on."""
+    entry = json.loads((ROOT / "reference/shakespeare/run.json").read_text())[-1]
+    entry["config"] |= {"preset": "gpt2", "total_batch_size": 524_288}
+    (tmp_path / "run.json").write_text(json.dumps([entry]))
+
+    def verdict(losses):
+        (tmp_path / "log.txt").write_text("".join(f"{step} val {loss}\n" for step, loss in losses.items()))
+        return main([str(tmp_path)]), capsys.readouterr().out.rstrip()
+
+    shuffled = {0: 10.9522, 250: 6.1771, 500: 5.3292, 1000: 4.1457, 1250: 3.9467, 2500: 3.5616, 5000: 3.3543,
+                10_000: 3.1883, 15_000: 3.0998, 19_073: 3.0619}
+    assert verdict({250: 6.1631, 1000: 4.1533, 1250: 3.9518}) == (0, "3 values compared: matches gpt2")
+    assert verdict(shuffled) == (0, "10 values compared: matches gpt2")
+    wrong = {250: 6.43, 1000: 4.8797, 1250: 4.5877, 2500: 4.125}
+    no_warmup = {500: 5.7544, 1000: 4.8598, 5000: 3.4993, 10_000: 3.2958, 15_000: 3.2053, 19_073: 3.1681}
+    for step, loss in [*wrong.items(), *no_warmup.items()]:
+        status, line = verdict(shuffled | {step: loss})
+        assert status == 1 and line.startswith(f"step {step}: val {loss:.4f} is outside"), line
