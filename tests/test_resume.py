@@ -52,7 +52,7 @@ def test_a_run_killed_while_it_saves_equals_one_that_never_was(tmp_path):
     def finish(log_dir: Path, steps: int) -> None:
         train_gpt2.main([*ARGS, "--max-steps", str(steps), "--log-dir", str(log_dir)])
 
-    assert torture(tmp_path, kills=1, steps=12, finish=finish) == 1
+    assert torture(tmp_path, kills=1, steps=12, finish=finish) == (1, [3])
 
 def test_two_ranks_then_one_then_three(text, tmp_path):
     """192 tokens a step as 12 sequences, on 2 ranks, from step 4 on 1, from step 8 on 3; 2 and 3 shard the

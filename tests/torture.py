@@ -1,13 +1,14 @@
 """Kills a training run at random moments, again and again: it must leave what an undisturbed one leaves.
 
     python tests/torture.py                    # 50 times kill -9, seven minutes on two cores
-    python tests/torture.py --kills 3 --seed 7
+    python tests/torture.py --kills 3 --seed 7 --picture killed.png
 
 A small CPU run that saves every fourth step is started with --resume and killed (SIGKILL) as often as --kills
 says, in turn while it writes a checkpoint, trains and starts up; then it may finish. Its weights, its
 training state and its log, except for the timing streams, must equal an undisturbed run's byte for byte.
 """
 
+# ruff: noqa: E402
 import argparse
 import itertools
 import random
@@ -20,8 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from support.files import read_log
+
 TIMINGS = ("ms", "tok_per_sec", "mfu")
 ARGS = ["--preset", "shakespeare", "--n-layer", "2", "--n-embd", "32", "--total-batch-size", "128",
         "--seq-len", "32", "--eval-every", "5", "--eval-tokens", "1024", "--sample-every", "0",
@@ -36,14 +42,17 @@ def finish(log_dir: Path, steps: int) -> None:
     output, _ = (process := start(log_dir, steps)).communicate()
     assert process.returncode == 0, output
 
-def kill(log_dir: Path, steps: int, when: str) -> None:
-    """Starts or resumes the run, and kills it at a random moment while it is starting, training or saving."""
+def kill(log_dir: Path, steps: int, when: str, most: int = 15) -> None:
+    """Starts or resumes the run, and kills it at a random moment while it is starting, training or saving.
+
+    most: lines that it may print in training before that.
+    """
     process = start(log_dir, steps)
     if when == "starting":
         time.sleep(random.uniform(0, 5))  # importing, reading checkpoints, trimming the log, the first steps
     elif when == "training":
         printed = filter(lambda line: line.startswith("step "), process.stdout)
-        list(itertools.islice(printed, random.randint(1, 15)))
+        list(itertools.islice(printed, random.randint(1, most)))
         time.sleep(random.uniform(0, 0.05))
     else:
         while process.poll() is None and not list(log_dir.glob(".step_*.partial")):
@@ -71,16 +80,19 @@ def same_state(a: object, b: object) -> bool:
         return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in keys)
     return all(map(same_state, a, b)) if isinstance(a, list) else a == b
 
-def torture(folder: Path, kills: int, steps: int, finish: Callable[[Path, int], None] = finish) -> int:
-    """Runs both and compares them. Returns how many kills left a checkpoint half written.
+def torture(folder: Path, kills: int, steps: int,
+            finish: Callable[[Path, int], None] = finish) -> tuple[int, list[int]]:
+    """Runs both and compares them. Returns how many kills left a checkpoint half written, and for each kill
+    the last step in the log.
 
     finish(log_dir, steps): lets a run come to its end.
     """
     finish(folder / "straight", steps)
-    half_written = 0
+    half_written, killed_at = 0, []
     for i in range(kills):
-        kill(folder / "killed", steps, ("saving", "training", "starting")[i % 3])
+        kill(folder / "killed", steps, ("saving", "training", "starting")[i % 3], most=4 * steps // kills)
         half_written += bool(list((folder / "killed").glob(".step_*.partial")))
+        killed_at.append(read_log(folder / "killed")["train"][0][-1])
     finish(folder / "killed", steps)
     straight, killed = contents(folder / "straight"), contents(folder / "killed")
     assert straight.keys() == killed.keys(), straight.keys() ^ killed.keys()
@@ -88,18 +100,33 @@ def torture(folder: Path, kills: int, steps: int, finish: Callable[[Path, int], 
     for path in (folder / "straight").glob("step_*/training_state.pt"):
         states = [torch.load(folder / run / path.parent.name / path.name) for run in ("straight", "killed")]
         assert same_state(*states), path
-    return half_written
+    return half_written, killed_at
+
+def draw(folder: Path, killed_at: list[int], path: Path) -> None:
+    figure = Figure(figsize=(8, 3.6), dpi=200, layout="constrained")
+    axes = figure.subplots()
+    for run, label, color, width in (("straight", "never stopped", "#ffc46b", 5),
+                                     ("killed", f"killed {len(killed_at)} times", "#1f3b73", 0.9)):
+        steps, losses = read_log(folder / run)["train"]
+        axes.plot(steps, losses, color=color, linewidth=width, label=label)
+    axes.plot(killed_at, [losses[step] for step in killed_at], "x", color="#d62728", label="kill -9")
+    axes.set(xlabel="step", ylabel="training loss, nats a token", title="Same bytes")
+    axes.legend()
+    figure.savefig(path)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--picture", type=Path, help="draw both runs' losses and the kills into this file")
     args = parser.parse_args()
     random.seed(args.seed)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        half_written = torture(Path(folder), args.kills, args.steps)
+        half_written, killed_at = torture(Path(folder), args.kills, args.steps)
+        if args.picture:
+            draw(Path(folder), killed_at, args.picture)
     print(f"{args.kills} kills (seed {args.seed}), {half_written} of which left a checkpoint half written, "
           f"{args.steps} steps, {time.perf_counter() - began:.0f} s: weights, state and log equal an "
           "undisturbed run's")
