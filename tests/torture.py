@@ -103,15 +103,17 @@ def torture(folder: Path, kills: int, steps: int,
     return half_written, killed_at
 
 def draw(folder: Path, killed_at: list[int], path: Path) -> None:
-    figure = Figure(figsize=(8, 3.6), dpi=200, layout="constrained")
+    figure = Figure(figsize=(8, 3.1), dpi=200, layout="constrained")
     axes = figure.subplots()
-    for run, label, color, width in (("straight", "never stopped", "#ffc46b", 5),
+    for run, label, color, width in (("straight", "never stopped", "#ffc46b", 4.5),
                                      ("killed", f"killed {len(killed_at)} times", "#1f3b73", 0.9)):
         steps, losses = read_log(folder / run)["train"]
         axes.plot(steps, losses, color=color, linewidth=width, label=label)
-    axes.plot(killed_at, [losses[step] for step in killed_at], "x", color="#d62728", label="kill -9")
-    axes.set(xlabel="step", ylabel="training loss, nats a token", title="Same bytes")
-    axes.legend()
+    axes.vlines(killed_at, min(losses), max(losses), color="#e57373", zorder=0, linewidth=0.8, label="kill")
+    axes.set(xlabel="step", ylabel="training loss", xlim=(-5, len(steps)))
+    axes.set_title(f"Killed {len(killed_at)} times or never: the same bytes", fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(framealpha=1, edgecolor="white")
     figure.savefig(path)
 
 def main() -> None:
