@@ -134,24 +134,19 @@ class ChunkedLoss(torch.autograd.Function):
         """x (N, C), wte (V, C), targets (N,) -> float32 scalar"""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        w, V = wte.to(dtype), wte.size(0)
-        w = F.pad(w, (0, 0, 0, -V % 64)) if x.is_cuda else w  # as in lm_head
+        V = wte.size(0)
+        w = F.pad(wte.to(dtype), (0, 0, 0, -V % 64))  # as in lm_head; on a CPU, too, aligned rows are faster
         loss = torch.zeros((), device=x.device)
         dx, dw = (torch.empty_like(x), torch.zeros_like(w, dtype=wte.dtype)) if needs_gradient else (x, None)
         for i in range(0, len(x), ChunkedLoss.CHUNK):
             chunk = slice(i, i + ChunkedLoss.CHUNK)
             x_chunk, target = x[chunk].to(dtype), targets[chunk, None]
-            # On a CPU float32 matmuls are twice as fast with a token's logits in a column, V being so large;
-            # in 16 bits the softmax, which prefers a row, takes longer than the matmuls (bench/NOTES.md).
-            logits = (w @ x_chunk.t()).t() if dtype == torch.float32 else x_chunk @ w.t()  # (n, V)
-            logits = logits.float()
+            logits = x_chunk @ w.t()  # (n, V padded)
             logits[:, V:] = -math.inf
-            target_logits, largest = logits.gather(1, target), logits.amax(1, keepdim=True)
-            p = logits.sub_(largest).exp_()
-            total = p.sum(1, keepdim=True)
-            loss += (largest + total.log() - target_logits).sum()
+            p = logits.log_softmax(1, dtype=torch.float32)
+            loss -= p.gather(1, target).sum()
             if needs_gradient:  # of the summed loss by the logits: the probability, minus 1 at the target
-                p = p.div_(total).scatter_add_(1, target, torch.full_like(target_logits, -1.0)).to(dtype)
+                p = p.exp_().scatter_add_(1, target, torch.full_like(target, -1.0, dtype=p.dtype)).to(dtype)
                 dx[chunk] = p @ w
                 dw += p.t() @ x_chunk
             del logits, p  # otherwise they live until the next ones are allocated
