@@ -503,7 +503,7 @@ SHAKESPEARE = dict(
     data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=64, n_layer=4, n_head=4,
     n_embd=64, optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
     warmdown_steps=300, beta2=0.995, compile=False, eval_every=200, eval_tokens=32_768, hellaswag_every=0,
-    sample_every=300, sample_prompt="ROMEO:", save_every=300)
+    sample_every=300, sample_prompt="ROMEO:", save_every=200)
 # From small models (bench/recipes); max_lr is one published for AdamW, to which Muon's updates are scaled.
 GPT2_FAST = dict(optimizer="muon", schedule="wsd", max_steps=9_536, warmup_steps=476, warmdown_steps=4_768,
                  max_lr=1.8e-3, min_lr=0.0)
