@@ -143,10 +143,12 @@ class ChunkedLoss(torch.autograd.Function):
             x_chunk, target = x[chunk].to(dtype), targets[chunk, None]
             logits = x_chunk @ w.t()  # (n, V padded)
             logits[:, V:] = -math.inf
-            p = logits.log_softmax(1, dtype=torch.float32)
-            loss -= p.gather(1, target).sum()
+            p = logits.softmax(1, dtype=torch.float32)
+            # -log p[target], but by way of the largest p: that of an unlikely target can underflow to 0.
+            largest, target_logits = logits.amax(1, keepdim=True).float(), logits.gather(1, target).float()
+            loss += (largest - target_logits - p.amax(1, keepdim=True).log()).sum()
             if needs_gradient:  # of the summed loss by the logits: the probability, minus 1 at the target
-                p = p.exp_().scatter_add_(1, target, torch.full_like(target, -1.0, dtype=p.dtype)).to(dtype)
+                p = p.scatter_add_(1, target, torch.full_like(target_logits, -1.0)).to(dtype)
                 dx[chunk] = p @ w
                 dw += p.t() @ x_chunk
             del logits, p  # otherwise they live until the next ones are allocated
