@@ -3,109 +3,83 @@
 import hashlib
 import http.server
 import json
+import os
+import re
 import threading
-from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from pathlib import PurePosixPath
+from urllib.parse import unquote, urlsplit
 
-import tests.conftest  # noqa: F401  (its environment is for tests)
+import tests.conftest  # noqa: F401  (now, since it keeps all else off the Hub)
 
 class Hub(http.server.ThreadingHTTPServer):
-    """`files`: {repository: {path: bytes}}, all at one commit.
+    """Serves what this process imports of `huggingface_hub` from now on.
 
-    closed: {repository: the error code for requests without TOKEN}. failures: "error" for each request for a
-    file that fails. requests: (method, path of a file, first byte).
+    files: {repository: {path: bytes}}, all at `commit`. closed: {repository: the error code for requests
+    without TOKEN}. failures: how many of the next requests for content fail. newest: the newest commit.
     """
 
     commit = "0123456789abcdef" * 2 + "01234567"
     TOKEN = "hf_secret"
 
-    def __init__(self, files, home):
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), HubHandler)
-        self.files, self.closed, self.requests, self.failures = files, {}, [], []
+        self.files, self.closed, self.failures, self.newest = {}, {}, 0, self.commit
         threading.Thread(target=self.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.env = {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        self.env["HF_HOME"] = str(home)
+        os.environ |= {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_HUB_OFFLINE": "0",
+                       "HF_HUB_DISABLE_XET": "1", "HF_HOME": os.path.abspath("home")}
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # head and body in one go
 
-    def answer(self, status, content=b"", **headers):
-        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+    def do_GET(self):
+        url = urlsplit(self.path)
+        repository, kind, commit, name = re.fullmatch(
+            r"(?:/api)?/datasets/([^/]+/[^/]+)/?(\w*)/?(\w*)/?(.*)", unquote(url.path)).groups()
+        files = self.server.files.get(repository, {}) if commit in ("", Hub.commit) else {}
+        closed = self.server.closed.get(repository) if files else "RepoNotFound"
+        known = self.headers.get("Authorization") == f"Bearer {Hub.TOKEN}"
+        if closed and not known and (kind or closed == "RepoNotFound"):  # anybody may see a gated one
+            self.answer(401, error=closed)
+        elif kind == "resolve" and name in files:
+            self.send_file(files[name])
+        elif kind == "tree" and (found := self.entries(files, name, "recursive=true" in url.query)):
+            self.answer(200, json.dumps(found).encode())
+        elif kind in ("resolve", "tree"):
+            self.answer(404, error="EntryNotFound")
+        else:
+            info = {"id": repository, "sha": commit or self.server.newest, "tags": []}
+            self.answer(200, json.dumps(info).encode())
+
+    do_HEAD = do_GET
+
+    def entries(self, files, folder, recursive):
+        prefix = folder and f"{folder}/"
+        parents = {str(parent): b"" for path in files for parent in PurePosixPath(path).parents[:-1]}
+        inside = {path: content for path, content in (parents | files).items() if path.startswith(prefix)
+                  and (recursive or "/" not in path.removeprefix(prefix))}
+        return [{"type": "file" if path in files else "directory", "path": path, "size": len(content),
+                 "oid": hashlib.sha1(content).hexdigest()} for path, content in inside.items()]
+
+    def send_file(self, content):
+        headers = {"ETag": hashlib.sha256(content).hexdigest(), "X-Repo-Commit": Hub.commit}
+        if self.command == "GET" and self.server.failures:
+            self.server.failures -= 1
+            self.answer(500)
+        elif "Range" in self.headers:
+            first, last = map(int, re.findall(r"\d+", self.headers["Range"]))
+            headers["Content-Range"] = f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}"
+            self.answer(206, content[first : last + 1], headers)
+        else:
+            self.answer(200, content, headers)
+
+    def answer(self, status, content=b"", headers=None, error=""):
         self.send_response(status)
-        for key, value in ({"Content-Length": len(content)} | headers).items():
-            self.send_header(key.replace("_", "-"), str(value))
+        for key, value in {"Content-Length": len(content), "X-Error-Code": error, **(headers or {})}.items():
+            self.send_header(key, str(value))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
-
-    def refuse(self, status, code):
-        self.answer(status, {"error": "no"}, X_Error_Code=code, X_Error_Message="no")
-
-    def do_GET(self):
-        length = int(self.headers.get("Content-Length", 0))
-        body = parse_qs(self.rfile.read(length).decode()) if length else {}
-        url = urlsplit(self.path)
-        path, recursive = unquote(url.path), "recursive=true" in url.query.lower()
-        for repository in self.server.files:
-            api, resolve = f"/api/datasets/{repository}", f"/datasets/{repository}/resolve/"
-            if path == api or path.startswith((f"{api}/", resolve)):
-                return self.serve(repository, path.removeprefix(api).removeprefix(resolve), body, recursive)
-        self.refuse(404 if self.knows() else 401, "RepoNotFound")
-
-    do_HEAD = do_POST = do_GET
-
-    def knows(self):
-        return self.headers.get("Authorization") == f"Bearer {self.server.TOKEN}"
-
-    def serve(self, repository, rest, body, recursive):
-        files, commit = self.server.files[repository], self.server.commit
-        closed = self.server.closed.get(repository)
-        info = {"id": repository, "sha": commit, "tags": []}
-        if closed and not self.knows() and (closed == "RepoNotFound" or rest):
-            return self.refuse(401, closed)  # of a gated repository anybody may know that it is there
-        if rest in ("", "/auth-check", f"/revision/{commit}"):
-            return self.answer(200, info)
-        if rest == f"/paths-info/{commit}":
-            found = [self.entry(files, path) for path in body["paths"]]
-            return self.answer(200, [entry for entry in found if entry])
-        if rest.startswith(f"/tree/{commit}"):
-            folder = rest.removeprefix(f"/tree/{commit}").strip("/")
-            below = [path for path in files if not folder or path.startswith(folder + "/")]
-            parents = {str(parent) for path in below for parent in Path(path).parents} - {".", folder}
-            found = [self.entry(files, path) for path in (*sorted(parents), *below)
-                     if recursive or str(Path(path).parent) == (folder or ".")]
-            return self.answer(200, found) if below else self.refuse(404, "EntryNotFound")
-        revision, _, file = rest.partition("/")
-        if revision not in (commit, "main"):
-            return self.refuse(404, "RevisionNotFound")
-        return self.send_file(file, files[file]) if file in files else self.refuse(404, "EntryNotFound")
-
-    @staticmethod
-    def entry(files, path):
-        if path in files:
-            content = files[path]
-            oid = hashlib.sha1(content).hexdigest()
-            return {"type": "file", "path": path, "size": len(content), "oid": oid}
-        if any(name.startswith(f"{path}/") for name in files):
-            return {"type": "directory", "path": path, "oid": "0" * 40}
-        return None
-
-    def send_file(self, name, content):
-        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
-        start, end = int(first), min(int(last or len(content)), len(content) - 1)
-        self.server.requests.append((self.command, name, start))
-        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": self.server.commit,
-                   "Accept-Ranges": "bytes"}
-        failure = self.server.failures.pop(0) if self.command == "GET" and self.server.failures else None
-        if failure == "error":
-            self.answer(500)
-        elif "Range" in self.headers and self.command == "GET":
-            total = f"bytes {start}-{end}/{len(content)}"
-            self.answer(206, content[start : end + 1], Content_Range=total, **headers)
-        else:
-            self.answer(200, content, **headers)
 
     def log_message(self, *args):
         pass

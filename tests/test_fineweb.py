@@ -3,7 +3,6 @@
     FINEWEB_KILLS=12 python -m pytest tests/test_fineweb.py -k killed
 """
 
-import contextlib
 import errno
 import gzip
 import hashlib
@@ -11,20 +10,22 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets  # here, so that the reader processes that tests fork need not import it
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import fineweb
 from support import texts
@@ -38,17 +39,18 @@ EVERY_PLANE = "".join(chr(plane * 0x10000 + 0x3A9) for plane in range(17))
 DOCUMENTS = [
     "Hello, world!", "", None, "<|endoftext|> is text", "CRLF\r\nand\ttabs\0and\x1b controls", EVERY_PLANE,
     "NA", "naïve 世界 🙂\u2028\ufeff", " ", "\n", "007", "a" * 5000, " \n" * 40 + "'s  12  \"apart\" \n", "z"]
+SPLITS = {"validation": ["to validate", "naïve 世界 🙂", None, ""],
+          "train": [*(f"text {i} <|endoftext|> {'some length ' * (i % 5)}'q'" for i in range(40)), None]}
 EDU = sorted((SHARED / "edu_sample").glob("*.parquet"))
 
 def expected_tokens(documents):
-    encode = get_tokenizer().encode_ordinary
-    return [token for text in documents if text for token in [EOT, *encode(text)]]
+    return [token for text in documents if text for token in [EOT, *get_tokenizer().encode_ordinary(text)]]
 
 def shard_paths(folder):
     return sorted([*Path(folder).glob("*.npy"), *Path(folder).glob("*.bin")], key=lambda path: path.stem[-6:])
 
-def shard_tokens(folder):
-    return np.concatenate([np.load(path) for path in shard_paths(folder)])
+def shard_tokens(folder, first=0):
+    return np.concatenate([np.load(path) for path in shard_paths(folder)[first:]]).tolist()
 
 def contents(folder):
     """{name: SHA-256} of everything in a folder."""
@@ -58,11 +60,17 @@ def read_manifest(folder):
     return json.loads((folder / "manifest.json").read_text())
 
 def make(*args):
-    fineweb.main([str(arg) for arg in args])
+    fineweb.main(["--workers", "1", *map(str, args)])
+
+def refused(*args):
+    with pytest.raises(InputError) as error:
+        make(*args)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 def parquet(documents, column="text"):
     notes = [None if i % 3 else f"note {i}" for i in range(len(documents))]
-    table = pa.table({"id": range(len(documents)), column: documents, "note": pa.array(notes, pa.string())})
+    table = pa.table({"id": range(len(documents)), column: documents, "note": notes})
     pq.write_table(table, file := io.BytesIO(), row_group_size=7)
     return file.getvalue()
 
@@ -82,37 +90,41 @@ def write(path, content):
     path.write_bytes(content)
     return path
 
-FILES = {
-    "a.parquet": parquet(DOCUMENTS), "b [1].jsonl": json_lines(DOCUMENTS),
-    "c.jsonl.gz": gzip.compress(json_lines(DOCUMENTS)), "d.jsonl.zst": zstd(json_lines(DOCUMENTS)),
-    "e.csv": csv(DOCUMENTS), "e.csv.gz": gzip.compress(csv(DOCUMENTS)), "books/e.txt": EVERY_PLANE.encode(),
-    "books/f.txt": b"", "books/g.md.gz": gzip.compress(b"line\nline\n"), "books/README.md": b"not a book"}
-ALL = [*DOCUMENTS * 6, EVERY_PLANE, "", "line\nline\n"]  # the documents of FILES
+def write_folder(folder, files):
+    for name, content in files.items():
+        write(folder / name, content)
+    return folder
 
-@pytest.fixture
-def files(tmp_path):
-    """The same documents in every row format, and a folder of texts."""
-    for name, content in FILES.items():
-        write(tmp_path / "files" / name, content)
-    return [tmp_path / "files" / name for name in (*list(FILES)[:4], "e.*", "books")]
+FORMATS = {
+    "parquet": parquet, "csv": csv, "jsonl": json_lines,
+    "jsonl.gz": lambda documents: gzip.compress(json_lines(documents)),
+    "jsonl.zst": lambda documents: zstd(json_lines(documents)),
+    "txt": lambda documents: "\n".join(text or "" for text in documents).encode(),  # a document a line
+    "json": lambda documents: b"[" + json_lines(documents).replace(b"\n", b",") + b"]"}
 
-def test_shards_hold_tiktokens_tokens_whatever_the_processes(files, tmp_path, monkeypatch):
-    """For 1, 2 and 3 workers and other batches; decoding restores the texts."""
-    made = []
+def dataset(kind):
+    """The files of SPLITS: one for the validation split, two for train."""
+    files = {f"train/{i}.{kind}": FORMATS[kind](SPLITS["train"][i::2]) for i in range(2)}
+    return files | {f"validation/0.{kind}": FORMATS[kind](SPLITS["validation"])}
+
+def test_shards_hold_tiktokens_tokens_whatever_the_processes(tmp_path, monkeypatch):
+    """For 1, 2 and 3 workers and other batches."""
+    files = {"a [1].jsonl": json_lines(DOCUMENTS), "e.csv": csv(DOCUMENTS),
+             "e.csv.gz": gzip.compress(csv(DOCUMENTS)), "books/e.txt": EVERY_PLANE.encode(),
+             "books/f.txt": b"", "books/g.md.gz": gzip.compress(b"a\nb\n"), "books/README.md": b"not a book"}
+    files |= {f"b.{kind}": FORMATS[kind](DOCUMENTS) for kind in ("parquet", "jsonl.gz", "jsonl.zst")}
+    write_folder(tmp_path, files)
+    patterns, made = [tmp_path / name for name in ("a [1].jsonl", "b.*", "e.*", "books")], []
     for workers, rows in ((1, 256), (2, 7), (3, 4)):
         monkeypatch.setattr(texts, "BATCH_ROWS", rows)
-        make("--input", *files, "--out", tmp_path / str(workers), "--shard-size", 3000, "--workers", workers)
-        made.append(contents(tmp_path / str(workers)))
+        out = tmp_path / f"out{workers}"
+        make("--input", *patterns, "--out", out, "--shard-size", 3000, "--workers", workers)
+        assert read_manifest(out)["skipped"] == [4, 9]  # .csv has no nulls
+        made.append(contents(out))
         assert made[-1].pop("manifest.json") and made[-1] == made[0]
-        assert read_manifest(tmp_path / str(workers))["skipped"] == [4, 9]  # .csv has no nulls
-    names = ["edufineweb_val_000000.npy", *(f"edufineweb_train_{i:06d}.npy" for i in range(1, len(made[0])))]
-    assert names == [path.name for path in shard_paths(tmp_path / "1")]
-    shards = [np.load(tmp_path / "1" / name) for name in names]
-    assert {(shard.dtype, len(shard)) for shard in shards[:-1]} == {(np.dtype("<u2"), 3000)}
-    tokens = np.concatenate(shards)
-    documents = np.split(tokens, np.flatnonzero(tokens == EOT))[1:]
-    assert [get_tokenizer().decode(part[1:].tolist()) for part in documents] == [text for text in ALL if text]
-    assert tokens.tolist() == expected_tokens(ALL)
+    *whole, _ = map(np.load, shard_paths(out))
+    assert {(shard.dtype, shard.shape) for shard in whole} == {(np.dtype("<u2"), (3000,))}
+    assert shard_tokens(out) == expected_tokens([*DOCUMENTS * 6, EVERY_PLANE, "", "a\nb\n"])
 
 @pytest.mark.skipif(not EDU, reason="no ../shared/data/edu_sample")
 def test_educational_sample(tmp_path):
@@ -120,39 +132,32 @@ def test_educational_sample(tmp_path):
     done = script("fineweb.py", "--input", EDU[0], "--out", tmp_path / "out")
     assert done.returncode == 0 and 9 < len(shard_paths(tmp_path / "out")) < 15, done.stderr
     table, tokens = pq.read_table(EDU[0]), shard_tokens(tmp_path / "out")
-    starts = np.flatnonzero(tokens == EOT)
+    assert tokens == expected_tokens(table["text"].to_pylist())
+    starts = np.flatnonzero(np.array(tokens) == EOT)
     assert (np.diff(starts, append=len(tokens)) - 1 == table["token_count"]).all()
-    for i, text in list(enumerate(table["text"].to_pylist()))[::97]:
-        assert tokens[starts[i] :][: table["token_count"][i].as_py() + 1].tolist() == expected_tokens([text])
 
-@given(st.lists(st.integers(0, 9), min_size=1), st.integers(1, 12), st.booleans(), st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_interruption(tmp_path_factory, monkeypatch, lengths, size, validation, data):
-    """Interrupted after any number of batches, any number of times."""
-    monkeypatch.setattr("support.files.fsync", lambda path: None)
-    batches = [([int(validation and i > 2), {"batch": i}], np.arange(length, dtype=np.uint16), [0, 1])
-               for i, length in enumerate([1, *lengths])]
-    folder = tmp_path_factory.mktemp("interrupted")
+@pytest.mark.parametrize("kind, template", [
+    *((kind, "") for kind in FORMATS), ("parquet", r"Q: {text}\n\tA: {note}"),
+    ("csv", "{{{id:03d}}}{note}")])
+def test_tokens_are_those_of_load_dataset(kind, template, tmp_path, monkeypatch):
+    """The validation split is shard 0, whole; interrupted after some shards. In templates a null is empty."""
+    monkeypatch.setattr(texts, "BATCH_ROWS", 3)
+    folder, out = write_folder(tmp_path / "folder", dataset(kind)), tmp_path / "out"
+    args = ["--dataset", folder, "--template", template, "--shard-size", 30, "--out", out]
+    for shards in (1, 2, 4, 0):
+        make(*args, "--max-shards", shards)
+    pattern = (template or "{text}").replace(r"\n", "\n").replace(r"\t", "\t")
 
-    def run(name, chance):
-        here = fineweb.Folder(folder / name)
-        here.begin({"shard_size": size})
+    def document(row):
+        if all(value is None for key, value in row.items() if f"{{{key}" in pattern):
+            return None
+        return pattern.format(**{key: "" if value is None else value for key, value in row.items()})
 
-        def left():
-            for batch in batches[(here.manifest["position"][1] or {"batch": 0})["batch"] :]:
-                if chance and data.draw(st.integers(0, 4)) == 0:
-                    raise MemoryError
-                yield batch
-
-        if not here.finished(0):
-            fineweb.write_shards(here, left(), size, 0, validation)
-
-    run("whole", False)
-    for chance in (True, True, True, False):
-        with contextlib.suppress(MemoryError):
-            run("interrupted", chance)
-    assert contents(folder / "whole") == contents(folder / "interrupted")
-    assert shard_tokens(folder / "whole").tolist() == [t for _, tokens, _ in batches for t in tokens.tolist()]
+    splits = datasets.load_dataset(str(folder), cache_dir=tmp_path / "cache")
+    validation, train = ([*map(document, splits[name])] for name in ("validation", "train"))
+    assert np.load(out / "edufineweb_val_000000.npy").tolist() == expected_tokens(validation)
+    assert shard_tokens(out, 1) == expected_tokens(train)
+    assert read_manifest(out)["skipped"] == [(validation + train).count(text) for text in (None, "")]
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 def test_resumed_three_times_and_killed(kind, tmp_path):
@@ -160,82 +165,71 @@ def test_resumed_three_times_and_killed(kind, tmp_path):
     any moment: the same bytes; finished shards stay, processes do not."""
     text = (ROOT / "input.txt").read_text(encoding="utf-8")
     documents = [text[i : i + 300] for i in range(0, len(text), 300)]
-    path = write(tmp_path / f"a.{kind}", {"parquet": parquet, "csv": csv}[kind](documents))
-    args, killed = ["--input", path, "--shard-size", 30_000, "--workers", 2, "--out"], tmp_path / "killed"
+    path, killed = write(tmp_path / f"a.{kind}", FORMATS[kind](documents)), tmp_path / "killed"
+    args = ["--input", str(path), "--shard-size", "30000", "--workers", "2", "--out"]
     began = time.perf_counter()
     assert script("fineweb.py", *args, tmp_path / "whole").returncode == 0
     seconds = time.perf_counter() - began
-    assert shard_tokens(tmp_path / "whole").tolist() == expected_tokens(documents)
+    assert shard_tokens(tmp_path / "whole") == expected_tokens(documents)
     for shards in (1, 2, 4):
         make(*args, killed, "--max-shards", shards)
     chance, kills = random.Random(os.environ.get("FINEWEB_SEED", 1337)), 0
     while kills < int(os.environ.get("FINEWEB_KILLS", 1)):
-        times = {path: path.stat().st_mtime_ns for path in shard_paths(killed)[:-1]}
-        command = [*map(str, [sys.executable, ROOT / "fineweb.py", *args, killed])]
-        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            run.wait(chance.uniform(0.3, 0.9) * seconds)
+        before = {path: path.stat().st_mtime_ns for path in shard_paths(killed)[:-1]}
+        run = subprocess.Popen([sys.executable, ROOT / "fineweb.py", *args, killed],
+                               stdout=subprocess.DEVNULL, start_new_session=True)
+        time.sleep(chance.uniform(0.3, 0.9) * seconds)
         run.kill()
         if run.wait() != -signal.SIGKILL:  # it was done: begin again
             assert contents(killed) == contents(tmp_path / "whole")
             killed = tmp_path / f"killed{time.monotonic()}"
             continue
         kills += 1
-        deadline = time.monotonic() + 10
-        with pytest.raises(ProcessLookupError):
-            while time.monotonic() < deadline:
+        with pytest.raises(ProcessLookupError):  # none of its processes is left
+            for _ in range(500):
                 os.killpg(run.pid, 0)
                 time.sleep(0.02)
-        assert times == {path: path.stat().st_mtime_ns for path in times}
+        assert before == {path: path.stat().st_mtime_ns for path in before}
     make(*args, killed)
     assert contents(killed) == contents(tmp_path / "whole")
 
 def test_a_changed_command_or_input_is_refused(tmp_path):
     """With the difference named, and nothing touched. Folder of the files and --workers may change."""
     out, line = tmp_path / "out", json.dumps({"text": "some text", "body": "other"}).encode() + b"\n"
-    a, b = write(tmp_path / "a.jsonl", line), write(tmp_path / "b.jsonl", line * 2)
-    options = ["--out", out, "--shard-size", 2]
+    folder = write_folder(tmp_path / "in", {"a.jsonl": line, "b.jsonl": line * 2})
+    (a, b), options = sorted(folder.iterdir()), ["--out", out, "--shard-size", 2]
     make("--input", a, b, *options, "--max-shards", 2)
     before = contents(out)
-    for message, args in {
-        "started with shard_size 2, now 3": [a, b, *options[:3], 3],
-        "started with text_column '', now 'body'": [a, b, *options, "--text-column", "body"],
-        r"started with files \[.*\], .*\], now \[\['a.jsonl', 39\]\]": [a, *options],
-    }.items():
-        with pytest.raises(InputError, match=message):
-            make("--input", *args)
+    assert "started with shard_size 2, now 3" in refused("--input", a, b, *options[:-1], 3)
+    assert "text_column '', now 'body'" in refused("--input", a, b, *options, "--text-column", "body")
+    assert "[['a.jsonl', 39], ['b.jsonl', 78]], now [['a.jsonl', 39]]" in refused("--input", a, *options)
     assert contents(out) == before
-    for path in (a, b):
-        write(tmp_path / "moved" / path.name, path.read_bytes())
-    make("--input", tmp_path / "moved", *options, "--workers", 3)
-    assert shard_tokens(out).tolist() == expected_tokens(["some text"] * 3)
-    times = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    make("--input", folder.rename(tmp_path / "moved"), *options, "--workers", 3)
+    assert shard_tokens(out) == expected_tokens(["some text"] * 3)
+    before = out.stat().st_mtime_ns
     make("--input", tmp_path / "moved", *options)
-    assert times == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert out.stat().st_mtime_ns == before
 
-def test_verify(files, tmp_path, capsys):
-    """It names files that changed, are missing or do not belong."""
+def test_verify(tmp_path, capsys):
+    """It names files that changed or do not belong."""
     out, shard = tmp_path / "out", "edufineweb_train_000001.npy"
-    make("--input", files[0], "--shard-size", 500, "--workers", 1, "--out", out)
+    make("--input", write(tmp_path / "a.parquet", parquet(DOCUMENTS)), "--shard-size", 500, "--out", out)
     make("--verify", "--out", out)
     assert "all as they were written\n" in capsys.readouterr().out
-    for name, damage, message in (
-        (shard, lambda data: data[:-3] + b"\1" + data[-2:], f"not as in manifest.json: {shard}"),
-        (shard, lambda data: data[:500], "000001.npy: not a whole shard"),
-        ("x_train_000001.npy", lambda data: b"", "not as in manifest.json: x_train_000001.npy"),
-        ("manifest.json", lambda data: data[:50], "manifest.json: cannot be read"),
-        ("manifest.json", lambda data: b"{}", "edufineweb_val_000000.npy"),
-    ):
-        before = (out / name).read_bytes() if (out / name).exists() else None
-        write(out / name, damage(before))
-        with pytest.raises(InputError, match=message):
-            make("--verify", "--out", out)
-        (out / name).write_bytes(before) if before else (out / name).unlink()
+    whole = (out / shard).read_bytes()
+    for i, (name, content, message) in enumerate([
+        (shard, whole[:-3] + b"\1" + whole[-2:], f"not as in manifest.json: {shard}"),
+        (shard, whole[:500], f"{shard}: not a whole shard"),
+        ("x_train_000001.npy", b"", "not as in manifest.json: x_train_000001.npy"),
+        ("manifest.json", b'{"complete": ', "manifest.json: cannot be read"),
+        ("manifest.json", b"{}", f"not as in manifest.json: {shard}, "),
+    ]):
+        folder = shutil.copytree(out, tmp_path / f"damaged{i}")
+        write(folder / name, content)
+        assert message in refused("--verify", "--out", folder)
 
-damaged = parquet([str(i) * 50 for i in range(2000)])
-damaged = damaged[:100] + b"\xff" * 300 + damaged[400:]
-offsets = pa.array(["ab", "cd"]).buffers()[:2]
-not_utf8 = pa.Array.from_buffers(pa.string(), 2, [*offsets, pa.py_buffer(b"ab\xffd")])
+damaged = b"PAR1" + b"\xff" * 500 + parquet(DOCUMENTS)[504:]
+not_utf8 = pa.array([b"ab\xff"]).view(pa.string())
 MISTAKES = {  # name: (content, message)
     "none.docx": (b"", "none.docx: no such file, or not .parquet, .jsonl"),
     "damaged.parquet": (damaged, "damaged.parquet: cannot be read"),
@@ -261,76 +255,156 @@ MISTAKES = {  # name: (content, message)
 def test_mistakes(name, tmp_path):
     content, message = MISTAKES[name]
     args = name.split() if content is None else ["--input", write(tmp_path / name, content)]
-    with pytest.raises(InputError) as error:
-        make(*args, "--out", tmp_path / "out", *(["--workers", 1] if content is not None else []))
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert message in refused(*args, "--out", tmp_path / "out")
     assert not shard_paths(tmp_path / "out")
 
-def test_full_disks_and_foreign_shards(files, tmp_path, monkeypatch):
+def test_full_disks_and_foreign_shards(tmp_path, monkeypatch):
     """Too little space is refused at once. If the disk fills up, a second run makes the rest."""
-    out = tmp_path / "out"
-    args = ["--input", files[0], "--shard-size", 400, "--workers", 1, "--out", out]
+    out, path = tmp_path / "out", write(tmp_path / "a.parquet", parquet(DOCUMENTS))
+    args = ["--input", path, "--shard-size", 400, "--out", out]
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with monkeypatch.context() as patch:
-        patch.setattr(fineweb.shutil, "disk_usage", lambda path: fineweb.shutil._ntuple_diskusage(0, 0, 1000))
-        with pytest.raises(InputError, match=r"needs about 0\.00 GB of disk, has 0\.00"):
-            make(*args)
+        patch.setattr(fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        assert "needs about 0.00 GB of disk, has 0.00; free some" in refused(*args)
     assert not out.exists()
-    original = fineweb.atomic_write
-
-    def full(path, mode="wb"):
-        if path.name == "edufineweb_train_000002.npy":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(path, mode)
-
+    make(*args, "--max-shards", 2)
+    before = contents(out)
     with monkeypatch.context() as patch:
-        patch.setattr(fineweb, "atomic_write", full)
-        with pytest.raises(InputError, match=r"000002.npy: cannot be written .*No space left .*; free some"):
-            make(*args)
-    assert len(shard_paths(out)) == 2
-    np.save(out / "edufineweb_train_000009.npy", np.zeros(9, np.uint16))
-    with pytest.raises(InputError, match=r"edufineweb_train_000009.npy: not in manifest.json"):
-        make(*args)
-    (out / "edufineweb_train_000009.npy").unlink()
+        patch.setattr(np.lib.format, "write_array_header_1_0", full)
+        assert "000002.npy: cannot be written (OSError: [Errno 28] No space left on" in refused(*args)
+    assert contents(out) == before
+    foreign = write(out / "edufineweb_train_000009.npy", shard_paths(out)[0].read_bytes())
+    assert "edufineweb_train_000009.npy: not in manifest.json" in refused(*args)
+    foreign.unlink()
     make(*args)
-    assert shard_tokens(out).tolist() == expected_tokens(DOCUMENTS)
+    assert shard_tokens(out) == expected_tokens(DOCUMENTS)
 
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("name", ["tokenize", "read"])
-def test_a_killed_process(name, files, tmp_path, monkeypatch):
+def test_a_killed_process(name, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, name, die)
-    with pytest.raises(InputError, match="was killed"):
-        make("--input", files[0], "--out", tmp_path / "out", "--workers", 1)
+    path = write(tmp_path / "a.txt", b"text")
+    assert "a process was killed" in refused("--input", path, "--out", tmp_path / "out")
 
 @pytest.mark.parametrize("source, number", [
     ("--input", 3), ("--input", 1), ("--dataset", 3), ("--dataset", 2), ("--dataset", 1)])
 def test_ranks_share_the_documents(source, number, tmp_path, monkeypatch):
-    """Two ranks with fewer or more files than ranks: each document is in the shards of one of them. A
-    validation split is rank 0's."""
-    folder, out = tmp_path / "folder", tmp_path / "out"
-    documents = [f"{i} {j}" for i in range(number) for j in range(9)]
-    for i in range(number):
-        write(folder / f"train-{i}.csv", csv(documents[i * 9 : i * 9 + 9]))
-    if source == "--dataset":
-        write(folder / "validation.csv", csv(["to validate"]))
-    args = [source, folder, "--shard-size", 9, "--workers", 1, "--out", out]
+    """Two ranks, one to three files: each document is in one's shards, a validation split in rank 0's."""
+    out, documents = tmp_path / "out", [f"{i} {j}" for i in range(number) for j in range(9)]
+    files = {f"train-{i}.csv": csv(documents[i * 9 : i * 9 + 9]) for i in range(number)}
+    validation = ["to validate"] if source == "--dataset" else []
+    files |= {"validation.csv": csv(validation)} if validation else {}
+    args = [source, write_folder(tmp_path / "in", files), "--shard-size", 9, "--out", out]
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, shards in ((1, 3), (0, 3), (1, 0), (0, 0)):
         monkeypatch.setenv("RANK", str(rank))
         make(*args, "--max-shards", shards)
-    names = [shard["name"] for shard in read_manifest(out)["shards"]]
-    assert names == [path.name for path in shard_paths(out)]
-    made = []
-    for rank in (0, 1):
-        mine = [np.load(path).tolist() for path in shard_paths(out) if int(path.stem[-6:]) % 2 == rank]
-        if source == "--dataset" and rank == 0:
-            assert mine.pop(0) == expected_tokens(["to validate"])
-        tokens = np.concatenate(mine)
-        made += map(tuple, np.split(tokens, np.flatnonzero(tokens == EOT))[1:])
-    assert sorted(made) == sorted(tuple(expected_tokens([text])) for text in documents)
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.delenv("RANK")
+    paths = shard_paths(out)
+    assert [shard["name"] for shard in read_manifest(out)["shards"]] == [path.name for path in paths]
+    if validation:
+        assert np.load(paths[0]).tolist() == expected_tokens(validation)
+    paths.sort(key=lambda path: int(path.stem[-6:]) % 2)  # by rank
+    tokens = np.concatenate([np.load(path) for path in paths])
+    made = [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == EOT))[1:]]
+    assert sorted(made) == sorted(expected_tokens([text]) for text in validation + documents)
+    monkeypatch.setenv("WORLD_SIZE", "1")
     make("--verify", "--out", out)
-    with pytest.raises(InputError, match="started with world_size 2, now 1"):
+    assert "started with world_size 2, now 1" in refused(*args)
+
+def test_configurations_splits_and_columns(tmp_path):
+    card = b"---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n  data_files:\n" \
+           b"  - split: odd\n    path: b.jsonl\n  - split: validation\n    path: a.jsonl\n---\n"
+    folder, empty, out, none = (tmp_path / name for name in ("folder", "empty", "out", "none"))
+    write_folder(folder, {"README.md": card, "a.jsonl": b'{"text": "a b c d e"}\n{}',
+                          "b.jsonl": b'{"n": 1, "story": "f"}'})
+    dataset = ["--dataset", folder, "--config"]
+    make(*dataset, "one", "--out", out)
+    assert shard_tokens(out) == expected_tokens(["a b c d e"]) and read_manifest(out)["skipped"] == [1, 0]
+    make(*dataset, "two", "--split", "odd", "--out", tmp_path / "two")
+    assert shard_tokens(tmp_path / "two") == expected_tokens(["f"])  # the only column of strings
+    assert "started with split 'odd', now ''" in refused(*dataset, "two", "--out", tmp_path / "two")
+    for args, message in {
+        ("",): "Config name is missing. Please pick one among the available configs: ['one', 'two']",
+        ("three",): "BuilderConfig 'three' not found. Available: ['one', 'two']",
+        ("two",): "no split 'train'; --split names one of: odd, validation",
+        ("two", "--split", "odd", "--text-column", "n"): "no text in n; ",
+        ("one", "--template", "{x}"): "no text in x; --text-column, --template: ",
+    }.items():
+        assert message in refused(*dataset, *args, "--out", none)
+    empty.mkdir()
+    assert "doesn't contain any data files" in refused("--dataset", empty, "--out", none)
+    assert not none.exists()
+
+def test_local_files_need_no_network(tmp_path, monkeypatch):
+    """Left alone, `datasets` sends a request for each, and without a network waits for it."""
+    asked, path = tmp_path / "asked", write(tmp_path / "in" / "a.jsonl", b'{"text": "a"}')
+    for config in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: asked.touch())
+    make("--input", path, "--out", tmp_path / "out1")
+    make("--dataset", path.parent, "--out", tmp_path / "out2")
+    assert not asked.exists()
+    monkeypatch.setattr(texts, "set_up_datasets", lambda: None)
+    make("--input", path, "--out", tmp_path / "out3")
+    assert asked.exists()
+
+def test_through_the_hub(tmp_path):
+    """In a process by itself, since huggingface_hub reads its settings when it is imported."""
+    code = "import tests.hub; hub = tests.hub.Hub(); import tests.test_fineweb as t; t.be_with_the_hub(hub)"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, timeout=120, check=True)
+
+def be_with_the_hub(hub):
+    hub.files = {f"me/{kind.replace('.', '-')}": dataset(kind) for kind in ("parquet", "jsonl.gz", "csv")}
+    train = [*SPLITS["train"][0::2], *SPLITS["train"][1::2]]
+    datasets.config.STREAMING_READ_MAX_RETRIES = 2
+    time.sleep = lambda seconds: None  # between retries
+    for name in list(hub.files):
+        out = Path("out", name)
+        args = ["--dataset", name, "--shard-size", 100, "--out", out]
+        make(*args, "--max-shards", 2)
+        hub.newest, hub.failures = "f" * 40, 1  # goes on with the commit it began with; a request is repeated
         make(*args)
+        hub.newest = hub.commit
+        assert np.load(shard_paths(out)[0]).tolist() == expected_tokens(SPLITS["validation"])
+        assert shard_tokens(out, 1) == expected_tokens(train)
+    args = [*args[:-1], "late"]
+    make(*args, "--max-shards", 2)
+    hub.failures = 1000  # the network ends within a stream
+    assert "me/csv: cannot be read" in refused(*args)
+    hub.failures = 0
+    make(*args)
+    assert contents("late") == contents(out)
+    hub.files |= {"me/gated": dataset("parquet"), "me/private": dataset("parquet")}
+    hub.closed = {"me/gated": "GatedRepo", "me/private": "RepoNotFound"}
+    for name in ("me/gated", "me/private", "me/none"):
+        line = refused("--dataset", name, "--out", "none")
+        assert f"{name}: cannot be read" in line and "request access on its Hub page" in line
+    os.environ["HF_TOKEN"] = hub.TOKEN
+    for name in ("me/gated", "me/private"):
+        make("--dataset", name, "--out", f"out/{name}")
+        assert shard_tokens(f"out/{name}") == expected_tokens(SPLITS["validation"] + train)
+    card = b"---\nconfigs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*\n---\n"
+    hub.files[fineweb.FINEWEB] = {
+        "README.md": card, "sample/10BT/0.parquet": parquet(SPLITS["train"]), "data/x.parquet": b"no"}
+    make()
+    assert shard_tokens("edu_fineweb10B") == expected_tokens(SPLITS["train"])
+    assert "BuilderConfig 'sample-1BT' not found" in refused("--name", "sample-1BT", "--out", "none")
+    header = np.pad(np.array([20240520, 1, 1000], "<i4"), (0, 253)).tobytes()
+    whole = header + np.full(1000, EOT, "<u2").tobytes()
+    shards = {"val_000000": whole, "train_000001": whole, "train_000002": header}
+    hub.files[fineweb.PRETOKENIZED] = {f"finewebedu_{key}.bin": shard for key, shard in shards.items()}
+    make("--pretokenized", 1, "--out", "ready")
+    assert "000002.bin" in refused("--pretokenized", 3, "--out", "ready")
+    assert [path.name[-10:] for path in shard_paths("ready")] == ["000000.bin", "000001.bin"]
+    make("--verify", "--out", "ready")
+    hub.shutdown()
+    hub.server_close()
+    make(*args)  # asks for nothing, since all is there
+    assert "check names and network" in refused("--out", "none")
+    assert not os.path.exists("none")

@@ -26,7 +26,7 @@ NOT_RUN = {  # beginning of a command, or an argument in it -> why it is not run
     "python bench": "minutes; tests/test_bench.py and tests/test_sweep.py run small ones",
     "python tests/": "minutes",
     "python -m pytest": "this",
-    "--dataset": "a network; tests/test_dataset.py has a server of its own",
+    "--dataset": "a network; tests/test_fineweb.py has a server of its own",
 }
 SMALL = dict(n_layer=1, n_head=1, n_embd=8, seq_len=16, micro_batch_size=2, total_batch_size=32,
              max_steps=2, warmup_steps=1, warmdown_steps=1, eval_every=0, eval_tokens=64, hellaswag_every=0,
