@@ -109,7 +109,8 @@ def draw(folder: Path, killed_at: list[int], path: Path) -> None:
                                      ("killed", f"killed {len(killed_at)} times", "#1f3b73", 0.9)):
         steps, losses = read_log(folder / run)["train"]
         axes.plot(steps, losses, color=color, linewidth=width, label=label)
-    axes.vlines(killed_at, min(losses), max(losses), color="#e57373", zorder=0, linewidth=0.8, label="kill")
+    axes.vlines(killed_at, min(losses), max(losses), color="#e57373", zorder=0, linewidth=0.8,
+                label="killed here, once or more")
     axes.set(xlabel="step", ylabel="training loss", xlim=(-5, len(steps)))
     axes.set_title(f"Killed {len(killed_at)} times or never: the same bytes", fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
