@@ -70,6 +70,8 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
     for path in paths:
         if not (path.endswith(SUFFIXES) and Path(path).is_file()):
             raise InputError(f"--input {path}: no such file, or not {', '.join(SUFFIXES)}")
+        if re.search(r"::|\[.*\.(gz|zst)$", path):
+            raise InputError(f"--input {path}: `datasets` takes :: and, if compressed, [ for a URL; rename it")
     return paths
 
 def set_up_datasets() -> None:
