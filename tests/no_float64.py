@@ -49,28 +49,23 @@ class OnStandIn(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
 def dispatch(func, args, kwargs):
+    aten = torch.ops.aten
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     here = any(isinstance(t, OnStandIn) for t in tensors)
-    copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+    copies = func in (aten._to_copy.default, aten.copy_.default)
     if here and not copies and any(not isinstance(t, OnStandIn) and t.dim() > 0 for t in tensors):
         raise RuntimeError(f"{func}: a tensor of the host among those of the device")
-    device = kwargs.get("device")
-    if device is not None:
-        here = torch.device(device).type == "standin"
-    inner_args, inner_kwargs = tree_map_only(OnStandIn, lambda t: t.inner, (args, dict(kwargs)))
-    if device is not None and here:
-        inner_kwargs["device"] = "cpu"
-    out = func(*inner_args, **inner_kwargs)
-    if func is torch.ops.aten._local_scalar_dense.default:
+    args_of_cpu, kwargs_of_cpu = tree_map_only(OnStandIn, lambda t: t.inner, (args, dict(kwargs)))
+    if kwargs.get("device") is not None:
+        here = torch.device(kwargs["device"]).type == "standin"
+        kwargs_of_cpu["device"] = "cpu" if here else kwargs["device"]
+    out = func(*args_of_cpu, **kwargs_of_cpu)
+    if func in (aten._local_scalar_dense.default, aten.copy_.default):
+        return args[0] if func is aten.copy_.default else out
+    if not here:
         return out
-    by_inner = {id(t.inner): t for t in tensors if isinstance(t, OnStandIn)}
-
-    def wrap(t):  # what was changed in place is itself again
-        return by_inner[id(t)] if id(t) in by_inner else OnStandIn(t)
-
-    if func is torch.ops.aten.copy_.default:
-        return args[0]
-    return tree_map_only(torch.Tensor, wrap, out) if here else out
+    changed = {id(t.inner): t for t in tensors if isinstance(t, OnStandIn)}  # in place
+    return tree_map_only(torch.Tensor, lambda t: changed[id(t)] if id(t) in changed else OnStandIn(t), out)
 
 class StandIn(TorchDispatchMode):
     """Catches the functions that make tensors from nothing, too."""

@@ -25,21 +25,18 @@ def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
     for i, (_, _, low, high) in enumerate(bounds):
         values = [losses(run, "val")[i] for run in runs[:3]]
         assert float(low) < min(values) and max(values) < float(high)
-    capsys.readouterr()
     assert main([str(runs[3]), str(reference)]) == 0
-    assert capsys.readouterr().out == "3 values compared: matches reference\n"
+    assert capsys.readouterr().out.endswith("\n3 values compared: matches reference\n")
     with open(reference / "check.txt", "a") as file:
         file.write("\n512 train 1.0 2.0\n")
     assert main([str(runs[3]), str(reference)]) == 1
     mean = sum(losses(runs[3])[:4]) / 4
     assert f"step 4: train {mean:.4f} is outside 1.0 to 2.0: does not match" in capsys.readouterr().out
-    with open(reference / "check.txt", "a") as file:
-        file.write("512 train one two\n")
-    for path, message in ((reference, "neither `tokens"), (tmp_path / "nowhere", "no such reference")):
-        with pytest.raises(InputError, match=f"{path}/check.txt: {message}"):
-            main([str(runs[3]), str(path)])
-    with pytest.raises(InputError, match="not a run's folder"):
-        main([str(tmp_path), str(reference)])
+    (reference / "check.txt").write_text("512 train one two\n")
+    for run, path, message in ((runs[3], reference, "neither `tokens"), (tmp_path, reference, "not a run's"),
+                               (runs[3], tmp_path / "nowhere", "no such reference")):
+        with pytest.raises(InputError, match=message):
+            main([str(run), str(path)])
 
 def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(text, tmp_path, monkeypatch, capsys):
     """Honest runs match: other micro-batches, other seeds. A doubled rate, no clipping, no decay do not, nor
@@ -64,16 +61,8 @@ def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(text, tmp_pa
         status, line = verdict(name, *more)
         assert status == 1 and line.endswith("in float32: does not match reference"), (name, line)
 
-@pytest.mark.parametrize("name", ["shakespeare", "gpt2"])
-def test_shipped_references_can_be_read(name, tmp_path):
-    """The shakespeare reference matches itself; gpt2's has bounds only, and refuses other losses."""
-    reference = ROOT / "reference" / name
-    if name == "shakespeare":
-        assert main([str(reference)]) == 0
-    else:
-        (tmp_path / "run.json").write_text((ROOT / "reference/shakespeare/run.json").read_text())
-        (tmp_path / "log.txt").write_text("0 val 12.0\n")
-        assert main([str(tmp_path), str(reference)]) == 1
+def test_the_shipped_reference_matches_itself():
+    assert main([str(ROOT / "reference/shakespeare")]) == 0
 
 def test_the_gpt2_reference_tells_published_runs_apart(tmp_path, capsys):
     """build-nanogpt's before and after its exchange of gradients was repaired (its PR #30), from step 250 on;

@@ -1,6 +1,8 @@
 """Ranks share a step equally; an error that all ranks meet is reported once, one that a rank meets alone with
 its rank."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -61,10 +63,7 @@ def test_an_error_of_one_rank_is_one_line_with_its_rank(name, tmp_path, monkeypa
     (RuntimeError("a bug"), RuntimeError, "^a bug$"),
 ])
 def test_a_lost_rank_and_a_lack_of_memory_are_told_from_a_bug(error, kind, message, monkeypatch):
-    def fail(config, ddp):
-        raise error
-
-    monkeypatch.setattr(train_gpt2, "train", fail)
+    monkeypatch.setattr(train_gpt2, "train", mock.Mock(side_effect=error))
     monkeypatch.setattr(DDPContext, "start", lambda config: on_ranks(2))
     with pytest.raises(kind, match=message):
         train()

@@ -1,5 +1,7 @@
 """A fork survives: a flag or a model field that somebody adds breaks no checkpoint and no resumption."""
 
+import os
+import shutil
 from dataclasses import make_dataclass
 
 import pytest
@@ -8,19 +10,27 @@ import torch.nn as nn
 
 import train_gpt2
 from support.cli import InputError
+from support.files import write_checksums
 from tests.conftest import losses, read_log, train
-from train_gpt2 import GPT, Block, GPTConfig, TrainConfig
+from train_gpt2 import GPT, Block, GPTConfig, TrainConfig, read_training_state
 
-def test_a_checkpoint_from_before_a_flag_resumes(text, tmp_path, monkeypatch):
+def test_a_checkpoint_of_another_version_resumes(text, tmp_path, monkeypatch):
+    """Of one without a flag of today, and with state and a flag that are gone; another run's is refused."""
     args = ["--data", text, "--save-every", 2, "--log-dir", tmp_path, "--resume"]
     train(*args, "--max-steps", 2)
+    state = read_training_state(checkpoint := tmp_path / "step_000002")
+    state |= {"best_val": 7.5, "config": state["config"] | {"check_against": ""}}
+    torch.save(state, tmp_path / "state")
+    os.replace(tmp_path / "state", checkpoint / "training_state.pt")
+    (checkpoint / "SHA256SUMS").unlink()
+    write_checksums(checkpoint)
     forked = make_dataclass("TrainConfig", [("z_loss", float, 0.0)], bases=(TrainConfig,), frozen=True)
     monkeypatch.setattr(train_gpt2, "TrainConfig", forked)
     monkeypatch.setattr(train_gpt2, "FIXED", (*train_gpt2.FIXED, "z_loss"))
     train(*args, "--max-steps", 4)
     assert len(losses(tmp_path)) == 4
-    with pytest.raises(InputError, match=r"--z-loss was 0\.0, is 0\.5"):
-        train(*args, "--max-steps", 6, "--z-loss", 0.5)
+    with pytest.raises(InputError, match=r"--max-lr was 0\.005, is 0\.5, --z-loss was 0\.0, is 0\.5"):
+        train(*args, "--max-steps", 6, "--z-loss", 0.5, "--max-lr", 0.5)
 
 class DropoutBlock(Block):
     """What a fork might add: dropout at the end of a block, by a field of its own in GPTConfig."""
@@ -43,24 +53,20 @@ def fork_with_dropout(monkeypatch, dropout):
 
 def test_a_field_added_to_the_model_is_saved_with_it(text, tmp_path, monkeypatch):
     """Even if its default has changed meanwhile, or it has the name of a Hugging Face setting (n_inner)."""
+    modes.clear()
     fork_with_dropout(monkeypatch, 0.25)
     args = ["--data", text, "--save-every", 2, "--max-steps", 6, "--keep-checkpoints", 0]
-    train(*args, "--log-dir", tmp_path / "straight")
-    train(*args, "--log-dir", tmp_path / "resumed")
+    train(*args, "--log-dir", tmp_path / "straight", "--sample-every", 3, "--eval-every", 3)
+    assert set(modes) == {(True, True), (False, False)}  # (training, gradients): no dropout in evaluation
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
     for step in (4, 6):
-        (tmp_path / f"resumed/step_{step:06d}").rename(tmp_path / f"gone_{step}")
+        shutil.rmtree(tmp_path / f"resumed/step_{step:06d}")
     fork_with_dropout(monkeypatch, 0.0)
     config = GPT.from_pretrained(tmp_path / "resumed/step_000002").config
     assert (config.dropout, config.n_inner) == (0.25, 48)
     train(*args, "--log-dir", tmp_path / "resumed", "--resume")
-    # The same masks, too: the random state is training's own, and is restored.
+    # The same masks, too: the random state is training's own, not that of samples, and is restored.
     assert read_log(tmp_path / "resumed", "train") == read_log(tmp_path / "straight", "train")
     monkeypatch.undo()
     with pytest.raises(InputError, match="n_inner = 48"):  # without the field it is another model
         GPT.from_pretrained(tmp_path / "resumed/step_000002")
-
-def test_dropout_is_off_in_evaluation_and_on_in_training(text, tmp_path, monkeypatch):
-    fork_with_dropout(monkeypatch, 0.5)
-    modes.clear()
-    train("--data", text, "--max-steps", 3, "--eval-every", 1, "--sample-every", 1, "--log-dir", tmp_path)
-    assert set(modes) == {(True, True), (False, False)}

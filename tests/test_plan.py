@@ -9,9 +9,7 @@ from tests.conftest import train
 from train_gpt2 import GPT, DDPContext, GPTConfig, choose_micro_batch_size, main, read_config
 
 @pytest.mark.parametrize("shape, B, low_memory, measured", [
-    ((12, 12, 768), 1, False, 3.15), ((12, 12, 768), 4, False, 5.29), ((12, 12, 768), 1, True, 2.67),
-    ((12, 12, 768), 4, True, 2.67), ((24, 16, 1024), 1, True, 6.48), ((24, 16, 1024), 4, False, 12.90),
-])
+    ((12, 12, 768), 1, False, 3.15), ((12, 12, 768), 4, True, 2.67), ((24, 16, 1024), 4, False, 12.90)])
 def test_the_estimate_is_near_measured_peaks(shape, B, low_memory, measured):
     """GB of a process on a CPU, T = 1024, float32, AdamW (bench/memory)."""
     with torch.device("meta"):
@@ -24,8 +22,7 @@ def test_plan_prints_and_does_not_train(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n: 1e12)
     assert main(["--preset", "gpt2", "--plan", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    for part in ("124,439,808", "855,166,464", "9,999,745,024 in 19,073 steps", "8.551e+18", "8 x H100",
-                 "3.27 GB with B = 1", "no edu_fineweb10B yet"):
+    for part in ("124,439,808", "855,166,464", "9,999,745,024 in 19,073 steps", "8.551e+18", "3.27 GB"):
         assert part in text, part
     assert not list(tmp_path.iterdir())
     GPT(GPTConfig(64, 50257, 1, 2, 8)).save_pretrained(tmp_path / "model")

@@ -5,32 +5,25 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import replace
+import subprocess
 
 import pytest
 
 import sample
 import train_gpt2
 from reference import check
-from tests.conftest import ROOT
-from train_gpt2 import GPT, DDPContext, GPTConfig
+from tests.conftest import ROOT, TINY
+from train_gpt2 import GPT, GPTConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 PROGRAMS = ("python ", "pip ", "jupyter ", "torchrun ", "sbatch ")
 NOT_RUN = {  # beginning of a command, or an argument in it -> why it is not run
-    "pip install": "what every test needs",
-    "jupyter": "tests/test_notebook.py runs it",
-    "torchrun": "GPUs; tests/test_resume.py starts it on the CPU",
-    "sbatch": "a Slurm cluster",
-    "python hellaswag.py": "a network; tests/test_hellaswag.py has local tasks",
+    "pip install": "what every test needs", "jupyter": "tests/test_notebook.py", "sbatch": "a cluster",
+    "torchrun": "GPUs; tests/test_resume.py starts it on the CPU", "python tests/": "minutes",
+    "python hellaswag.py": "a network; tests/test_hellaswag.py has local tasks", "python -m pytest": "this",
     "python bench": "minutes; tests/test_bench.py and tests/test_sweep.py run small ones",
-    "python tests/": "minutes",
-    "python -m pytest": "this",
     "--dataset": "a network; tests/test_fineweb.py has a server of its own",
 }
-SMALL = dict(n_layer=1, n_head=1, n_embd=8, seq_len=16, micro_batch_size=2, total_batch_size=32,
-             max_steps=2, warmup_steps=1, warmdown_steps=1, eval_every=0, eval_tokens=64, hellaswag_every=0,
-             sample_every=0, save_every=0, device="cpu", compile=False)
 
 def blocks(language: str) -> list[str]:
     """The code blocks of all pages that are marked with `language`."""
@@ -77,8 +70,8 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
         _, script, *args = shlex.split(command)
         capsys.readouterr()
         if script == "train_gpt2.py" and "--plan" not in args:
-            config = replace(train_gpt2.read_config(args), log_dir=f"run_{i}", **SMALL)
-            assert train_gpt2.train(config, DDPContext.start(config)) == 0, command
+            assert train_gpt2.main([*args, *TINY, "--dtype", "auto", "--max-steps", "2",
+                                     "--log-dir", f"run_{i}"]) == 0, command
         elif script == "train_gpt2.py":
             assert train_gpt2.main([*args, "--device", "cpu"]) == 0, command
         elif script == "fineweb.py":
@@ -100,6 +93,10 @@ def test_python_blocks_run(text, tmp_path, monkeypatch):
     assert blocks("python")
     for block in blocks("python"):
         exec(block, {})
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
+def test_the_slurm_script_is_bash():
+    subprocess.run(["bash", "-n", ROOT / "examples/slurm.sh"], check=True)
 
 LINKED = [*PAGES, *ROOT.glob("reference/*.md"), *ROOT.glob("bench/**/*.md")]
 

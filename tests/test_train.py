@@ -1,7 +1,5 @@
 """Whole runs in small: the same losses however a step is split; what a run prints and leaves."""
 
-import itertools
-import json
 import math
 import re
 import shlex
@@ -13,10 +11,9 @@ import torch
 
 import train_gpt2
 from support.tokenizer import get_tokenizer
-from tests.conftest import ROOT, TINY, losses, read_log, script, train, train_on_ranks
-from train_gpt2 import GPT, DDPContext, GPTConfig, TrainConfig, get_lr
+from tests.conftest import ROOT, losses, read_log, train, train_on_ranks
+from train_gpt2 import GPT, DDPContext, GPTConfig
 
-ALONE = DDPContext(0, 1, torch.device("cpu"), torch.float32, "")
 # What dynamo would do to compiled blocks under DDP, and where the gradients are.
 LOOK = """
 import torch, train_gpt2 as t
@@ -38,9 +35,6 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     assert "optimize_ddp False" in texts[0]
     places = [line.split()[-1] for line in texts[0].splitlines() if "gradients at" in line]
     assert len(places) == 8 and len(set(places)) == 1  # in DDP's buckets, from the first step on
-    train(*common, "--micro-batch-size", 2, "--low-memory", "--log-dir", tmp_path / "low_memory")
-    exact = [read_log(tmp_path / name, "train", "val", "norm") for name in ("alone_2", "low_memory")]
-    assert exact[0] == exact[1]
     expected = losses(tmp_path / "alone_12")
     assert len(expected) == 8 and expected[-1] < expected[0] - 0.5
     for name in ("alone_1", "alone_2", "three"):
@@ -48,23 +42,23 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
         for stream, tolerance in {"val": {"abs": 1e-4}, "norm": {"rel": 1e-3}}.items():
             other = losses(tmp_path / "alone_12", stream)
             assert losses(tmp_path / name, stream) == pytest.approx(other, **tolerance), name
-    # In bfloat16 to 3e-3 of losses around 10: a product is rounded to 8 bits.
-    for B in (1, 2):
-        train(*common, "--micro-batch-size", B, "--dtype", "bfloat16", "--log-dir", tmp_path / f"rounded_{B}")
-    assert losses(tmp_path / "rounded_1") == pytest.approx(losses(tmp_path / "rounded_2"), abs=3e-3)
-    assert losses(tmp_path / "rounded_2") == pytest.approx(expected, abs=3e-2)
-    assert losses(tmp_path / "rounded_2") != losses(tmp_path / "alone_2")
+    for dtype in ("bfloat16", "float16"):  # rounds products to 8 or 11 bits
+        train(*common, "--micro-batch-size", 2, "--dtype", dtype, "--log-dir", tmp_path / dtype)
+        assert losses(tmp_path / dtype) == pytest.approx(expected, abs=3e-2)
+        assert losses(tmp_path / dtype) != losses(tmp_path / "alone_2")
+        norms = losses(tmp_path / "alone_2", "norm")  # the scaler's factor is taken out before clipping
+        assert losses(tmp_path / dtype, "norm") == pytest.approx(norms, rel=0.05)
 
 def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
     """Two steps of the script against torch's own pieces, without accumulation."""
-    args = ["--max-steps", 2, "--save-every", 2, "--max-lr", 1e-2, "--grad-clip", 0.5]
+    args = ["--max-steps", 2, "--save-every", 2, "--max-lr", 1e-2, "--grad-clip", 0.5, "--seed", 7]
     train("--data", text, *args, "--log-dir", tmp_path)
-    torch.manual_seed(1337)
+    torch.manual_seed(7)
     model = GPT(GPTConfig(16, 50257, 2, 2, 16))
     groups = [{"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1},
               {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    loader = train_gpt2.DataLoaderLite(text, "train", 8, 16)
+    loader = train_gpt2.DataLoaderLite(text, "train", 8, 16, seed=7)
     for step, lr in enumerate((5e-3, 1e-2)):
         x, y = loader.next_batch()
         loss = torch.nn.functional.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
@@ -79,17 +73,19 @@ def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
     for (name, a), b in zip(model.named_parameters(), trained.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3, msg=name)
 
-def test_validation_loss_is_the_mean_over_all_tokens(text):
-    """160 tokens are 10 sequences, which B = 3 does not divide."""
+def test_validation_loss_is_the_mean_over_all_tokens(text, monkeypatch):
+    """160 tokens are 10 sequences, which B = 3 does not divide. All logits of a batch are never made."""
     model, results = GPT(GPTConfig(16, 50257, 1, 2, 16)), []
-    for B in (1, 3, 8):
-        loader = train_gpt2.DataLoaderLite(text, "val", B, 16, shuffle=False)
-        results.append(train_gpt2.validation_loss(model, loader, 160, ALONE))
+    loader = train_gpt2.DataLoaderLite(text, "val", 8, 16, shuffle=False)
     tokens = torch.from_numpy(loader.stream.read(0, 161).astype("int64"))
     expected = model(tokens[:-1].view(10, 16), tokens[1:].view(10, 16))[1].item()
+    monkeypatch.setattr(train_gpt2, "lm_head", None)
+    alone = DDPContext(0, 1, torch.device("cpu"), torch.float32, "")
+    for loader.B in (1, 3, 8):
+        results.append(train_gpt2.validation_loss(model, loader, 160, alone))
     assert results == pytest.approx([expected] * 3, abs=1e-5)
 
-def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys):
+def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys, monkeypatch):
     """Validation, HellaSwag and samples under --compile, with the losses of the eager run."""
     args = ["--data", text, "--max-steps", 6, "--eval-every", 2, "--hellaswag-every", 3, "--hellaswag-data",
             ROOT / "tests" / "hellaswag_sample.jsonl", "--sample-every", 3, "--seq-len", 64]
@@ -100,30 +96,19 @@ def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys):
         assert len(losses(tmp_path / "compiled", stream)) == count
         expected = pytest.approx(losses(tmp_path / "eager", stream), abs=1e-3)
         assert losses(tmp_path / "compiled", stream) == expected
-    args = ["--data", text, "--seq-len", 64, "--max-steps", 2, "--compile", "--low-memory"]
-    train(*args, "--log-dir", tmp_path / "low")
+    compile = torch.nn.Module.compile  # another backend: C++ takes long to compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *a, **o: compile(*a, backend="aot_eager", **o))
+    low = ["--data", text, "--seq-len", 64, "--max-steps", 2, "--compile", "--low-memory"]
+    train(*low, "--log-dir", tmp_path / "low")
     assert losses(tmp_path / "low") == pytest.approx(losses(tmp_path / "eager")[:2], abs=1e-3)
 
-def test_a_machine_without_a_compiler_trains_eagerly(text, tmp_path):
-    args = [*TINY, "--data", text, "--max-steps", 2, "--compile", "--log-dir", tmp_path / "log"]
-    env = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = script("train_gpt2.py", *args, env=env)
-    assert done.returncode == 0 and len(losses(tmp_path / "log")) == 2, done.stderr
-    assert "torch.compile does not work on this machine" in done.stdout
-
-def test_learning_rate():
-    lrs = [get_lr(step, TrainConfig()) for step in range(19_073 + 1)]
-    assert lrs[0] == pytest.approx(6e-4 / 715) and lrs[714] == max(lrs) == pytest.approx(6e-4)
-    assert lrs[-1] == pytest.approx(6e-5) and lrs[(715 + 19_073) // 2] == pytest.approx(3.3e-4, rel=1e-3)
-    assert all(a > b for a, b in itertools.pairwise(lrs[715:]))
-
-def test_samples_have_a_generator_of_their_own(capsys):
-    """Otherwise they would change what a fork with dropout, or a resumed run, draws next."""
-    model, before = GPT(GPTConfig(64, 50257, 1, 2, 16)), torch.get_rng_state()
-    for _ in range(2):
-        train_gpt2.print_samples(model, "To be", ALONE)
-    lines = capsys.readouterr().out.splitlines()
-    assert torch.equal(before, torch.get_rng_state()) and lines[:4] == lines[4:] and len(set(lines)) == 4
+def test_a_machine_without_a_compiler_trains_eagerly(text, tmp_path, monkeypatch, capsys):
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    with torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}):
+        train("--data", text, "--max-steps", 2, "--compile", "--log-dir", tmp_path / "log")
+    assert "torch.compile does not work on this machine" in capsys.readouterr().out
+    assert len(losses(tmp_path / "log")) == 2
 
 def test_what_a_run_prints_and_leaves_at_its_end(text, tmp_path, monkeypatch, capsys):
     """Two samples, the loss per character, curves, and a command that writes with the model."""
@@ -133,7 +118,7 @@ def test_what_a_run_prints_and_leaves_at_its_end(text, tmp_path, monkeypatch, ca
     args = ["--data", tmp_path / "text.txt", "--eval-every", 2, "--eval-tokens", 100, "--sample-every", 2,
             "--save-every", 2, "--log-dir", "my log", "--max-steps", 2]
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "train_gpt2.py"), *map(str, args)])
-    train(*args)
+    train(*args, curves=True)
     out = capsys.readouterr().out
     end = out[out.index("rank 0 sample 0:") :]
     steps = [line for line in out.splitlines() if line.startswith("step ")]
@@ -141,13 +126,14 @@ def test_what_a_run_prints_and_leaves_at_its_end(text, tmp_path, monkeypatch, ca
     assert end.count("rank 0 sample") == 2 and end.count("\n  ROMEO:") == 2
     # Six sequences of 16 tokens, predicted from the first of the 97.
     tokens = [50256, *get_tokenizer().encode_ordinary(text.read_text())]
-    targets = tokens[len(tokens) - len(tokens) // 10 :][1:97]
-    val = losses("my log", "val")[-1]
-    per_character = val * 96 / len(get_tokenizer().decode(targets))
+    val, x = losses("my log", "val")[-1], torch.tensor(tokens[len(tokens) - len(tokens) // 10 :][:97])
+    model = GPT.from_pretrained("my log/step_000002")
+    assert val == pytest.approx(model(x[:-1].view(6, 16), x[1:].view(6, 16))[1].item(), abs=1e-5)
+    per_character = val * 96 / len(get_tokenizer().decode(x[1:].tolist()))
     assert f"validation loss: {val:.4f} nats a token, {per_character:.4f} nats a character" in end
-    assert "\ndone: 2 steps, " in end and f"curves: {Path('my log/curves.png')}" in end
+    for part in ("\ndone: 2 steps, ", f"curves: {Path('my log/curves.png')}", "model: my log/step_000002/"):
+        assert part in end
     assert Path("my log/curves.png").read_bytes().endswith(b"IEND\xaeB\x60\x82")
-    assert "model: my log/step_000002/, which Hugging Face loads" in end
     python, program, *words = shlex.split(re.search("sample: (.+)", end)[1])
     assert python == "python" and Path(program).samefile(ROOT / "sample.py")
     sample.main([*words, "--max-new-tokens", "2", "--device", "cpu"])
@@ -156,11 +142,8 @@ def test_what_a_run_prints_and_leaves_at_its_end(text, tmp_path, monkeypatch, ca
     for name in ("run.json", "step_000002/README.md"):
         content = Path("my log", name).read_text()
         assert "train_gpt2.py" in content and str(tmp_path) not in content
-    (entry,) = json.loads(Path("my log/run.json").read_text())
-    assert entry["versions"]["torch"] == torch.__version__ and entry["config"]["seed"] == 1337
-    # Once more: there is nothing left to do.
     before = read_log("my log")
-    train(*args, "--resume")
+    train(*args, "--resume")  # there is nothing left to do
     assert "has all its 2 steps" in capsys.readouterr().out and before == read_log("my log")
 
 def test_a_new_start_keeps_what_an_earlier_one_left(text, tmp_path):
@@ -176,6 +159,6 @@ def test_a_new_start_keeps_what_an_earlier_one_left(text, tmp_path):
 
 def test_zero_steps_evaluate_and_exit(text, tmp_path):
     GPT(GPTConfig(16, 50257, 1, 2, 16)).save_pretrained(tmp_path / "model")
-    args = ["--init", tmp_path / "model", "--max-steps", 0, "--eval-every", 1, "--log-dir", tmp_path]
-    train("--data", text, *args)
+    train("--data", text, "--init", tmp_path / "model", "--max-steps", 0, "--eval-every", 1,
+          "--log-dir", tmp_path)
     assert losses(tmp_path, "val") == [pytest.approx(math.log(50257), abs=0.1)] and not losses(tmp_path)

@@ -4,9 +4,9 @@
 
 Three runs of the README's two-node command (gloo, CPU): one process alone; two nodes, undisturbed; two nodes
 of which one is killed (SIGKILL, launcher and ranks) in mid-run, and the same command given again on both. The
-losses of the second and the third must be equal, and the first's equal to 1e-4.
-"""
+losses of the second and the third must be equal, and the first's equal to 1e-4."""
 
+# ruff: noqa: E402
 import signal
 import subprocess
 import sys
@@ -15,21 +15,23 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.conftest import losses
+
 NODES = {"node0": "10.99.7.1", "node1": "10.99.7.2"}
 ARGS = ["--preset", "shakespeare", "--n-layer", "2", "--n-embd", "32", "--total-batch-size", "512",
         "--seq-len", "32", "--micro-batch-size", "2", "--max-steps", "40", "--eval-every", "10",
         "--eval-tokens", "2048", "--sample-every", "0", "--save-every", "10", "--device", "cpu", "--resume"]
 
-def sh(command: str) -> None:
-    subprocess.run(command, shell=True, check=True)
-
 def join_nodes(folder: Path) -> None:
     """Makes both namespaces and the cable; each node knows both names by its own /etc/hosts."""
-    sh("ip link add cable0 type veth peer name cable1")
+    subprocess.run(["ip", "link", "add", "cable0", "type", "veth", "peer", "name", "cable1"], check=True)
     for i, (node, address) in enumerate(NODES.items()):
-        sh(f"ip netns add {node} && ip link set cable{i} netns {node}")
-        sh(f"ip -n {node} address add {address}/24 dev cable{i} && ip -n {node} link set cable{i} up && "
-           f"ip -n {node} link set lo up")
+        for command in (f"ip netns add {node}", f"ip link set cable{i} netns {node}",
+                        f"ip -n {node} address add {address}/24 dev cable{i}",
+                        f"ip -n {node} link set cable{i} up", f"ip -n {node} link set lo up"):
+            subprocess.run(command.split(), check=True)
     hosts = "".join(f"{ip} {name}\n" for name, ip in NODES.items())
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + hosts)
 
@@ -47,10 +49,6 @@ def finish(processes: list[subprocess.Popen]) -> None:
     outputs = [process.communicate()[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
-
-def losses(log_dir: Path, stream: str = "train") -> list[float]:
-    lines = (log_dir / "log.txt").read_text().splitlines()
-    return [float(line.split()[2]) for line in lines if line.split()[1] == stream]
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
