@@ -1035,7 +1035,8 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
         loss_sum, stop = ddp.sum(torch.stack([loss_sum, stop])).tolist()
         loss, norm = loss_sum / (grad_accum_steps * ddp.world_size), norm.item()
         # A non-finite gradient would ruin weights and moments. All ranks see the same loss and norm, and so
-        # decide alike. float16's scaler skips such an update itself, and lowers its scale.
+        # decide alike. float16's scaler skips such an update itself, and halves its scale; at 1 or below the
+        # scale is not to blame.
         if math.isfinite(loss) and (math.isfinite(norm) or scaler.get_scale() > 1):
             scaler.step(optimizer)
         else:
