@@ -71,7 +71,7 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
         if not (path.endswith(SUFFIXES) and Path(path).is_file()):
             raise InputError(f"--input {path}: no such file, or not {', '.join(SUFFIXES)}")
         if re.search(r"::|\[.*\.(gz|zst)$", path):
-            raise InputError(f"--input {path}: `datasets` takes :: and, if compressed, [ for a URL; rename it")
+            raise InputError(f"--input {path}: `datasets` reads :: and, if compressed, [ as a URL; rename it")
     return paths
 
 def set_up_datasets() -> None:

@@ -231,7 +231,7 @@ def test_verify(tmp_path, capsys):
 damaged = b"PAR1" + b"\xff" * 500 + parquet(DOCUMENTS)[504:]
 not_utf8 = pa.array([b"ab\xff"]).view(pa.string())
 MISTAKES = {  # name: (content, message)
-    "a [1].txt.gz": (gzip.compress(b"text"), "a [1].txt.gz: `datasets` takes :: and, if compressed, ["),
+    "a [1].txt.gz": (gzip.compress(b"text"), "a [1].txt.gz: `datasets` reads :: and, if compressed, ["),
     "none.docx": (b"", "none.docx: no such file, or not .parquet, .jsonl"),
     "damaged.parquet": (damaged, "damaged.parquet: cannot be read"),
     "column.parquet": (parquet(["x"], "body"), "column.parquet: cannot be read (ArrowInvalid: No match"),
