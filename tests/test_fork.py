@@ -4,14 +4,16 @@ import os
 import shutil
 from dataclasses import make_dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 
 import train_gpt2
+from examples.document_mask import DocumentGPT
 from support.cli import InputError
 from support.files import write_checksums
-from tests.conftest import losses, read_log, train
+from tests.conftest import TINY, losses, read_log, script, train
 from train_gpt2 import GPT, Block, GPTConfig, TrainConfig, read_training_state
 
 def test_a_checkpoint_of_another_version_resumes(text, tmp_path, monkeypatch):
@@ -70,3 +72,22 @@ def test_a_field_added_to_the_model_is_saved_with_it(text, tmp_path, monkeypatch
     monkeypatch.undo()
     with pytest.raises(InputError, match="n_inner = 48"):  # without the field it is another model
         GPT.from_pretrained(tmp_path / "resumed/step_000002")
+
+def test_the_example_masks_documents_and_resumes_exactly(tmp_path, monkeypatch):
+    tokens = np.where(np.arange(4000) % 10, np.random.default_rng(0).integers(0, 50256, 4000), 50256)
+    for split in ("train", "val"):
+        np.save(tmp_path / f"x_{split}_000000.npy", tokens.astype(np.uint16))
+    args = ["--data", tmp_path, "--max-steps", 4, "--save-every", 2, "--log-dir", tmp_path / "log"]
+    done = script("examples/document_mask.py", *TINY, *args)
+    assert done.returncode == 0, done.stderr
+    straight = (tmp_path / "log/step_000004").rename(tmp_path / "straight")
+    monkeypatch.setattr(train_gpt2, "GPT", DocumentGPT)
+    train(*args, "--resume")
+    weights = (folder / "model.safetensors" for folder in (straight, tmp_path / "log/step_000004"))
+    assert len({path.read_bytes() for path in weights}) == 1
+    assert '"step": 2' in (tmp_path / "log/run.json").read_text(), "not resumed"
+    x = torch.arange(32).view(2, 16)
+    x[:, 6:] = torch.tensor([50256, *range(9)])  # two texts before the same document
+    (a, b), (c, d) = (cls.from_pretrained(straight)(x)[0].detach() for cls in (DocumentGPT, GPT))
+    torch.testing.assert_close(a[6:], b[6:])
+    assert not torch.allclose(a[:6], b[:6]) and not torch.allclose(c[6:], d[6:], atol=1e-4)
