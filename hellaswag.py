@@ -2,14 +2,14 @@
 
     python hellaswag.py -m gpt2 -d cuda        # any Hugging Face causal language model: hub name or folder
     python hellaswag.py -m log                 # the newest checkpoint of a run
-    python hellaswag.py -m log/step_019073 --data my_tasks.jsonl --limit 100 --harness
+    python hellaswag.py -m log/step_019073 --data my_tasks.jsonl --limit 100
 
 HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?") has 10,042 validation
 tasks. In the completion style used here the model scores the tokens of each ending after the context: `acc`
 takes the ending with the lowest summed loss, `acc_norm` the one with the lowest loss per token. GPT-2 (124M)
 gets 0.2859 and 0.2955. EleutherAI's lm-evaluation-harness puts the activity's label before the context,
 removes WikiHow's markup, and divides by an ending's characters instead of its tokens: its 0.2892 and 0.3114
-for the same model are different numbers, not better ones. `--harness` computes those, too.
+for the same model are different numbers, not better ones (docs/after.md has its command).
 
 A task is one sequence: its context, then the four endings, each of which attends to the context and itself,
 with positions as if it followed the context directly. So the context is computed once, and the head only
@@ -18,7 +18,6 @@ where an ending is scored. Losses are float32 whatever the model computes in."""
 import hashlib
 import json
 import math
-import re
 import sys
 import time
 import urllib.request
@@ -91,24 +90,6 @@ def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
         raise InputError(f"{path}: no tasks")
     return examples
 
-def preprocess(text: str) -> str:
-    """Removes WikiHow's [marks], as lm-evaluation-harness does (lm_eval/tasks/hellaswag/utils.py)."""
-    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
-def encode(example: dict[str, Any], harness: bool = False) -> tuple[list[int], list[list[int]], list[int]]:
-    """Tokens of the context and of the four endings, and what acc_norm divides a summed loss by: an ending's
-    tokens, in the harness's style its characters. A space belongs to the following word."""
-    encode = get_tokenizer().encode_ordinary
-    if not harness:
-        endings = [encode(" " + ending) for ending in example["endings"]]
-        return encode(example["ctx"]), endings, [len(ending) for ending in endings]
-    # A file without ctx_a and ctx_b (the harness wants the second capitalized) has them joined in ctx.
-    ctx = f"{example['ctx_a']} {example['ctx_b'].capitalize()}" if "ctx_b" in example else example["ctx"]
-    query = preprocess(f"{example['activity_label']}: {ctx}")
-    choices = list(map(preprocess, example["endings"]))
-    context = encode(query.rstrip())  # trailing spaces belong to the ending
-    return context, [encode(f"{query} {c}")[len(context) :] for c in choices], list(map(len, choices))
-
 # ------------------------------------------------------------------------------------------------------------
 # Scoring
 
@@ -116,48 +97,35 @@ def encode(example: dict[str, Any], harness: bool = False) -> tuple[list[int], l
 class Task:
     """A tokenized task: N tokens that the model reads, and the M tokens of the endings to be scored."""
 
-    tokens: torch.Tensor  # (N,) int64: the context, then each ending without its last token
-    position: torch.Tensor  # (N,) of each token in its context and ending
-    segment: torch.Tensor  # (N,) 1 to 4 for an ending, 0 for the shared context
-    source: torch.Tensor  # (M,) which of the N tokens predicts this one
-    answer: torch.Tensor  # (M,) int64: the token
-    ending: torch.Tensor  # (M,) 0 to 3
-    lengths: torch.Tensor  # (4,) int64: what acc_norm divides by
+    read: torch.Tensor  # (3, N) int64: token, position, segment (1 to 4 for an ending, 0 for the context)
+    scored: torch.Tensor  # (3, M) int64: which of the N predicts this token, the token, its ending (0 to 3)
     label: int
     cut: bool  # the context exceeded the window and lost its beginning
 
-def prepare(examples: list[dict[str, Any]], block_size: int, harness: bool = False) -> list[Task]:
+def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
     """Tokenizes tasks for a model with a context of block_size tokens. A context that is too long is cut on
     the left, so that every ending stays whole. Raises InputError for an ending longer than the window."""
-    tasks = []
+    encode, tasks = get_tokenizer().encode_ordinary, []
     for number, example in enumerate(examples, start=1):
-        context, endings, lengths = encode(example, harness)
-        rooms = [block_size + 1 - len(ending) for ending in endings]  # its last token is not read
+        context = encode(example["ctx"])
+        endings = [encode(" " + ending) for ending in example["endings"]]
+        rooms = [block_size + 1 - len(ending) for ending in endings]  # an ending's last token is not read
         if min(rooms) < 1:
             raise InputError(f"HellaSwag task {number}: an ending exceeds the model's {block_size} tokens")
         cut = len(context) > min(rooms)
-        pieces = [] if cut else [(context, 0, 0)]  # tokens, the position of the first, segment
-        n, sources = 0 if cut else len(context), []
+        read = [] if cut else [(token, t, 0) for t, token in enumerate(context)]
+        scored = []
         for i, ending in enumerate(endings):
             own = context[-rooms[i] :]
             if cut:  # to a different length for each ending
-                pieces.append((own, 0, i + 1))
-                n += len(own)
-            sources += [(n if cut else len(context)) - 1, *range(n, n + len(ending) - 1)]
-            pieces.append((ending[:-1], len(own), i + 1))
-            n += len(ending) - 1
-        columns = (
-            [token for piece, _, _ in pieces for token in piece],
-            [position for piece, start, _ in pieces for position in range(start, start + len(piece))],
-            [segment for piece, _, segment in pieces for _ in piece],
-            sources,
-            [token for ending in endings for token in ending],
-            [i for i, ending in enumerate(endings) for _ in ending],
-            lengths,
-        )
+                read += [(token, t, i + 1) for t, token in enumerate(own)]
+            first = (len(read) if cut else len(context)) - 1  # the context's last token
+            sources = [first, *range(len(read), len(read) + len(ending) - 1)]
+            scored += [(source, token, i) for source, token in zip(sources, ending, strict=True)]
+            read += [(token, t, i + 1) for t, token in enumerate(ending[:-1], start=len(own))]
         # Through NumPy, which reads lists five times as fast as torch.
-        tensors = [torch.from_numpy(np.array(column, np.int64)) for column in columns]
-        tasks.append(Task(*tensors, example["label"], cut))
+        columns = (torch.from_numpy(np.array(rows, np.int64).T) for rows in (read, scored))
+        tasks.append(Task(*columns, example["label"], cut))
     return tasks
 
 def prepare_for_training(path: str, block_size: int, gather: Callable[[Any], list[Any]]) -> list[Task] | None:
@@ -189,59 +157,46 @@ class Score:
 
     index: list[int]
     losses: torch.Tensor  # (n, 4) float64: summed loss of each ending, in nats
-    lengths: torch.Tensor  # (n, 4) int64: what acc_norm divides it by
+    lengths: torch.Tensor  # (n, 4) int64: tokens of each ending
     labels: torch.Tensor  # (n,)
 
-    @property
-    def num_total(self) -> int:
-        return len(self.index)
+    def predictions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The endings that acc and acc_norm choose, (n,) each."""
+        return self.losses.argmin(1), (self.losses / self.lengths).argmin(1)
 
-    @property
-    def num_correct(self) -> int:
-        return int((self.losses.argmin(1) == self.labels).sum())
-
-    @property
-    def num_correct_norm(self) -> int:
-        return int(((self.losses / self.lengths).argmin(1) == self.labels).sum())
+    def correct(self) -> tuple[int, int]:
+        """How many of them are right."""
+        by_sum, by_mean = (int((chosen == self.labels).sum()) for chosen in self.predictions())
+        return by_sum, by_mean
 
     def accuracies(self) -> tuple[int, float, float]:
         """(tasks, acc, acc_norm)"""
-        return self.num_total, self.num_correct / self.num_total, self.num_correct_norm / self.num_total
+        n = len(self.index)
+        return n, *(count / n for count in self.correct())
 
 @torch.no_grad()
-def score(
-    hidden: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    head: torch.Tensor,
-    tasks: list[Task],
-    device: torch.device,
-    batch_size: int = 16,
-    rank: int = 0,
-    world_size: int = 1,
-    progress: bool = False,
-) -> Score:
+def score(hidden: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], head: torch.Tensor,
+          tasks: list[Task], device: torch.device, batch_size: int = 16, rank: int = 0, world_size: int = 1,
+          progress: bool = False) -> Score:
     """Scores this rank's share of the tasks. head: (V, C).
 
-    hidden(tokens (B, T), position (B, T), mask (B, 1, T, T) bool) -> (B, T, C), the input of the head.
-    """
+    hidden(tokens (B, T), position (B, T), mask (B, 1, T, T) bool) -> (B, T, C), the input of the head."""
     from tqdm import tqdm
 
-    order = sorted(range(len(tasks)), key=lambda i: len(tasks[i].tokens))  # similar lengths: little padding
+    order = sorted(range(len(tasks)), key=lambda i: tasks[i].read.size(1))  # similar lengths: little padding
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)][rank::world_size]
     index = [i for batch in batches for i in batch]
-    losses = torch.zeros(len(index), 4, dtype=torch.float64)
+    losses, lengths = torch.zeros(len(index), 4, dtype=torch.float64), torch.zeros(len(index), 4).long()
     done = 0
     for batch in tqdm(batches, unit_scale=batch_size, unit="task", disable=None if progress else True):
-        B, T = len(batch), round_length(len(tasks[batch[-1]].tokens), device)
-        tokens, position, segment = torch.zeros(B, T).long(), torch.zeros(B, T).long(), torch.full((B, T), 5)
+        B, T = len(batch), round_length(tasks[batch[-1]].read.size(1), device)
+        read = torch.tensor([0, 0, 5])[:, None, None].repeat(1, B, T)  # padding is segment 5
         for b, i in enumerate(batch):
-            n = len(tasks[i].tokens)
-            tokens[b, :n], position[b, :n] = tasks[i].tokens, tasks[i].position
-            segment[b, :n] = tasks[i].segment
-        row = torch.cat([torch.full_like(tasks[i].source, b) for b, i in enumerate(batch)])  # (M,) each
-        source, answer, ending = (torch.cat([getattr(tasks[i], name) for i in batch])
-                                  for name in ("source", "answer", "ending"))
-        # A token attends to earlier ones of the context and of its own ending (padding, segment 5, to
-        # padding).
+            read[:, b, : tasks[i].read.size(1)] = tasks[i].read
+        row = torch.cat([torch.full_like(tasks[i].scored[0], b) for b, i in enumerate(batch)])  # (M,)
+        source, answer, ending = torch.cat([tasks[i].scored for i in batch], dim=1)  # (M,) each
+        tokens, position, segment = read  # (B, T) each
+        # A token attends to earlier ones of the context and of its own ending (padding, to padding).
         same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
         mask = (same & torch.ones(T, T).tril().bool())[:, None]  # (B, 1, T, T)
         x = hidden(tokens.to(device), position.to(device), mask.to(device))  # (B, T, C)
@@ -250,15 +205,16 @@ def score(
             F.cross_entropy(F.linear(part, head.to(part.dtype)).float(), target, reduction="none")
             for part, target in zip(x.split(1024), answer.to(device).split(1024), strict=True)
         ]).cpu().double()  # (M,); on the host, since not every device has float64
-        losses.view(-1).index_add_(0, (done + row) * 4 + ending, loss)
+        place = (done + row) * 4 + ending
+        losses.view(-1).index_add_(0, place, loss)
+        lengths.view(-1).index_add_(0, place, torch.ones_like(place))
         done += B
-    lengths = torch.stack([tasks[i].lengths for i in index]) if index else losses
     return Score(index, losses, lengths, torch.tensor([tasks[i].label for i in index]))
 
 def count_correct(model: Any, tasks: list[Task], device: torch.device, rank: int, world_size: int) -> int:
     """How many of its share of the tasks a GPT of train_gpt2.py gets right on this rank, by acc_norm."""
     share = score(model.hidden, model.wte.weight, tasks, device, rank=rank, world_size=world_size)
-    return share.num_correct_norm
+    return share.correct()[1]
 
 # ------------------------------------------------------------------------------------------------------------
 # Command
@@ -267,22 +223,23 @@ def count_correct(model: Any, tasks: list[Task], device: torch.device, rank: int
 class HellaSwagConfig:
     """Evaluates a Hugging Face causal language model on HellaSwag."""
 
+    # Hub name, folder of a model, or log folder of a run (its newest checkpoint)
     model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
-    """Hub name, folder of a model, or log folder of a run (its newest checkpoint)."""
-    device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"
-    """auto, cpu, cuda or mps."""
-    data: str = ""
-    """Local .jsonl of tasks; empty: the official validation set, downloaded once and verified."""
-    limit: int = 0
-    """Number of tasks to evaluate, from the first; 0: all."""
-    batch_size: int = 16
-    """Tasks per forward pass."""
+    device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # auto, cpu, cuda or mps
+    data: str = ""  # local .jsonl of tasks; empty: the official validation set, downloaded once and verified
+    limit: int = 0  # number of tasks to evaluate, from the first; 0: all
+    batch_size: int = 16  # tasks per forward pass
+    # precision of matmuls; losses are always float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of matmuls; losses are always float32."""
-    harness: bool = False
-    """Also score in lm-evaluation-harness's style; the last line is the completion style's."""
-    json: str = ""
-    """File for the predictions and losses of every task."""
+    json: str = ""  # file for the predictions and losses of every task
+
+def write_json(path: Path, result: Score) -> None:
+    """One object per task, in the file's order: label, both predictions, each ending's loss and tokens."""
+    names = ("task", "label", "prediction", "prediction_norm", "losses", "lengths")
+    columns = (result.labels, *result.predictions(), result.losses, result.lengths)
+    rows = zip(result.index, *(column.tolist() for column in columns), strict=True)
+    with atomic_write(path, "w") as file:
+        json.dump([dict(zip(names, row, strict=True)) for row in sorted(rows)], file)
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(HellaSwagConfig, args=args)
@@ -305,39 +262,17 @@ def main(args: list[str] | None = None) -> None:
         return model.base_model(tokens, position_ids=position, attention_mask=mask, use_cache=False)[0]
 
     window = model.config.max_position_embeddings
-    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-    results = {}
-    for style in ("harness", "completion") if config.harness else ("completion",):
-        tasks = prepare(examples, window, harness=style == "harness")
-        with autocast:
-            head = model.get_output_embeddings().weight
-            results[style] = score(hidden, head, tasks, device, config.batch_size, progress=True)
-        n, acc, acc_norm = results[style].accuracies()
-        error, error_norm = (math.sqrt(p * (1 - p) / n) for p in (acc, acc_norm))
-        name = "lm-evaluation-harness" if style == "harness" else style
-        print(f"{name} style: acc {acc:.4f} (standard error {error:.4f}), acc_norm {acc_norm:.4f} "
-              f"({error_norm:.4f}); {sum(task.cut for task in tasks)} contexts cut to {window} tokens")
+    tasks = prepare(examples, window)
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+        head = model.get_output_embeddings().weight
+        result = score(hidden, head, tasks, device, config.batch_size, progress=True)
     if config.json:
-        write_json(Path(config.json), **results)
+        write_json(Path(config.json), result)
+    n, acc, acc_norm = result.accuracies()
+    error, error_norm = (math.sqrt(p * (1 - p) / n) for p in (acc, acc_norm))
+    print(f"completion style: acc {acc:.4f} (standard error {error:.4f}), acc_norm {acc_norm:.4f} "
+          f"({error_norm:.4f}); {sum(task.cut for task in tasks)} contexts cut to {window} tokens")
     print(f"{n} acc: {acc:.4f} acc_norm: {acc_norm:.4f}")
-
-def write_json(path: Path, completion: Score, harness: Score | None = None) -> None:
-    """One object per task, in the file's order: label, both predictions, summed loss of each ending and its
-    divisor; under "harness" the same in the harness's style, if requested."""
-
-    def rows(result: Score) -> list[dict[str, Any]]:
-        columns = zip(result.index, result.labels, result.losses, result.lengths, strict=True)
-        return [
-            {"task": i, "label": int(label), "prediction": int(loss.argmin()),
-             "prediction_norm": int((loss / n).argmin()), "losses": loss.tolist(), "lengths": n.tolist()}
-            for i, label, loss, n in sorted(columns, key=lambda row: row[0])
-        ]
-
-    objects = rows(completion)
-    for row, other in zip(objects, rows(harness) if harness else [], strict=bool(harness)):
-        row["harness"] = {key: value for key, value in other.items() if key not in ("task", "label")}
-    with atomic_write(path, "w") as file:
-        json.dump(objects, file)
 
 if __name__ == "__main__":
     run(main)

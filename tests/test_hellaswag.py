@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 import urllib.error
 
 import pytest
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 
 import hellaswag
 from support.cli import InputError
-from tests.conftest import ROOT, script
+from tests.conftest import ROOT
 from train_gpt2 import GPT, GPTConfig
 
 TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"  # in the form of the official ones; written for these tests
@@ -27,72 +26,66 @@ def model(tmp_path_factory):
     model.save_pretrained(folder)
     return model, folder
 
-def render_example(example):
-    """A task as four padded rows, context and ending: tokens (4, N), and a mask (4, N), 1 for an ending's."""
-    context, endings, _ = hellaswag.encode(example)
-    rows = [torch.tensor(context + ending) for ending in endings]
-    masks = [torch.tensor([0] * len(context) + [1] * len(ending)) for ending in endings]
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(rows, batch_first=True), pad(masks, batch_first=True)
+def encode(example):
+    """Tokens of the context and of the four endings."""
+    encode = hellaswag.get_tokenizer().encode_ordinary
+    return encode(example["ctx"]), [encode(" " + ending) for ending in example["endings"]]
 
-def plain_losses(folder, examples):
-    """Summed losses and lengths of the endings, (n, 4) each: rendered rows, full float32 logits, a mask."""
-    from transformers import GPT2LMHeadModel
+def plain_scores(folder, examples):
+    """Summed losses and lengths of the endings, (n, 4) each, from padded rows and full float32 logits; the
+    endings with the lowest loss, with the lowest loss per token, and the right ones, (n,) each."""
+    from transformers import AutoModelForCausalLM
 
-    model = GPT2LMHeadModel.from_pretrained(folder)
+    model, pad = AutoModelForCausalLM.from_pretrained(folder), torch.nn.utils.rnn.pad_sequence
     sums, lengths = [], []
-    for example in examples:
-        tokens, mask = render_example(example)
+    for context, endings in map(encode, examples):
+        tokens = pad([torch.tensor(context + ending) for ending in endings], batch_first=True)  # (4, N)
+        mask = pad([torch.tensor([0] * len(context) + [1] * len(e)) for e in endings], batch_first=True)
         with torch.no_grad():
             logits = model(tokens).logits
         loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none") * mask[:, 1:]
         sums.append(loss.sum(1))
         lengths.append(mask.sum(1))
-    return torch.stack(sums).double(), torch.stack(lengths).double()
+    losses, lengths = torch.stack(sums).double(), torch.stack(lengths)
+    labels = torch.tensor([example["label"] for example in examples])
+    return losses, lengths, losses.argmin(1), (losses / lengths).argmin(1), labels
 
 def test_losses_and_predictions_equal_the_plain_scorers(model):
-    ours, folder = model
-    examples = hellaswag.load_examples(TASKS)
-    expected, lengths = plain_losses(folder, examples)
-    cpu = torch.device("cpu")
+    (ours, folder), examples = model, hellaswag.load_examples(TASKS)
+    losses, lengths, by_sum, by_mean, labels = plain_scores(folder, examples)
+    assert (by_sum != by_mean).any(), "division makes no difference here"
+    tasks, cpu = hellaswag.prepare(examples, 160), torch.device("cpu")
     for batch_size, n in ((1, 1), (64, 1), (7, 3)):  # n ranks
-        tasks = hellaswag.prepare(examples, 160)
         shares = [hellaswag.score(ours.hidden, ours.wte.weight, tasks, cpu, batch_size, rank, n)
                   for rank in range(n)]
         assert sorted(i for share in shares for i in share.index) == list(range(24))
         for share in shares:
-            torch.testing.assert_close(share.losses, expected[share.index], atol=1e-3, rtol=1e-5)
-            assert torch.equal(share.lengths, lengths[share.index].long())
-            assert torch.equal(share.losses.argmin(1), expected[share.index].argmin(1))
-        by_mean = (expected / lengths).argmin(1)
-        assert (expected.argmin(1) != by_mean).any(), "division makes no difference here"
-        labels = torch.tensor([example["label"] for example in examples])
-        assert sum(s.num_correct for s in shares) == int((expected.argmin(1) == labels).sum())
-        assert sum(s.num_correct_norm for s in shares) == int((by_mean == labels).sum())
+            torch.testing.assert_close(share.losses, losses[share.index], atol=1e-3, rtol=1e-5)
+            assert torch.equal(share.lengths, lengths[share.index])
+        correct = torch.tensor([share.correct() for share in shares]).sum(0).tolist()
+        assert correct == [int((chosen == labels).sum()) for chosen in (by_sum, by_mean)]
 
-def test_command_on_a_folder(model, tmp_path):
-    """The command, whose model is transformers', says what the plain scorer says; --json holds every task."""
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_command_on_a_folder(kind, model, tmp_path, capsys):
+    """Any causal language model: the plain scorer's predictions in --json, and their accuracies last."""
     _, folder = model
-    args = ["-d", "cpu", "--data", TASKS, "--limit", 16, "--harness", "--json", tmp_path / "out.json"]
-    done = script("hellaswag.py", "-m", folder, *args)
-    assert done.returncode == 0, done.stderr
-    losses, _ = plain_losses(folder, examples := hellaswag.load_examples(TASKS)[:16])
+    if kind == "llama":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+        config = LlamaConfig(vocab_size=50257, max_position_embeddings=160, initializer_range=0.3, **sizes)
+        LlamaForCausalLM(config).save_pretrained(folder := tmp_path)
+    args = ["-m", folder, "-d", "cpu", "--data", TASKS, "--limit", 16, "--json", tmp_path / "out.json"]
+    hellaswag.main([*map(str, args)])
+    losses, lengths, by_sum, by_mean, labels = plain_scores(folder, hellaswag.load_examples(TASKS)[:16])
+    names = ("task", "label", "prediction", "prediction_norm", "lengths")
     rows = json.loads((tmp_path / "out.json").read_text())
-    assert [row["task"] for row in rows] == list(range(16))
-    assert [row["label"] for row in rows] == [example["label"] for example in examples]
-    assert [row["prediction"] for row in rows] == losses.argmin(1).tolist()
+    for name, column in zip(names, (torch.arange(16), labels, by_sum, by_mean, lengths), strict=True):
+        assert [row[name] for row in rows] == column.tolist(), name
     assert [row["losses"] for row in rows] == [pytest.approx(row, rel=1e-4) for row in losses.tolist()]
-    for name, part in (("lm-evaluation-harness", [row["harness"] for row in rows]), ("completion", rows)):
-        accuracies = [sum(p[key] == row["label"] for p, row in zip(part, rows, strict=True)) / 16
-                      for key in ("prediction", "prediction_norm")]
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{name} style: ")]
-        assert re.findall(r"acc(?:_norm)? (\S+)", line) == [f"{a:.4f}" for a in accuracies]
-        for row, p in zip(rows, part, strict=True):
-            means = [loss / n for loss, n in zip(p["losses"], p["lengths"], strict=True)]
-            assert means.index(min(means)) == p["prediction_norm"], row
-    acc, acc_norm = accuracies
-    assert done.stdout.splitlines()[-1] == f"16 acc: {acc:.4f} acc_norm: {acc_norm:.4f}"
-    assert [row["lengths"] for row in rows] != [row["harness"]["lengths"] for row in rows]
+    acc, acc_norm = (int((chosen == labels).sum()) / 16 for chosen in (by_sum, by_mean))
+    assert capsys.readouterr().out.splitlines()[-1] == f"16 acc: {acc:.4f} acc_norm: {acc_norm:.4f}"
 
 def task(context="A man sits on a roof. He", label=1, **changes):
     endings = ["is ripping tiles off.", "jumps", "sleeps all day long", "holds a Rubik's cube."]
@@ -104,7 +97,7 @@ def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
     tasks = hellaswag.prepare([long, short], 160)
     assert [t.cut for t in tasks] == [True, False]
     score = hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"))
-    context, endings, _ = hellaswag.encode(long)
+    context, endings = encode(long)
     for i, ending in enumerate(endings):
         row = torch.tensor([context[-(161 - len(ending)) :] + ending[:-1]])
         assert row.size(1) == 160
@@ -113,54 +106,6 @@ def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
         assert score.losses[score.index.index(0), i].item() == pytest.approx(expected, rel=1e-4)
     with pytest.raises(InputError, match="task 1: an ending exceeds"):
         hellaswag.prepare([short], 4)
-
-HARNESS_EXAMPLE = {
-    "activity_label": "Roof shingle removal",
-    "ctx_a": "[header] How to [title] a  roof [substeps] Look up.",
-    "ctx_b": "he",
-    "ctx": "unused",
-    "endings": [" is ripping tiles [step] off. ", "jumps [title] down", "sleeps all  day", "a café's cube."],
-    "label": 2,
-}
-
-def plain_harness_scores(folder, example, window):
-    """lm-evaluation-harness's rule: a row an ending, log-likelihoods from transformers' full logits."""
-    from transformers import AutoTokenizer, GPT2LMHeadModel
-
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), GPT2LMHeadModel.from_pretrained(folder)
-
-    def clean(text):
-        text = text.strip().replace(" [title]", ". ")
-        while "[" in text:
-            text = text[: text.index("[")] + text[text.index("]") + 1 :]
-        return text.replace("  ", " ")
-
-    query = clean(example["activity_label"] + ": " + example["ctx_a"] + " " + example["ctx_b"].capitalize())
-    scores, choices = [], [clean(ending) for ending in example["endings"]]
-    for choice in choices:
-        whole, n = tokenizer.encode(query + " " + choice), len(tokenizer.encode(query.rstrip()))
-        row, ending = whole[-(window + 1) :], whole[n:]
-        with torch.no_grad():
-            logits = model(torch.tensor([row[:-1]])).logits[0, -len(ending) :]
-        scores.append(-F.cross_entropy(logits, torch.tensor(ending), reduction="sum").item())
-    return scores, [len(choice) for choice in choices]
-
-def test_harness_style(model):
-    """Cleaned texts, the label before the context, division by characters; also if the context is cut."""
-    ours, folder = model
-    long = HARNESS_EXAMPLE | {"ctx_a": "far away " * 200 + "A man.", "endings": ["a b", "c", "d e f", "g"]}
-    for example, cut in ((HARNESS_EXAMPLE, False), (long, True)):
-        tasks = hellaswag.prepare([example], 160, harness=True)
-        assert tasks[0].cut == cut
-        score = hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"))
-        scores, lengths = plain_harness_scores(folder, example, 160)
-        assert score.losses[0].tolist() == pytest.approx([-s for s in scores], rel=1e-4)
-        assert score.lengths[0].tolist() == lengths
-    context, endings, _ = hellaswag.encode(HARNESS_EXAMPLE, harness=True)
-    decode = hellaswag.get_tokenizer().decode
-    assert decode(context) == "Roof shingle removal: How to. a roof Look up. He"
-    cleaned = [" is ripping tiles off.", " jumps. down", " sleeps all day", " a café's cube."]
-    assert list(map(decode, endings)) == cleaned
 
 def test_losses_are_float32_under_bfloat16(model):
     ours, _ = model
@@ -197,8 +142,7 @@ def test_download_is_retried_and_verified(tmp_path, monkeypatch):
     assert hellaswag.download(path) == path, "downloaded again"
     path.write_bytes(good[:-5])  # damaged since: downloaded again
     answers += [good]
-    hellaswag.download(path)
-    assert path.read_bytes() == good
+    assert hellaswag.download(path).read_bytes() == good
     path.unlink()
     answers += [None] * 3
     with pytest.raises(InputError, match=r"download failed .*404.*; --data"):
