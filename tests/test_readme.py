@@ -16,12 +16,14 @@ from tests.conftest import ROOT, TINY
 from train_gpt2 import GPT, GPTConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-PROGRAMS = ("python ", "pip ", "jupyter ", "torchrun ", "sbatch ")
+PROGRAMS = ("python ", "pip ", "jupyter ", "torchrun ", "sbatch ", "lm_eval ", "llama", "vllm ", "hf ")
 NOT_RUN = {  # beginning of a command, or an argument in it -> why it is not run
     "pip install": "what every test needs", "jupyter": "tests/test_notebook.py", "sbatch": "a cluster",
     "torchrun": "GPUs; tests/test_resume.py starts it on the CPU", "python tests/": "minutes",
     "python hellaswag.py": "a network; tests/test_hellaswag.py has local tasks", "python -m pytest": "this",
     "python bench": "minutes; tests/test_bench.py and tests/test_sweep.py run small ones",
+    "lm_eval": "not installed; docs/after.md says where it was run", "vllm": "a GPU", "hf ": "the Hub",
+    "python convert_hf_to_gguf.py": "llama.cpp's", "llama": "docs/after.md says what was run",
     "--dataset": "a network; tests/test_fineweb.py has a server of its own",
 }
 
@@ -55,12 +57,14 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     for name in ("my.txt", "a.txt", "input.txt"):
         (tmp_path / name).write_text(words, encoding="utf-8")
     (tmp_path / "notes.jsonl").write_text(json.dumps({"text": words}) + "\n")
+    (tmp_path / "pairs.jsonl").write_text('{"question": "What is the sea?", "answer": "Wet."}\n' * 20)
     (tmp_path / "books").mkdir()
     pq.write_table(pa.table({"text": [words]}), tmp_path / "books" / "one.parquet")
     shutil.copytree(ROOT / "reference", tmp_path / "reference")
     shutil.copytree(ROOT / "reference/shakespeare", tmp_path / "log")
     for name in ("log/step_000600", "gpt2"):  # a folder comes before the Hub
         GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(tmp_path / name)
+    shutil.copytree("log", "log_pairs")
     fineweb.main(["--input", "a.txt", "--out", "edu_fineweb10B", "--workers", "1"])  # as though downloaded
     for name in ("my_shards", "tiny"):
         shutil.copytree("edu_fineweb10B", name)
