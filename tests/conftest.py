@@ -112,10 +112,3 @@ def read_log(log_dir: Path, *streams: str) -> list[str]:
 
 def losses(log_dir: Path, stream: str = "train") -> list[float]:
     return [float(line.split()[2]) for line in read_log(log_dir, stream)]
-
-def assert_one_error_line(done: subprocess.CompletedProcess, *parts: str) -> None:
-    """Exit status 2 and on stderr one line, beginning `error: `, that has all the parts."""
-    assert done.returncode == 2, (done.returncode, done.stderr)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
-    assert all(part in errors[0] for part in parts), errors[0]
