@@ -69,7 +69,6 @@ def test_report_continues_and_tries_failed_jobs_again(tmp_path, monkeypatch, cap
         bench.main(["--report", str(tmp_path), *TINY])
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [(row["job"], row["status"]) for row in rows] == [("machine", "done"), ("right/tests", "failed")]
-    assert "no" in (tmp_path / "report.md").read_text()
     outcomes["profile"] = STEP
     assert bench.main(["--report", str(tmp_path), "--minutes", "1e-9", *TINY]) == 1 and len(started) == 3
     assert bench.main(["--report", str(tmp_path), "--only", "profile", *TINY]) == 1
@@ -82,9 +81,6 @@ def test_report_continues_and_tries_failed_jobs_again(tmp_path, monkeypatch, cap
         assert part in page, (part, page)
     with pytest.raises(InputError, match="another folder"):
         bench.main(["--report", str(tmp_path), *TINY, "--n-layer", "2"])
-    (tmp_path / "results.jsonl").write_text('{"job": "machine"}\n')
-    with pytest.raises(InputError, match="damaged"):
-        bench.main(["--report", str(tmp_path), *TINY])
 
 @pytest.mark.parametrize("args, part", [
     (["--steps", "0"], "--steps 0"), (["--rung", "bf16"], "--rung bf16"), (["--json", "no/f"], "no/f"),

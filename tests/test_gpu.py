@@ -21,16 +21,11 @@ def test_compiled_equals_eager(tmp_path):
             expected = pytest.approx(losses(tmp_path / "no-compile", stream), abs=0.02)
             assert losses(tmp_path / name, stream) == expected, name
 
-@pytest.fixture
-def determinism_ends():
-    """--deterministic is for a process; the tests share one."""
-    yield
-    torch.use_deterministic_algorithms(False)
-
 @pytest.mark.parametrize("compiled", ["--compile", "--no-compile"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_resumed_run_equals_one_that_never_stopped(tmp_path, dtype, compiled, determinism_ends):
+def test_resumed_run_equals_one_that_never_stopped(tmp_path, dtype, compiled, request):
     """At T = 1024, where attention's backward kernels add in a varying order unless told otherwise."""
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     args = ["--dtype", dtype, "--save-every", 5, "--min-lr", 1e-3,  # a constant rate, whatever --max-steps is
             "--deterministic", "--seq-len", 1024, "--total-batch-size", 8192, compiled]
     train(*args, "--max-steps", 10, "--log-dir", tmp_path / "straight")

@@ -155,17 +155,6 @@ def test_a_checkpoint_that_cannot_be_removed_is_no_checkpoint(text, tmp_path, mo
     monkeypatch.undo()
     assert train(*args, "--max-steps", 4) == 0 and not list(tmp_path.glob(".*"))  # the next start retries
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="Linux says which files are mapped")
-def test_a_resumed_run_maps_no_file_of_its_checkpoint(text, tmp_path, monkeypatch):
-    """A mapped file could not be removed on NFS or Windows while the run lasts."""
-    args = ["--data", text, "--save-every", 2, "--log-dir", tmp_path, "--resume"]
-    train(*args, "--max-steps", 2)
-    maps, get_lr = [], train_gpt2.get_lr
-    monkeypatch.setattr(train_gpt2, "get_lr", lambda *args: maps.append(Path("/proc/self/maps").read_text())
-                        or get_lr(*args))
-    train(*args, "--max-steps", 3)
-    assert len(maps) == 1 and "libtorch" in maps[0] and str(tmp_path) not in maps[0]
-
 def test_a_crafted_training_state_executes_nothing(tmp_path):
     class Trap:
         def __reduce__(self):
@@ -182,11 +171,9 @@ def test_stopped_before_its_first_checkpoint_a_run_writes_its_log_again(text, tm
     args = ["--data", text, "--save-every", 4, "--resume", "--max-steps", 4, "--log-dir", tmp_path]
     train(*args)
     expected = read_log(tmp_path, "train", "norm", "lr")
-    for more, count in (((), 4), (("--seed", 5), 8)):  # another run keeps the lines of the first
-        shutil.rmtree(tmp_path / "step_000004")
-        train(*args, *more)
-        assert read_log(tmp_path, "train", "norm", "lr")[: len(expected)] == expected
-        assert len(losses(tmp_path)) == count
+    shutil.rmtree(tmp_path / "step_000004")
+    train(*args)
+    assert read_log(tmp_path, "train", "norm", "lr") == expected and len(losses(tmp_path)) == 4
 
 def poison(monkeypatch, *calls):
     """Makes the loss of some forward passes in training NaN, counted from 0."""
