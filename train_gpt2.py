@@ -329,6 +329,7 @@ def write_pretrained(folder: Path, config: GPTConfig, state: dict[str, Tensor]) 
              for name, t in state.items()}
     with files.atomic_path(folder / "model.safetensors") as partial:
         safetensors.torch.save_file(state, partial, metadata={"format": "pt"})
+        partial.chmod((folder / "config.json").stat().st_mode)  # safetensors makes it readable by nobody else
 
 # ------------------------------------------------------------------------------------------------------------
 # Data: the order of tokens, and the loader (support/tokenizer.py opens shards)

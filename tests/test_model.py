@@ -65,6 +65,7 @@ def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
     for (name, a), (_, b) in zip(ours.state_dict().items(), again.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 50256
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "not readable as its neighbours"
 
 def test_older_and_sharded_files_load_too(reference, tmp_path):
     """The Hub's `gpt2` has no `transformer.` prefix and has causal masks; large models have several files."""
