@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows neither forks nor has these signals")
 TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--total-batch-size", "128",
-        "--micro-batch-size", "2", "--warmup-steps", "2", "--eval-tokens", "512", "--device", "cpu",
+        "--micro-batch-size", "2", "--warmup-steps", "2", "--eval-tokens", "128", "--device", "cpu",
         "--no-compile", "--preset", "shakespeare", "--dtype", "float32", "--save-every", "0",
         "--sample-every", "0", "--eval-every", "0", "--optimizer", "adamw", "--schedule", "cosine",
         "--max-lr", "5e-3", "--min-lr", "5e-4", "--beta2", "0.95"]

@@ -204,49 +204,46 @@ def test_bad_steps_stop_the_run_or_are_skipped_if_allowed(text, tmp_path, monkey
         train(*args, "--resume")
 
 DISTURBANCE = """
-import os, signal
-import train_gpt2
-
-rank, calls = os.environ["RANK"], iter(range(10**9))
-first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-original = train_gpt2.chunked_next_token_loss
+import os, signal, train_gpt2
+rank, calls, original = os.environ["RANK"], iter(range(10**9)), train_gpt2.chunked_next_token_loss
 
 def disturbed(*args):
     logits, loss = original(*args)
     call = next(calls)  # two before the first step, then two a step
-    if rank == "1" and call == 4 and first_start:  # step 1
-        loss = loss * float("nan")
-    if rank == "1" and call == 12 and first_start and "KILL" in os.environ:  # step 5
+    if rank == "1" and call == LAST:
         os.kill(os.getpid(), signal.SIGKILL)
-    return logits, loss
+    return logits, loss * (float("nan") if rank == "1" and call == 4 else 1)  # step 1
 
 train_gpt2.chunked_next_token_loss = disturbed
 """
 
 def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_path):
-    """Rank 1 alone sees a NaN loss in step 1; in one of two runs it is killed in step 5, torchrun restarts
-    all ranks, and they resume from step 4. With three ranks a sum depends on the order of its terms, and so
-    on DDP's buckets: both runs must end with the same bits."""
-    head = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
-    tail = "from support.cli import run; run(train_gpt2.main)"
-    (tmp_path / "disturbed.py").write_text(head + DISTURBANCE + tail)
+    """Rank 1 alone sees a NaN loss in step 1; in one of two runs it is killed in step 5, and all resume from
+    step 4. With three ranks a sum depends on the order of its terms, and so on DDP's buckets: both runs must
+    end with the same bits."""
     args = ["--data", text, "--total-batch-size", 96, "--micro-batch-size", 1, "--max-lr", 3e-2,
-            "--max-steps", 8, "--save-every", 4, "--skip-bad-steps", 1, "--keep-checkpoints", 0]
-    texts = train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "straight", disturbance=DISTURBANCE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3",
-                "--max-restarts=2"]
-    command = [*torchrun, tmp_path / "disturbed.py", *TINY, *args, "--log-dir", tmp_path / "killed"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "KILL": ""}
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for output, resumed in ((texts[0], False), (done.stdout, True)):
-        assert output.count("update skipped, 1 of 1") == 1
-        assert (f"resumed from {tmp_path}/killed/step_000004" in output) == resumed
-    assert len(losses(tmp_path / "killed")) == 8
-    assert read_log(tmp_path / "killed", "train", "norm") == read_log(tmp_path / "straight", "train", "norm")
-    weights = [sha256(tmp_path / name / "step_000008/model.safetensors") for name in ("straight", "killed")]
-    state = read_training_state(tmp_path / "killed/step_000008")
+            "--max-steps", 8, "--save-every", 4, "--skip-bad-steps", 1, "--keep-checkpoints", 0, "--resume"]
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    texts = train_on_ranks(3, tmp_path, *args, "--log-dir", straight,
+                           disturbance=DISTURBANCE.replace("LAST", "-1"))
+    assert texts[0].count("update skipped, 1 of 1") == 1
+    codes, _ = start_ranks(3, tmp_path, *args, "--log-dir", killed,
+                           disturbance=DISTURBANCE.replace("LAST", "12"))
+    assert codes[1] == -9 and 0 not in codes and steps_of(killed) == [4]
+    texts = train_on_ranks(3, tmp_path, *args, "--log-dir", killed)
+    assert f"resumed from {killed}/step_000004" in texts[0] and len(losses(killed)) == 8
+    assert read_log(killed, "train", "norm") == read_log(straight, "train", "norm")
+    weights = [sha256(folder / "step_000008/model.safetensors") for folder in (straight, killed)]
+    state = read_training_state(killed / "step_000008")
     assert weights[0] == weights[1] and state["skipped"] == 1 and len(state["random"]) == 3
+
+def test_torchrun_starts_two_ranks(text, tmp_path):
+    args = ["--data", text, "--max-steps", 2, "--log-dir", tmp_path / "log"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, ROOT / "train_gpt2.py", *TINY, *args]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and " x 2 ranks" in done.stdout, done.stderr
+    assert len(losses(tmp_path / "log")) == 2
 
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
 
