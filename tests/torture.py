@@ -1,6 +1,6 @@
 """Kills a training run at random moments, again and again: it must leave what an undisturbed one leaves.
 
-    python tests/torture.py                    # 50 times kill -9, about nine minutes on two cores
+    python tests/torture.py                    # 50 times kill -9, about ten minutes
     python tests/torture.py --kills 3 --seed 7 --picture killed.png
 
 A small CPU run that saves every fourth step is started with --resume and killed (SIGKILL) --kills times, in
