@@ -44,6 +44,7 @@ DOWNLOADED = Path(__file__).parent / "hellaswag" / "hellaswag_val.jsonl"
 # ------------------------------------------------------------------------------------------------------------
 # Data
 
+
 def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
     """Downloads the validation set, unless `path` is it; verified and whole. Raises InputError."""
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256:
@@ -59,12 +60,15 @@ def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
         except OSError as error:  # URLError and time-outs are OSErrors
             reason = error
     else:
-        raise InputError(f"{URL}: download failed ({first_line(reason)}); --data (in training "
-                         "--hellaswag-data) takes a local file")
+        raise InputError(
+            f"{URL}: download failed ({first_line(reason)}); --data (in training "
+            "--hellaswag-data) takes a local file"
+        )
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as file:
         file.write(content)
     return path
+
 
 def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
     """The tasks of a .jsonl file, by default the official ones. Raises InputError for a bad line."""
@@ -83,24 +87,33 @@ def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
             if not example["ctx"]:
                 raise ValueError("empty ctx")
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path}, line {number}: not a HellaSwag task ({error!r}); it needs ctx, a "
-                             "label from 0 to 3 and four endings") from None
+            raise InputError(
+                f"{path}, line {number}: not a HellaSwag task ({error!r}); it needs ctx, a "
+                "label from 0 to 3 and four endings"
+            ) from None
         examples.append(example)
     if not examples:
         raise InputError(f"{path}: no tasks")
     return examples
 
+
 # ------------------------------------------------------------------------------------------------------------
 # Scoring
+
 
 @dataclass(frozen=True)
 class Task:
     """A tokenized task: N tokens that the model reads, and the M tokens of the endings to be scored."""
 
-    read: torch.Tensor  # (3, N) int64: token, position, segment (1 to 4 for an ending, 0 for the context)
-    scored: torch.Tensor  # (3, M) int64: which of the N predicts this token, the token, its ending (0 to 3)
+    read: (
+        torch.Tensor
+    )  # (3, N) int64: token, position, segment (1 to 4 for an ending, 0 for the context)
+    scored: (
+        torch.Tensor
+    )  # (3, M) int64: which of the N predicts this token, the token, its ending (0 to 3)
     label: int
     cut: bool  # the context exceeded the window and lost its beginning
+
 
 def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
     """Tokenizes tasks for a model with a context of block_size tokens. A context that is too long is cut on
@@ -109,9 +122,13 @@ def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
     for number, example in enumerate(examples, start=1):
         context = encode(example["ctx"])
         endings = [encode(" " + ending) for ending in example["endings"]]
-        rooms = [block_size + 1 - len(ending) for ending in endings]  # an ending's last token is not read
+        rooms = [
+            block_size + 1 - len(ending) for ending in endings
+        ]  # an ending's last token is not read
         if min(rooms) < 1:
-            raise InputError(f"HellaSwag task {number}: an ending exceeds the model's {block_size} tokens")
+            raise InputError(
+                f"HellaSwag task {number}: an ending exceeds the model's {block_size} tokens"
+            )
         cut = len(context) > min(rooms)
         read = [] if cut else [(token, t, 0) for t, token in enumerate(context)]
         scored = []
@@ -128,7 +145,10 @@ def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
         tasks.append(Task(*columns, example["label"], cut))
     return tasks
 
-def prepare_for_training(path: str, block_size: int, gather: Callable[[Any], list[Any]]) -> list[Task] | None:
+
+def prepare_for_training(
+    path: str, block_size: int, gather: Callable[[Any], list[Any]]
+) -> list[Task] | None:
     """The tasks of a local file, or with path "" the official ones, which one process per machine downloads.
 
     None on all ranks, after a warning, if one of them has no network. Raises InputError for a bad local file.
@@ -150,6 +170,7 @@ def prepare_for_training(path: str, block_size: int, gather: Callable[[Any], lis
     if problem and rank == 0:
         print(f"warning: training without HellaSwag: {problem}", file=sys.stderr, flush=True)
     return None if problem else tasks
+
 
 @dataclass(frozen=True)
 class Score:
@@ -174,26 +195,45 @@ class Score:
         n = len(self.index)
         return n, *(count / n for count in self.correct())
 
+
 @torch.no_grad()
-def score(hidden: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], head: torch.Tensor,
-          tasks: list[Task], device: torch.device, batch_size: int = 16, rank: int = 0, world_size: int = 1,
-          progress: bool = False) -> Score:
+def score(
+    hidden: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    head: torch.Tensor,
+    tasks: list[Task],
+    device: torch.device,
+    batch_size: int = 16,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: bool = False,
+) -> Score:
     """Scores this rank's share of the tasks. head: (V, C).
 
     hidden(tokens (B, T), position (B, T), mask (B, 1, T, T) bool) -> (B, T, C), the input of the head."""
     from tqdm import tqdm
 
-    order = sorted(range(len(tasks)), key=lambda i: tasks[i].read.size(1))  # similar lengths: little padding
-    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)][rank::world_size]
+    order = sorted(
+        range(len(tasks)), key=lambda i: tasks[i].read.size(1)
+    )  # similar lengths: little padding
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)][
+        rank::world_size
+    ]
     index = [i for batch in batches for i in batch]
-    losses, lengths = torch.zeros(len(index), 4, dtype=torch.float64), torch.zeros(len(index), 4).long()
+    losses, lengths = (
+        torch.zeros(len(index), 4, dtype=torch.float64),
+        torch.zeros(len(index), 4).long(),
+    )
     done = 0
-    for batch in tqdm(batches, unit_scale=batch_size, unit="task", disable=None if progress else True):
+    for batch in tqdm(
+        batches, unit_scale=batch_size, unit="task", disable=None if progress else True
+    ):
         B, T = len(batch), round_length(tasks[batch[-1]].read.size(1), device)
         read = torch.tensor([0, 0, 5])[:, None, None].repeat(1, B, T)  # padding is segment 5
         for b, i in enumerate(batch):
             read[:, b, : tasks[i].read.size(1)] = tasks[i].read
-        row = torch.cat([torch.full_like(tasks[i].scored[0], b) for b, i in enumerate(batch)])  # (M,)
+        row = torch.cat(
+            [torch.full_like(tasks[i].scored[0], b) for b, i in enumerate(batch)]
+        )  # (M,)
         source, answer, ending = torch.cat([tasks[i].scored for i in batch], dim=1)  # (M,) each
         tokens, position, segment = read  # (B, T) each
         # A token attends to earlier ones of the context and of its own ending (padding, to padding).
@@ -201,23 +241,38 @@ def score(hidden: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Ten
         mask = (same & torch.ones(T, T).tril().bool())[:, None]  # (B, 1, T, T)
         x = hidden(tokens.to(device), position.to(device), mask.to(device))  # (B, T, C)
         x = x[row.to(device), source.to(device)]  # (M, C)
-        loss = torch.cat([
-            F.cross_entropy(F.linear(part, head.to(part.dtype)).float(), target, reduction="none")
-            for part, target in zip(x.split(1024), answer.to(device).split(1024), strict=True)
-        ]).cpu().double()  # (M,); on the host, since not every device has float64
+        loss = (
+            torch.cat(
+                [
+                    F.cross_entropy(
+                        F.linear(part, head.to(part.dtype)).float(), target, reduction="none"
+                    )
+                    for part, target in zip(
+                        x.split(1024), answer.to(device).split(1024), strict=True
+                    )
+                ]
+            )
+            .cpu()
+            .double()
+        )  # (M,); on the host, since not every device has float64
         place = (done + row) * 4 + ending
         losses.view(-1).index_add_(0, place, loss)
         lengths.view(-1).index_add_(0, place, torch.ones_like(place))
         done += B
     return Score(index, losses, lengths, torch.tensor([tasks[i].label for i in index]))
 
-def count_correct(model: Any, tasks: list[Task], device: torch.device, rank: int, world_size: int) -> int:
+
+def count_correct(
+    model: Any, tasks: list[Task], device: torch.device, rank: int, world_size: int
+) -> int:
     """How many of its share of the tasks a GPT of train_gpt2.py gets right on this rank, by acc_norm."""
     share = score(model.hidden, model.wte.weight, tasks, device, rank=rank, world_size=world_size)
     return share.correct()[1]
 
+
 # ------------------------------------------------------------------------------------------------------------
 # Command
+
 
 @dataclass(frozen=True)
 class HellaSwagConfig:
@@ -233,6 +288,7 @@ class HellaSwagConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     json: str = ""  # file for the predictions and losses of every task
 
+
 def write_json(path: Path, result: Score) -> None:
     """One object per task, in the file's order: label, both predictions, each ending's loss and tokens."""
     names = ("task", "label", "prediction", "prediction_norm", "losses", "lengths")
@@ -241,10 +297,13 @@ def write_json(path: Path, result: Score) -> None:
     with atomic_write(path, "w") as file:
         json.dump([dict(zip(names, row, strict=True)) for row in sorted(rows)], file)
 
+
 def main(args: list[str] | None = None) -> None:
     config = parse_args(HellaSwagConfig, args=args)
     if config.batch_size < 1 or config.limit < 0:
-        raise InputError(f"--batch-size {config.batch_size}, --limit {config.limit}: at least 1 and 0")
+        raise InputError(
+            f"--batch-size {config.batch_size}, --limit {config.limit}: at least 1 and 0"
+        )
     device, dtype, description = choose_device(config.device, config.dtype)
     if device.type == "cpu":
         keep_freed_memory()
@@ -256,10 +315,14 @@ def main(args: list[str] | None = None) -> None:
 
     model, _ = load_causal_lm(folder, device, attn_implementation="sdpa")
     if model.config.vocab_size < get_tokenizer().n_vocab:
-        raise InputError(f"{folder}: a vocabulary of {model.config.vocab_size}, smaller than GPT-2's")
+        raise InputError(
+            f"{folder}: a vocabulary of {model.config.vocab_size}, smaller than GPT-2's"
+        )
 
     def hidden(tokens: torch.Tensor, position: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return model.base_model(tokens, position_ids=position, attention_mask=mask, use_cache=False)[0]
+        return model.base_model(
+            tokens, position_ids=position, attention_mask=mask, use_cache=False
+        )[0]
 
     window = model.config.max_position_embeddings
     tasks = prepare(examples, window)
@@ -270,9 +333,12 @@ def main(args: list[str] | None = None) -> None:
         write_json(Path(config.json), result)
     n, acc, acc_norm = result.accuracies()
     error, error_norm = (math.sqrt(p * (1 - p) / n) for p in (acc, acc_norm))
-    print(f"completion style: acc {acc:.4f} (standard error {error:.4f}), acc_norm {acc_norm:.4f} "
-          f"({error_norm:.4f}); {sum(task.cut for task in tasks)} contexts cut to {window} tokens")
+    print(
+        f"completion style: acc {acc:.4f} (standard error {error:.4f}), acc_norm {acc_norm:.4f} "
+        f"({error_norm:.4f}); {sum(task.cut for task in tasks)} contexts cut to {window} tokens"
+    )
     print(f"{n} acc: {acc:.4f} acc_norm: {acc_norm:.4f}")
+
 
 if __name__ == "__main__":
     run(main)

@@ -1,8 +1,8 @@
 """Writes text with a model, token by token as it comes.
 
-    python sample.py log "Hello, I'm a language model,"     # the newest checkpoint of a run
-    python sample.py log/step_000400 "ROMEO:" --num-samples 3
-    python sample.py gpt2                                   # a hub name; without a prompt it asks for one
+python sample.py log "Hello, I'm a language model,"     # the newest checkpoint of a run
+python sample.py log/step_000400 "ROMEO:" --num-samples 3
+python sample.py gpt2                                   # a hub name; without a prompt it asks for one
 """
 
 import sys
@@ -15,6 +15,7 @@ from tyro.conf import Positional
 from support.cli import InputError, flag, parse_args, run
 from support.devices import choose_device
 from support.models import find_model, load_causal_lm
+
 
 @dataclass(frozen=True)
 class SampleConfig:
@@ -37,6 +38,7 @@ class SampleConfig:
     device: str = "auto"
     """auto, cpu, cuda or mps."""
 
+
 def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> None:
     """Prints `num_samples` continuations of the prompt, each as it is made."""
     from transformers import GenerationConfig, TextStreamer
@@ -55,8 +57,13 @@ def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> Non
     for i in range(config.num_samples):
         torch.manual_seed(config.seed + i)
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation,
-                       streamer=streamer)
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=generation,
+            streamer=streamer,
+        )
+
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(SampleConfig, args=args)
@@ -64,7 +71,9 @@ def main(args: list[str] | None = None) -> None:
         if getattr(config, name) < 1:
             raise InputError(f"{flag(name)} {getattr(config, name)}: must be at least 1")
     if config.temperature < 0 or config.top_k < 0:
-        raise InputError(f"--temperature {config.temperature} --top-k {config.top_k}: must be at least 0")
+        raise InputError(
+            f"--temperature {config.temperature} --top-k {config.top_k}: must be at least 0"
+        )
     device, _, _ = choose_device(config.device, "float32")
     folder = find_model(config.model)
     model, tokenizer = load_causal_lm(folder, device)
@@ -79,6 +88,7 @@ def main(args: list[str] | None = None) -> None:
         if not line:
             return None
         sample(model, tokenizer, line.rstrip("\n"), config)
+
 
 if __name__ == "__main__":
     run(main)

@@ -52,6 +52,7 @@ ROOT = Path(__file__).parent
 # ------------------------------------------------------------------------------------------------------------
 # Model: GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3)
 
+
 @dataclass(frozen=True)
 class GPTConfig:
     """The shape of a GPT-2. The defaults are GPT-2 small, 124,439,808 parameters."""
@@ -61,6 +62,7 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
+
 
 class CausalSelfAttention(nn.Module):
     """Multi-head self-attention; each token attends to itself and to earlier ones. (B, T, C) -> (B, T, C)"""
@@ -75,8 +77,11 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # (B, nh, T, hs)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None
+        )  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+
 
 class MLP(nn.Module):
     """Two linear layers with GELU (tanh approximation) between them. (B, T, C) -> (B, T, C)"""
@@ -88,6 +93,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
 
 class Block(nn.Module):
     """A pre-LayerNorm transformer block. (B, T, C) -> (B, T, C)"""
@@ -103,6 +109,7 @@ class Block(nn.Module):
         x = x + self.attn(self.ln_1(x), mask)
         return x + self.mlp(self.ln_2(x))
 
+
 def lm_head(x: Tensor, wte: Tensor, padded: bool = False) -> Tensor:
     """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
 
@@ -115,10 +122,12 @@ def lm_head(x: Tensor, wte: Tensor, padded: bool = False) -> Tensor:
     logits = F.linear(x, wte, bias)
     return logits if padded else logits[..., :V]
 
+
 def next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (B, T, V) and their mean cross-entropy in nats, a float32 scalar. x (B, T, C), targets (B, T)"""
     logits, V = lm_head(x, wte, padded=True), wte.size(0)
     return logits[..., :V], F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
 
 class ChunkedLoss(torch.autograd.Function):
     """next_token_loss and its gradient in one pass, for 1,024 tokens at a time.
@@ -134,9 +143,15 @@ class ChunkedLoss(torch.autograd.Function):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         V = wte.size(0)
-        w = F.pad(wte.to(dtype), (0, 0, 0, -V % 64))  # as in lm_head; on a CPU, too, aligned rows are faster
+        w = F.pad(
+            wte.to(dtype), (0, 0, 0, -V % 64)
+        )  # as in lm_head; on a CPU, too, aligned rows are faster
         loss = torch.zeros((), device=x.device)
-        dx, dw = (torch.empty_like(x), torch.zeros_like(w, dtype=wte.dtype)) if needs_gradient else (x, None)
+        dx, dw = (
+            (torch.empty_like(x), torch.zeros_like(w, dtype=wte.dtype))
+            if needs_gradient
+            else (x, None)
+        )
         for i in range(0, len(x), ChunkedLoss.CHUNK):
             chunk = slice(i, i + ChunkedLoss.CHUNK)
             x_chunk, target = x[chunk].to(dtype), targets[chunk, None]
@@ -144,9 +159,14 @@ class ChunkedLoss(torch.autograd.Function):
             logits[:, V:] = -math.inf
             p = logits.softmax(1, dtype=torch.float32)
             # -log p[target], but by way of the largest p: that of an unlikely target can underflow to 0.
-            largest, target_logits = logits.amax(1, keepdim=True).float(), logits.gather(1, target).float()
+            largest, target_logits = (
+                logits.amax(1, keepdim=True).float(),
+                logits.gather(1, target).float(),
+            )
             loss += (largest - target_logits - p.amax(1, keepdim=True).log()).sum()
-            if needs_gradient:  # of the summed loss by the logits: the probability, minus 1 at the target
+            if (
+                needs_gradient
+            ):  # of the summed loss by the logits: the probability, minus 1 at the target
                 p = p.scatter_add_(1, target, torch.full_like(target_logits, -1.0)).to(dtype)
                 dx[chunk] = p @ w
                 dw += p.t() @ x_chunk
@@ -160,9 +180,13 @@ class ChunkedLoss(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         return dx.mul_(gradient), dw.mul_(gradient), None, None
 
+
 def chunked_next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[None, Tensor]:
     """next_token_loss without ever holding all logits. x (…, C), wte (V, C), targets (…)"""
-    return None, ChunkedLoss.apply(x.flatten(0, -2), wte, targets.flatten(), torch.is_grad_enabled())
+    return None, ChunkedLoss.apply(
+        x.flatten(0, -2), wte, targets.flatten(), torch.is_grad_enabled()
+    )
+
 
 class GPT(nn.Module):
     """GPT-2 with GPT-2's parameter names. Linear weights are (out, in), the transpose of Hugging Face's."""
@@ -170,8 +194,12 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.loss_function = next_token_loss  # or another computation of the same loss, see prepare()
-        self.low_memory = False  # recompute each block in the backward pass instead of storing activations
+        self.loss_function = (
+            next_token_loss  # or another computation of the same loss, see prepare()
+        )
+        self.low_memory = (
+            False  # recompute each block in the backward pass instead of storing activations
+        )
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -184,7 +212,11 @@ class GPT(nn.Module):
         initial variance does not grow with depth (section 2.3)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 0.02
+                std = (
+                    0.02 / math.sqrt(2 * self.config.n_layer)
+                    if name.endswith("c_proj.weight")
+                    else 0.02
+                )
                 nn.init.normal_(parameter, std=std, generator=generator)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -196,14 +228,20 @@ class GPT(nn.Module):
             block.compile(dynamic=False)
         self.loss_function = chunked_next_token_loss
         if compiled and self.wte.weight.device.type != "cpu" and not self.low_memory:
-            self.loss_function = torch.compile(lambda *args: (None, next_token_loss(*args)[1]), dynamic=False)
+            self.loss_function = torch.compile(
+                lambda *args: (None, next_token_loss(*args)[1]), dynamic=False
+            )
 
-    def hidden(self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """The head's input (B, T, C) for tokens idx (B, T). position (B, T) or (T,): by default 0 … T-1.
         mask (B, 1, T, T) bool: by default a token attends to itself and earlier ones."""
         if position is None:
             if idx.size(1) > self.config.block_size:
-                raise InputError(f"{idx.size(1)} tokens, but the model's context is {self.config.block_size}")
+                raise InputError(
+                    f"{idx.size(1)} tokens, but the model's context is {self.config.block_size}"
+                )
             position = torch.arange(idx.size(1), device=idx.device)
         x = self.wte(idx) + self.wpe(position)  # (B, T, C)
         for block in self.h:
@@ -214,20 +252,30 @@ class GPT(nn.Module):
                 x = block(x, mask)
         return self.ln_f(x)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """idx, targets (B, T) int64 -> logits (B, T, V), mean cross-entropy in nats. Without targets there is
         no loss; there are no logits where loss_function never holds all of them."""
         x, wte = self.hidden(idx), self.wte.weight
         return (lm_head(x, wte), None) if targets is None else self.loss_function(x, wte, targets)
 
     @torch.no_grad()
-    def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int = 50,
-                 generator: torch.Generator | None = None) -> Tensor:
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 50,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
         """Continues idx (B, T) by sampling from the top_k most likely tokens. -> (B, T + max_new_tokens)"""
         for _ in range(max_new_tokens):
             window = idx[:, -self.config.block_size :]
             T = window.size(1)
-            padding = min(devices.round_length(T, idx.device), self.config.block_size) - T  # not attended to
+            padding = (
+                min(devices.round_length(T, idx.device), self.config.block_size) - T
+            )  # not attended to
             x = self.hidden(F.pad(window, (0, padding)))[:, T - 1]  # (B, C)
             logits = lm_head(x, self.wte.weight).float() / temperature  # (B, V)
             logits, candidates = logits.topk(min(top_k, logits.size(-1)))  # (B, k) each
@@ -252,7 +300,9 @@ class GPT(nn.Module):
 
             name = model_folder(name)
         config, state = read_pretrained(Path(name))
-        with torch.device("meta"):  # neither memory nor initialization: the parameters come from the files
+        with torch.device(
+            "meta"
+        ):  # neither memory nor initialization: the parameters come from the files
             model = cls(config)
         try:
             model.load_state_dict(state, strict=True, assign=True)
@@ -265,16 +315,26 @@ class GPT(nn.Module):
         """Writes a Hugging Face GPT-2 with its tokenizer."""
         write_pretrained(Path(folder), self.config, self.state_dict())
 
+
 # ------------------------------------------------------------------------------------------------------------
 # Hugging Face folders. There names begin with `transformer.` (not in OpenAI's uploads), and linear layers are
 # Conv1D with (in, out) weights. A field that a fork adds to GPTConfig keeps its name.
 
 GPT2_MATHS = {  # GPT-2 in Hugging Face's terms; a model that differs in one of these computes something else
-    "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
-    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True,
-    "add_cross_attention": False}
-CONFIG_NAMES = {"block_size": "n_positions"} | {n: n for n in ("vocab_size", "n_layer", "n_head", "n_embd")}
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "n_inner": None,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+    "add_cross_attention": False,
+}
+CONFIG_NAMES = {"block_size": "n_positions"} | {
+    n: n for n in ("vocab_size", "n_layer", "n_head", "n_embd")
+}
 CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
+
 
 def read_pretrained(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
     """A folder's model, its float32 parameters under our names. Raises InputError if it is no whole GPT-2."""
@@ -287,7 +347,9 @@ def read_pretrained(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
         value = raw.get(key, expected if key != "model_type" else None)
         same = value == expected or (key == "n_inner" and value == 4 * raw.get("n_embd", 0))
         if not same and key not in names:
-            raise InputError(f"{folder}: not a GPT-2: config.json has {key} = {value!r}, not {expected!r}")
+            raise InputError(
+                f"{folder}: not a GPT-2: config.json has {key} = {value!r}, not {expected!r}"
+            )
     if missing := [name for name in CONFIG_NAMES.values() if name not in raw]:
         raise InputError(f"{folder}: config.json lacks {', '.join(missing)}")
     state: dict[str, Tensor] = {}
@@ -295,7 +357,9 @@ def read_pretrained(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
         try:
             part = safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
-            raise InputError(f"{path}: damaged or not a weights file ({first_line(error)})") from None
+            raise InputError(
+                f"{path}: damaged or not a weights file ({first_line(error)})"
+            ) from None
         for name, t in part.items():
             name = name.removeprefix("transformer.")
             if not name.endswith((".attn.bias", ".attn.masked_bias")):  # these are masks
@@ -306,30 +370,51 @@ def read_pretrained(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
         raise InputError(f"{folder}: no model.safetensors of a GPT-2 here")
     if not torch.equal(state.pop("lm_head.weight", state["wte.weight"]), state["wte.weight"]):
         raise InputError(f"{folder}: not a GPT-2: its head is not tied to its token embedding")
-    return GPTConfig(**{ours: raw[theirs] for ours, theirs in names.items() if theirs in raw}), state
+    return GPTConfig(
+        **{ours: raw[theirs] for ours, theirs in names.items() if theirs in raw}
+    ), state
+
 
 def write_pretrained(folder: Path, config: GPTConfig, state: dict[str, Tensor]) -> None:
     """Writes config.json, model.safetensors and GPT-2's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     eot = EOT if config.vocab_size == VOCAB_SIZE else None  # None: some other vocabulary
-    raw = {"architectures": ["GPT2LMHeadModel"], "dtype": "float32", "n_ctx": config.block_size,
-           "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": eot, "eos_token_id": eot}
-    raw |= GPT2_MATHS | {CONFIG_NAMES.get(name, name): value for name, value in asdict(config).items()}
+    raw = {
+        "architectures": ["GPT2LMHeadModel"],
+        "dtype": "float32",
+        "n_ctx": config.block_size,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+    }
+    raw |= GPT2_MATHS | {
+        CONFIG_NAMES.get(name, name): value for name, value in asdict(config).items()
+    }
     texts = {"config.json": json.dumps(raw, indent=2) + "\n"}
     if eot:  # the tokenizer's files are copied: transformers writes the same, but takes seconds to import
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-        settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": config.block_size} | special
+        settings = {
+            "tokenizer_class": "GPT2Tokenizer",
+            "model_max_length": config.block_size,
+        } | special
         texts["tokenizer_config.json"] = json.dumps(settings, indent=2) + "\n"
         for ours, theirs in {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}.items():
             texts[theirs] = tokenizer.bpe_files()[ours].read_text(encoding="utf-8")
     for name, text in texts.items():
         with files.atomic_write(folder / name, "w") as file:
             file.write(text)
-    state = {f"transformer.{name}": (t.t() if CONV1D.search(name) else t).cpu().contiguous()
-             for name, t in state.items()}
+    state = {
+        f"transformer.{name}": (t.t() if CONV1D.search(name) else t).cpu().contiguous()
+        for name, t in state.items()
+    }
     with files.atomic_path(folder / "model.safetensors") as partial:
         safetensors.torch.save_file(state, partial, metadata={"format": "pt"})
-        partial.chmod((folder / "config.json").stat().st_mode)  # safetensors makes it readable by nobody else
+        partial.chmod(
+            (folder / "config.json").stat().st_mode
+        )  # safetensors makes it readable by nobody else
+
 
 # ------------------------------------------------------------------------------------------------------------
 # Data: the order of tokens, and the loader (support/tokenizer.py opens shards)
@@ -337,9 +422,11 @@ def write_pretrained(folder: Path, config: GPTConfig, state: dict[str, Tensor]) 
 SHARDS_FOLDER = "edu_fineweb10B"
 PASSAGE = 256  # tokens of a .txt file that stay together when it is shuffled
 
+
 def permutation(n: int, *seed: int) -> np.ndarray:
     """A permutation of 0 … n-1 that depends on `seed` only; numpy's own may change with its version."""
     return np.random.PCG64(seed).random_raw(n).argsort(kind="stable")
+
 
 class TokenStream:
     """A split's tokens as one endless sequence, whose order is a function of the seed.
@@ -352,7 +439,9 @@ class TokenStream:
         data = Path(data)
         self._starts: dict[int, np.ndarray] = {}  # shard -> where its documents start
         if not data.exists():
-            raise InputError(f"{data}: no such data; `python fineweb.py` makes shards, or use a .txt file")
+            raise InputError(
+                f"{data}: no such data; `python fineweb.py` makes shards, or use a .txt file"
+            )
         if data.is_dir():
             self.paths = tokenizer.find_shards(data, split)
             self.shards = [tokenizer.open_shard(path) for path in self.paths]
@@ -360,11 +449,15 @@ class TokenStream:
             self.paths, self.shards = [data], [tokenizer.tokenize_text(data, split)]
             self._starts[0] = np.arange(0, len(self.shards[0]), PASSAGE)
         else:
-            raise InputError(f"{data}: neither a folder of shards nor a .txt file; fineweb.py makes shards")
+            raise InputError(
+                f"{data}: neither a folder of shards nor a .txt file; fineweb.py makes shards"
+            )
         self.seed, self.shuffle = seed, shuffle
         self.lengths = np.array([len(shard) for shard in self.shards])
         self.total_tokens = int(self.lengths.sum())
-        self._orders: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}  # of the last two (epoch, shard)
+        self._orders: dict[
+            tuple[int, int], tuple[np.ndarray, ...]
+        ] = {}  # of the last two (epoch, shard)
 
     def locate(self, position: int) -> tuple[int, int, int]:
         """(epoch, shard, offset in the epoch's order of that shard) of a position in the stream."""
@@ -393,8 +486,13 @@ class TokenStream:
     def _read_documents(self, epoch: int, shard: int, begin: int, end: int) -> np.ndarray:
         """Tokens [begin, end) of a shard with its documents in this epoch's order."""
         starts, lengths, ends = self._document_order(epoch, shard)
-        first, last = np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, end, side="left")
-        documents = [self.shards[shard][starts[i] : starts[i] + lengths[i]] for i in range(first, last + 1)]
+        first, last = (
+            np.searchsorted(ends, begin, side="right"),
+            np.searchsorted(ends, end, side="left"),
+        )
+        documents = [
+            self.shards[shard][starts[i] : starts[i] + lengths[i]] for i in range(first, last + 1)
+        ]
         documents[-1] = documents[-1][: len(documents[-1]) - int(ends[last] - end)]
         documents[0] = documents[0][begin - int(ends[first] - lengths[first]) :]
         return np.concatenate(documents)
@@ -404,8 +502,10 @@ class TokenStream:
         if (epoch, shard) not in self._orders:
             tokens, chunk = self.shards[shard], 1 << 24
             if shard not in self._starts:
-                found = [i + np.flatnonzero(tokens[i : i + chunk] == EOT)
-                         for i in range(0, len(tokens), chunk)]
+                found = [
+                    i + np.flatnonzero(tokens[i : i + chunk] == EOT)
+                    for i in range(0, len(tokens), chunk)
+                ]
                 # Tokens before the first 50256 end a document that began in the previous shard.
                 self._starts[shard] = np.union1d([0], np.concatenate(found)).astype(np.uint32)
             starts = self._starts[shard].astype(np.int64)
@@ -416,14 +516,24 @@ class TokenStream:
             self._orders[epoch, shard] = starts[order], lengths, lengths.cumsum()
         return self._orders[epoch, shard]
 
+
 class DataLoaderLite:
     """Batches of next-token pairs from a TokenStream. Raises InputError for bad files.
 
     In each micro-step the ranks take the next B * T tokens each, in rank order. So a step's tokens do not
     depend on ranks and micro-batches, a token is an input once an epoch, and the state is one position."""
 
-    def __init__(self, data: str | Path, split: str, B: int, T: int, rank: int = 0, world_size: int = 1,
-                 seed: int = 1337, shuffle: bool = True):
+    def __init__(
+        self,
+        data: str | Path,
+        split: str,
+        B: int,
+        T: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 1337,
+        shuffle: bool = True,
+    ):
         self.stream = TokenStream(data, split, seed, shuffle)
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.position = 0  # in the stream, of the next micro-batch of all ranks
@@ -431,7 +541,9 @@ class DataLoaderLite:
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """This rank's next inputs and targets, (B, T) int64 each."""
         tokens = self.B * self.T
-        buffer = self.stream.read(self.position + self.rank * tokens, tokens + 1)  # targets: one token later
+        buffer = self.stream.read(
+            self.position + self.rank * tokens, tokens + 1
+        )  # targets: one token later
         buffer = torch.from_numpy(buffer.astype(np.int64))
         self.position += self.world_size * tokens
         return buffer[:-1].view(self.B, self.T), buffer[1:].view(self.B, self.T)
@@ -439,19 +551,31 @@ class DataLoaderLite:
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order of tokens depends on."""
         stream = self.stream
-        names = [(path.name, int(length)) for path, length in zip(stream.paths, stream.lengths, strict=True)]
+        names = [
+            (path.name, int(length))
+            for path, length in zip(stream.paths, stream.lengths, strict=True)
+        ]
         digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-        return {"position": self.position, "seed": stream.seed, "shuffle": stream.shuffle, "shards": digest}
+        return {
+            "position": self.position,
+            "seed": stream.seed,
+            "shuffle": stream.shuffle,
+            "shards": digest,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Moves to a saved position. Raises InputError if it belongs to another stream."""
         for key, value in self.state_dict().items():
             if key != "position" and state[key] != value:
-                raise InputError(f"the data differ from the checkpoint's ({key} {value}, was {state[key]})")
+                raise InputError(
+                    f"the data differ from the checkpoint's ({key} {value}, was {state[key]})"
+                )
         self.position = state["position"]
+
 
 # ------------------------------------------------------------------------------------------------------------
 # Configuration
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -459,7 +583,9 @@ class TrainConfig:
 
     # which defaults; auto: gpt2 if edu_fineweb10B/ holds shards, else shakespeare; gpt2-fast: a newer recipe
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "shakespeare"] = "auto"
-    data: str = SHARDS_FOLDER  # folder of token shards (python fineweb.py makes them), or a .txt file
+    data: str = (
+        SHARDS_FOLDER  # folder of token shards (python fineweb.py makes them), or a .txt file
+    )
     log_dir: str = "log"  # folder for log.txt, run.json and checkpoints
     init: str = "scratch"  # scratch, a Hub name (gpt2, gpt2-medium, gpt2-large, gpt2-xl), or a GPT-2's folder
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
@@ -471,7 +597,9 @@ class TrainConfig:
     n_head: int = 12  # number of attention heads
     n_embd: int = 768  # number of channels (C)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices inside the blocks
-    schedule: Literal["cosine", "wsd"] = "cosine"  # after the warm-up; wsd: constant, then a linear warm-down
+    schedule: Literal["cosine", "wsd"] = (
+        "cosine"  # after the warm-up; wsd: constant, then a linear warm-down
+    )
     warmdown_steps: int = 5000  # steps of the wsd schedule's warm-down to min_lr
     max_lr: float = 6e-4  # learning rate at the end of the warm-up
     min_lr: float = 6e-5  # learning rate of the last step
@@ -481,45 +609,106 @@ class TrainConfig:
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
     seed: int = 1337  # seed of the initial weights and of the data order
     shuffle: bool = True  # reshuffle shards and their documents (a .txt file: passages) every epoch
-    compile: bool = field(default_factory=lambda: torch.cuda.is_available())  # compile with torch.compile
-    low_memory: bool = False  # recompute blocks in the backward pass; make logits of 1,024 tokens at a time
+    compile: bool = field(
+        default_factory=lambda: torch.cuda.is_available()
+    )  # compile with torch.compile
+    low_memory: bool = (
+        False  # recompute blocks in the backward pass; make logits of 1,024 tokens at a time
+    )
     shard_optimizer: bool = False  # shard the optimizer's state over the ranks (ZeRO-1)
     device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls; auto: float32 on a CPU
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # of matmuls; auto: float32 on a CPU
+    )
     deterministic: bool = False  # use deterministic kernels on a GPU, so that resuming is bit-exact
     eval_every: int = 250  # steps between validation losses; 0: never
     eval_tokens: int = 10_485_760  # tokens of each validation loss (at most the whole split)
     hellaswag_every: int = 250  # steps between HellaSwag evaluations; 0: never
-    hellaswag_data: str = ""  # local HellaSwag .jsonl; empty: the official validation set, downloaded once
+    hellaswag_data: str = (
+        ""  # local HellaSwag .jsonl; empty: the official validation set, downloaded once
+    )
     sample_every: int = 250  # steps between samples; 0: never
     sample_prompt: str = "Hello, I'm a language model,"  # prompt of the samples
     save_every: int = 1000  # steps between checkpoints; 0: never
-    keep_checkpoints: int = 3  # newest to keep, besides the one with the lowest validation loss; 0: all
+    keep_checkpoints: int = (
+        3  # newest to keep, besides the one with the lowest validation loss; 0: all
+    )
     keep_every: int = 0  # never delete checkpoints at multiples of this many steps; 0: none
     skip_bad_steps: int = 0  # number of non-finite updates to skip before aborting
-    tensorboard: bool = False  # log for TensorBoard, too, in log_dir/tensorboard/ (pip install tensorboard)
+    tensorboard: bool = (
+        False  # log for TensorBoard, too, in log_dir/tensorboard/ (pip install tensorboard)
+    )
     wandb: bool = False  # log to Weights & Biases, too (pip install wandb)
     plan: bool = False  # print the arithmetic of the run and exit
 
+
 SHAKESPEARE = dict(
-    data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=64, n_layer=4, n_head=4,
-    n_embd=64, optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
-    warmdown_steps=300, beta2=0.995, compile=False, eval_every=200, eval_tokens=32_768, hellaswag_every=0,
-    sample_every=300, sample_prompt="ROMEO:", save_every=200)
+    data=str(ROOT / "input.txt"),
+    max_steps=600,
+    total_batch_size=512,
+    seq_len=64,
+    n_layer=4,
+    n_head=4,
+    n_embd=64,
+    optimizer="muon",
+    schedule="wsd",
+    max_lr=1.5e-2,
+    min_lr=0.0,
+    warmup_steps=20,
+    warmdown_steps=300,
+    beta2=0.995,
+    compile=False,
+    eval_every=200,
+    eval_tokens=32_768,
+    hellaswag_every=0,
+    sample_every=300,
+    sample_prompt="ROMEO:",
+    save_every=200,
+)
 # From small models (bench/recipes); max_lr is one published for AdamW, to which Muon's updates are scaled.
-GPT2_FAST = dict(optimizer="muon", schedule="wsd", max_steps=9_536, warmup_steps=476, warmdown_steps=4_768,
-                 max_lr=1.8e-3, min_lr=0.0)
-PRESETS = {"gpt2": {}, "gpt2-fast": GPT2_FAST, "gpt3": dict(seq_len=2048), "shakespeare": SHAKESPEARE}
+GPT2_FAST = dict(
+    optimizer="muon",
+    schedule="wsd",
+    max_steps=9_536,
+    warmup_steps=476,
+    warmdown_steps=4_768,
+    max_lr=1.8e-3,
+    min_lr=0.0,
+)
+PRESETS = {
+    "gpt2": {},
+    "gpt2-fast": GPT2_FAST,
+    "gpt3": dict(seq_len=2048),
+    "shakespeare": SHAKESPEARE,
+}
 # What a resumption may not change, since the losses would change by more than rounding.
-FIXED = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "optimizer", "schedule", "max_lr",
-         "min_lr", "warmup_steps", "beta2", "weight_decay", "grad_clip", "seed", "shuffle")
+FIXED = (
+    "total_batch_size",
+    "seq_len",
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "optimizer",
+    "schedule",
+    "max_lr",
+    "min_lr",
+    "warmup_steps",
+    "beta2",
+    "weight_decay",
+    "grad_clip",
+    "seed",
+    "shuffle",
+)
+
 
 def check_config(config: TrainConfig) -> None:
     """Collects every problem that shows without data or devices, and raises them as one InputError."""
     problems = []
     positive = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens")
     for name, value in asdict(config).items():
-        if isinstance(value, int | float) and not (value >= (name in positive) and math.isfinite(value)):
+        if isinstance(value, int | float) and not (
+            value >= (name in positive) and math.isfinite(value)
+        ):
             problems.append(f"{cli.flag(name)} {value}: must be at least {int(name in positive)}")
     if config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
@@ -532,48 +721,68 @@ def check_config(config: TrainConfig) -> None:
     if problems:
         raise InputError("; ".join(problems))
 
+
 def read_config(args: list[str] | None = None) -> TrainConfig:
     """The command line as a TrainConfig: the preset's values, overridden by the flags. Raises InputError."""
-    first = ArgumentParser(add_help=False, allow_abbrev=False)  # these two flags change other flags' defaults
+    first = ArgumentParser(
+        add_help=False, allow_abbrev=False
+    )  # these two flags change other flags' defaults
     first.add_argument("--preset", nargs="?", default="auto")
     first.add_argument("--device", nargs="?", default="auto")
     given, _ = first.parse_known_args(args)
     if given.preset == "auto":
         given.preset = "gpt2" if any(Path(SHARDS_FOLDER).glob("*_train_*")) else "shakespeare"
-    defaults = PRESETS.get(given.preset, {}) | (dict(compile=False) if given.device in ("cpu", "mps") else {})
+    defaults = PRESETS.get(given.preset, {}) | (
+        dict(compile=False) if given.device in ("cpu", "mps") else {}
+    )
     config = cli.parse_args(TrainConfig, replace(TrainConfig(), **defaults), args)
     check_config(config)
     return config
+
 
 def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     """What prevents `config` from resuming a run whose configuration was `before`. A setting that an older
     version of this script did not have counts as its default."""
     before = asdict(TrainConfig()) | before
-    return [f"{cli.flag(name)} was {before[name]}, is {now}" for name in FIXED
-            if (now := getattr(config, name)) != before[name]]
+    return [
+        f"{cli.flag(name)} was {before[name]}, is {now}"
+        for name in FIXED
+        if (now := getattr(config, name)) != before[name]
+    ]
+
 
 # ------------------------------------------------------------------------------------------------------------
 # Optimizer
 
+
 def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> Any:
     """AdamW that decays matrices and embeddings only, with GPT-3's betas unless --beta2 says otherwise (Brown
     et al. 2020, appendix B); with --optimizer muon, Muon for the matrices in blocks. dtype: of matmuls."""
-    muon = {n: p for n, p in model.h.named_parameters() if p.dim() == 2 and config.optimizer == "muon"}
+    muon = {
+        n: p for n, p in model.h.named_parameters() if p.dim() == 2 and config.optimizer == "muon"
+    }
     others = [p for n, p in model.named_parameters() if n.removeprefix("h.") not in muon]
-    groups = [{"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
-              {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+    ]
     # fused: one kernel for all parameters; on a CPU, too, it is several times as fast as the loop.
-    optimizer = torch.optim.AdamW(groups, lr=config.max_lr, betas=(0.9, config.beta2), eps=1e-8, fused=True)
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.max_lr, betas=(0.9, config.beta2), eps=1e-8, fused=True
+    )
     if muon:
         from support.muon import Muon, Optimizers
 
         dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        optimizer = Optimizers(Muon(muon.items(), config.max_lr, config.weight_decay, dtype=dtype), optimizer)
+        optimizer = Optimizers(
+            Muon(muon.items(), config.max_lr, config.weight_decay, dtype=dtype), optimizer
+        )
     if config.shard_optimizer and dist.is_initialized():
         from support.sharding import shard_state
 
         shard_state(optimizer)
     return optimizer
+
 
 def get_lr(step: int, config: TrainConfig) -> float:
     """Learning rate of update `step` (from 0): linear warm-up to max_lr, then the schedule down to min_lr.
@@ -590,8 +799,10 @@ def get_lr(step: int, config: TrainConfig) -> float:
         share = 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr + share * (config.max_lr - config.min_lr)
 
+
 # ------------------------------------------------------------------------------------------------------------
 # Ranks and device
+
 
 @dataclass
 class DDPContext:
@@ -607,30 +818,53 @@ class DDPContext:
     def start(cls, config: TrainConfig) -> "DDPContext":
         """Chooses the device and joins torchrun's process group. Raises InputError."""
         rank, local_rank, world_size = cli.torchrun_ranks()
-        device, dtype, reason = devices.choose_device(config.device, config.dtype, local_rank, world_size)
-        if device.type == "mps" and dtype == torch.float16:  # its fused AdamW ignores found_inf (PR #186360)
-            raise InputError("--dtype float16: overflows would ruin the weights on MPS; use float32")
-        cuda, patience = device.type == "cuda", timedelta(hours=1)  # ranks may wait for rank 0's files
+        device, dtype, reason = devices.choose_device(
+            config.device, config.dtype, local_rank, world_size
+        )
+        if (
+            device.type == "mps" and dtype == torch.float16
+        ):  # its fused AdamW ignores found_inf (PR #186360)
+            raise InputError(
+                "--dtype float16: overflows would ruin the weights on MPS; use float32"
+            )
+        cuda, patience = (
+            device.type == "cuda",
+            timedelta(hours=1),
+        )  # ranks may wait for rank 0's files
         if device.type == "cpu":
             devices.keep_freed_memory()
         if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it at its first matmul
+            os.environ.setdefault(
+                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+            )  # CUDA reads it at its first matmul
             torch.use_deterministic_algorithms(True)
         if "RANK" in os.environ:
             store, _, _ = next(dist.rendezvous("env://", timeout=patience))
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
                 # torchrun (2.13) keeps one store across restarts, with the addresses of lost ranks in it.
-                store = dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+                store = dist.PrefixStore(
+                    f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store
+                )
             store.set(f"kind/{rank}", kind := f"{device.type} in {str(dtype)[6:]}")
             if (first := store.get("kind/0").decode()) != kind:
-                raise InputError(f"this rank would use {kind}, rank 0 {first}: set --device and --dtype")
-            dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
-                                    timeout=patience, device_id=device if cuda else None)
+                raise InputError(
+                    f"this rank would use {kind}, rank 0 {first}: set --device and --dtype"
+                )
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=patience,
+                device_id=device if cuda else None,
+            )
         return cls(rank, world_size, device, dtype, reason)
 
     def autocast(self) -> torch.autocast:
         """Runs matmuls in `dtype`; does nothing in float32."""
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+        return torch.autocast(
+            self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32
+        )
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks."""
@@ -646,10 +880,14 @@ class DDPContext:
             dist.all_gather_object(values, value)
         return values
 
+
 # ------------------------------------------------------------------------------------------------------------
 # Log: log.txt, with one `step stream value` per line, and run.json, with one entry per start
 
-def open_log(config: TrainConfig, checkpoint: Path | None, resuming: bool, step: int, ddp: DDPContext) -> Any:
+
+def open_log(
+    config: TrainConfig, checkpoint: Path | None, resuming: bool, step: int, ddp: DDPContext
+) -> Any:
     """Begins or continues the run's log: log(step, stream=value, …). Only rank 0's writes."""
     ddp.gather()  # all ranks have read what they need from the folder
     if ddp.rank != 0:
@@ -658,9 +896,15 @@ def open_log(config: TrainConfig, checkpoint: Path | None, resuming: bool, step:
     # A run that was stopped before its first checkpoint starts again and writes the same log again.
     again = resuming and not differences(entries[-1]["config"] if entries else {}, config)
     first_step = step if checkpoint or again else None
-    paths = {name: cli.shown(getattr(config, name)) for name in ("data", "log_dir", "hellaswag_data")}
-    entry = {"step": step, "device": ddp.description, "world_size": ddp.world_size,
-             "config": asdict(config) | paths}
+    paths = {
+        name: cli.shown(getattr(config, name)) for name in ("data", "log_dir", "hellaswag_data")
+    }
+    entry = {
+        "step": step,
+        "device": ddp.description,
+        "world_size": ddp.world_size,
+        "config": asdict(config) | paths,
+    }
     file = files.begin_run(log_dir, checkpoint is not None, first_step, entry)
     if config.tensorboard or config.wandb:
         from support.trackers import start_trackers
@@ -674,8 +918,10 @@ def open_log(config: TrainConfig, checkpoint: Path | None, resuming: bool, step:
 
     return log
 
+
 # ------------------------------------------------------------------------------------------------------------
 # Evaluation
+
 
 @torch.no_grad()
 def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, ddp: DDPContext) -> float:
@@ -688,8 +934,12 @@ def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, ddp: DDPCon
     losses, sizes = [torch.zeros((), device=ddp.device)], [0]
     for first in range(ddp.rank * B, sequences, ddp.world_size * B):
         n = min(B, sequences - first)
-        buffer = torch.from_numpy(loader.stream.read(first * T, n * T + 1).astype(np.int64)).to(ddp.device)
-        compiled = n == B and ddp.device.type != "cpu"  # eager otherwise, and then without the full logits
+        buffer = torch.from_numpy(loader.stream.read(first * T, n * T + 1).astype(np.int64)).to(
+            ddp.device
+        )
+        compiled = (
+            n == B and ddp.device.type != "cpu"
+        )  # eager otherwise, and then without the full logits
         loss_function = model.loss_function if compiled else chunked_next_token_loss
         with ddp.autocast(), torch.compiler.set_stance("default" if compiled else "force_eager"):
             x = model.hidden(buffer[:-1].view(n, T))  # (n, T, C)
@@ -699,24 +949,38 @@ def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, ddp: DDPCon
     total = sum(loss * n for loss, n in zip(torch.stack(losses).tolist(), sizes, strict=True))
     return ddp.sum(torch.tensor(total, dtype=torch.float64)).item() / sequences
 
+
 def print_samples(model: GPT, prompt: str, ddp: DDPContext, last: bool = False) -> None:
     """Four continuations of `prompt` by 32 tokens, one per line; at the end of a run two by 64, as text."""
     samples, length = (2, 64) if last else (4, 32)
-    generator = torch.Generator(device=ddp.device).manual_seed(42 + ddp.rank)  # leaves training's alone
+    generator = torch.Generator(device=ddp.device).manual_seed(
+        42 + ddp.rank
+    )  # leaves training's alone
     idx = torch.tensor([get_tokenizer().encode_ordinary(prompt)] * samples, device=ddp.device)
     with ddp.autocast():
         idx = model.generate(idx, max_new_tokens=length, generator=generator)
     for i, text in enumerate(map(get_tokenizer().decode, idx.tolist())):
-        lines = "\n".join("".join(c if c.isprintable() else " " for c in line) for line in text.splitlines())
+        lines = "\n".join(
+            "".join(c if c.isprintable() else " " for c in line) for line in text.splitlines()
+        )
         shown = f"\n{indent(lines, '  ')}" if last else f" {text!r}"
         print(f"rank {ddp.rank} sample {i}:{shown}", flush=True)
+
 
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
     """Whether something is due that happens every `every` steps (0: never), and after the last."""
     return every > 0 and (step % every == 0 or step == config.max_steps)
 
-def evaluate(step: int, model: GPT, val_loader: DataLoaderLite | None, tasks: list[Any] | None,
-             config: TrainConfig, ddp: DDPContext, log: Any) -> float | None:
+
+def evaluate(
+    step: int,
+    model: GPT,
+    val_loader: DataLoaderLite | None,
+    tasks: list[Any] | None,
+    config: TrainConfig,
+    ddp: DDPContext,
+    log: Any,
+) -> float | None:
     """Whatever is due at `step`: validation loss (returned), HellaSwag, samples."""
     model.eval()  # GPT-2 is trained without dropout, but a fork may have it
     val, last = None, step == config.max_steps
@@ -729,7 +993,9 @@ def evaluate(step: int, model: GPT, val_loader: DataLoaderLite | None, tasks: li
             import hellaswag
 
             with ddp.autocast():
-                correct = hellaswag.count_correct(model, tasks, ddp.device, ddp.rank, ddp.world_size)
+                correct = hellaswag.count_correct(
+                    model, tasks, ddp.device, ddp.rank, ddp.world_size
+                )
             accuracy = ddp.sum(torch.tensor(correct, dtype=torch.float64)).item() / len(tasks)
             print0(f"step {step:5d} HellaSwag {accuracy:.4f}")
             log(step, hella=f"{accuracy:.4f}")
@@ -738,8 +1004,10 @@ def evaluate(step: int, model: GPT, val_loader: DataLoaderLite | None, tasks: li
     model.train()
     return val
 
+
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints: Hugging Face folders that also hold training_state.pt
+
 
 def read_training_state(checkpoint: Path) -> dict[str, Any]:
     """TrainState.state_dict() as saved. Executes nothing in the file. Raises InputError. The tensors are
@@ -752,6 +1020,7 @@ def read_training_state(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != 1:
         raise InputError(f"{path}: not a training state of format 1")
     return state
+
 
 @dataclass
 class TrainState:
@@ -771,10 +1040,18 @@ class TrainState:
         if (kind := ddp.device.type) != "cpu":
             random[kind] = getattr(torch, kind).get_rng_state()
         return {
-            "format": 1, "step": self.step, "elapsed": self.elapsed, "skipped": self.skipped,
-            "tokens": self.step * config.total_batch_size, "config": asdict(config), "dtype": str(ddp.dtype),
-            "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
-            "loader": self.loader.state_dict(), "random": ddp.gather(random)}
+            "format": 1,
+            "step": self.step,
+            "elapsed": self.elapsed,
+            "skipped": self.skipped,
+            "tokens": self.step * config.total_batch_size,
+            "config": asdict(config),
+            "dtype": str(ddp.dtype),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "loader": self.loader.state_dict(),
+            "random": ddp.gather(random),
+        }
 
     def restore(self, checkpoint: Path, config: TrainConfig, ddp: DDPContext) -> None:
         """Restores everything but the weights. Raises InputError if the checkpoint is another run's."""
@@ -783,31 +1060,45 @@ class TrainState:
             raise InputError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
         self.loader.load_state_dict(saved["loader"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        if ddp.device.type == "cpu":  # copy what a GPU copies anyway: the tensors are mapped from the file
+        if (
+            ddp.device.type == "cpu"
+        ):  # copy what a GPU copies anyway: the tensors are mapped from the file
             for moments in self.optimizer.state.values():
                 moments.update({key: tensor.clone() for key, tensor in moments.items()})
-        if saved["scaler"]:  # only float16 has one; a run that switches to float16 starts with a fresh scale
+        if saved[
+            "scaler"
+        ]:  # only float16 has one; a run that switches to float16 starts with a fresh scale
             self.scaler.load_state_dict(saved["scaler"])
         if saved["dtype"] != str(ddp.dtype):
-            print0(f"precision: {saved['dtype']} so far, {ddp.dtype} from here on; losses agree to rounding")
-        for kind, generator in saved["random"][ddp.rank].items() if ddp.rank < len(saved["random"]) else ():
+            print0(
+                f"precision: {saved['dtype']} so far, {ddp.dtype} from here on; losses agree to rounding"
+            )
+        for kind, generator in (
+            saved["random"][ddp.rank].items() if ddp.rank < len(saved["random"]) else ()
+        ):
             if kind in ("cpu", ddp.device.type):
                 (torch if kind == "cpu" else getattr(torch, kind)).set_rng_state(generator)
         self.step, self.elapsed, self.skipped = saved["step"], saved["elapsed"], saved["skipped"]
+
 
 def find_checkpoint(log_dir: Path) -> Path | None:
     """The newest intact checkpoint; None if there are none at all. Raises InputError if all are damaged."""
     checkpoints = files.list_checkpoints(log_dir)
     for checkpoint in reversed(checkpoints):
         try:
-            files.verify_checksums(checkpoint, {"training_state.pt", "model.safetensors", "config.json"})
+            files.verify_checksums(
+                checkpoint, {"training_state.pt", "model.safetensors", "config.json"}
+            )
             read_training_state(checkpoint)
             return checkpoint
         except InputError as error:
             print(f"warning: {error}; trying the previous one", file=sys.stderr, flush=True)
     if checkpoints:
-        raise InputError(f"{log_dir}: all {len(checkpoints)} checkpoints are damaged; use another --log-dir")
+        raise InputError(
+            f"{log_dir}: all {len(checkpoints)} checkpoints are damaged; use another --log-dir"
+        )
     return None
+
 
 def model_card(log_dir: Path, step: int) -> str:
     """README.md of a checkpoint, in the Hub's format."""
@@ -824,6 +1115,7 @@ A GPT-2 after {step:,} steps of {config["total_batch_size"]:,} tokens of `{Path(
 It continues text; it was not trained to follow instructions, and what it writes may be false.
 """
 
+
 def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> None:
     """Writes log_dir/step_*/ whole or not at all, deletes old checkpoints, draws curves.png; all ranks call
     it. A failure (full disk, say) leaves earlier ones intact, and ends the run only after its last step."""
@@ -835,7 +1127,9 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> 
             with files.atomic_path(folder) as partial:
                 write_pretrained(partial, state.model.config, state.model.state_dict())
                 torch.save(saved, partial / "training_state.pt")
-                (partial / "README.md").write_text(model_card(log_dir, state.step), encoding="utf-8")
+                (partial / "README.md").write_text(
+                    model_card(log_dir, state.step), encoding="utf-8"
+                )
                 files.write_checksums(partial)
         except (OSError, RuntimeError, safetensors.SafetensorError) as error:
             problem = f"{folder}: not written ({first_line(error)})"
@@ -843,19 +1137,32 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> 
                 raise InputError(f"{problem}: free some space; --resume continues") from None
             print(f"error: {problem}; training continues", file=sys.stderr, flush=True)
         # Checkpoints of later steps, if any, are damaged: this run was resumed from before them.
-        steps = [step for step in map(files.step_of, files.list_checkpoints(log_dir)) if step <= state.step]
+        steps = [
+            step
+            for step in map(files.step_of, files.list_checkpoints(log_dir))
+            if step <= state.step
+        ]
         best, _ = files.best_checkpoint(log_dir)
         for step in steps[: -config.keep_checkpoints] if config.keep_checkpoints else []:
             if step != best and not (config.keep_every and step % config.keep_every == 0):
                 files.remove_folder(log_dir / f"step_{step:06d}")
-        draw = subprocess.run if state.step == config.max_steps else subprocess.Popen  # train without waiting
-        draw([sys.executable, "-m", "support.plots", log_dir.resolve()], cwd=ROOT, stderr=subprocess.DEVNULL)
+        draw = (
+            subprocess.run if state.step == config.max_steps else subprocess.Popen
+        )  # train without waiting
+        draw(
+            [sys.executable, "-m", "support.plots", log_dir.resolve()],
+            cwd=ROOT,
+            stderr=subprocess.DEVNULL,
+        )
+
 
 # ------------------------------------------------------------------------------------------------------------
 # Set-up
 
+
 def new_model(config: TrainConfig) -> GPT:
     return GPT(GPTConfig(config.seq_len, VOCAB_SIZE, config.n_layer, config.n_head, config.n_embd))
+
 
 def start_model(config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -> GPT:
     """The model to train, on the device: from a checkpoint, --init, or new. Raises InputError."""
@@ -865,8 +1172,10 @@ def start_model(config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -
         model = new_model(config) if start == "scratch" else GPT.from_pretrained(start)
         context, vocabulary = model.config.block_size, model.config.vocab_size
         if context < config.seq_len or vocabulary != VOCAB_SIZE:
-            raise InputError(f"--init {config.init}: context {context}, vocabulary {vocabulary}; not a GPT-2 "
-                             f"for --seq-len {config.seq_len}")
+            raise InputError(
+                f"--init {config.init}: context {context}, vocabulary {vocabulary}; not a GPT-2 "
+                f"for --seq-len {config.seq_len}"
+            )
     shape = ddp.gather(model and model.config)[0]
     with torch.device("meta"):
         model = model or GPT(shape)
@@ -878,13 +1187,16 @@ def start_model(config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -
         return_freed_memory(config.low_memory)
     return model
 
+
 def choose_micro_batch_size(config: TrainConfig, model: GPT, ddp: DDPContext) -> int:
     """B: --micro-batch-size, or the largest power of two that divides a rank's share of a step and fits.
     Raises InputError if the ranks cannot share a step equally."""
     T, B, total = config.seq_len, config.micro_batch_size, config.total_batch_size
     if total % (unit := T * max(B, 1) * ddp.world_size):
-        raise InputError(f"--total-batch-size {total} is not a multiple of {unit} (sequence x micro-batch x "
-                         f"ranks); the nearest that is: {max(round(total / unit), 1) * unit}")
+        raise InputError(
+            f"--total-batch-size {total} is not a multiple of {unit} (sequence x micro-batch x "
+            f"ranks); the nearest that is: {max(round(total / unit), 1) * unit}"
+        )
     sequences = total // (T * ddp.world_size)  # of a step, on each rank
     sizes = [size for size in (128, 64, 32, 16, 8, 4, 2, 1) if sequences % size == 0]
     if not B and ddp.device.type == "cuda":
@@ -893,24 +1205,40 @@ def choose_micro_batch_size(config: TrainConfig, model: GPT, ddp: DDPContext) ->
         moments = 8 * model.num_parameters() // (ddp.world_size if config.shard_optimizer else 1)
         logits, buckets = config.compile and not config.low_memory, ddp.world_size > 1
         for B in sizes:
-            if all(ddp.gather(fits(model, B, T, ddp.dtype, moments, logits, buckets or sequences > B))):
+            if all(
+                ddp.gather(fits(model, B, T, ddp.dtype, moments, logits, buckets or sequences > B))
+            ):
                 return B
-    return B or next(size for size in sizes if size * T <= 4096 or size == 1)  # enough for a CPU's cores
+    return B or next(
+        size for size in sizes if size * T <= 4096 or size == 1
+    )  # enough for a CPU's cores
 
-def open_data(config: TrainConfig, B: int, ddp: DDPContext) -> tuple[DataLoaderLite, DataLoaderLite | None]:
+
+def open_data(
+    config: TrainConfig, B: int, ddp: DDPContext
+) -> tuple[DataLoaderLite, DataLoaderLite | None]:
     """The loaders of both splits (None: no validation). Raises InputError for bad data."""
     shape, loaders = dict(B=B, T=config.seq_len, rank=ddp.rank, world_size=ddp.world_size), []
-    for split, needed in (("train", "total_batch_size"), ("val", "seq_len"))[: 2 if config.eval_every else 1]:
+    for split, needed in (("train", "total_batch_size"), ("val", "seq_len"))[
+        : 2 if config.eval_every else 1
+    ]:
         shuffle = config.shuffle and split == "train"
-        loaders.append(DataLoaderLite(config.data, split, **shape, seed=config.seed, shuffle=shuffle))
+        loaders.append(
+            DataLoaderLite(config.data, split, **shape, seed=config.seed, shuffle=shuffle)
+        )
         if (tokens := loaders[-1].stream.total_tokens) <= getattr(config, needed):
-            raise InputError(f"{config.data}: {tokens} {split} tokens, too few for {cli.flag(needed)} "
-                             f"{getattr(config, needed)}: lower it, or provide more text")
+            raise InputError(
+                f"{config.data}: {tokens} {split} tokens, too few for {cli.flag(needed)} "
+                f"{getattr(config, needed)}: lower it, or provide more text"
+            )
     return loaders[0], loaders[1] if config.eval_every else None
+
 
 def wrap_in_ddp(model: GPT, B: int, T: int, ddp: DDPContext) -> nn.Module:
     """The model in DDP, which averages the ranks' gradients, its buckets in their final order."""
-    torch._dynamo.config.optimize_ddp = False  # it splits graphs at DDP's buckets, but ours are single blocks
+    torch._dynamo.config.optimize_ddp = (
+        False  # it splits graphs at DDP's buckets, but ours are single blocks
+    )
     gpu = [ddp.device.index] if ddp.device.type == "cuda" else []
     ddp_model = DistributedDataParallel(model, device_ids=gpu or None, gradient_as_bucket_view=True)
     # After its first backward DDP rebuilds its buckets in arrival order, which changes summation order;
@@ -924,26 +1252,50 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ddp: DDPContext) -> nn.Module:
     ddp_model.zero_grad(set_to_none=False)
     return ddp_model
 
-def announce(state: TrainState, config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -> float:
+
+def announce(
+    state: TrainState, config: TrainConfig, checkpoint: Path | None, ddp: DDPContext
+) -> float:
     """Prints what is about to be trained. Returns the tokens per second of all ranks at 100 % MFU."""
-    loader, batch, flops = state.loader, config.total_batch_size, state.model.flops_per_token(config.seq_len)
-    tokens, grad_accum_steps = loader.stream.total_tokens, batch // (loader.B * loader.T * ddp.world_size)
+    loader, batch, flops = (
+        state.loader,
+        config.total_batch_size,
+        state.model.flops_per_token(config.seq_len),
+    )
+    tokens, grad_accum_steps = (
+        loader.stream.total_tokens,
+        batch // (loader.B * loader.T * ddp.world_size),
+    )
     peak, source = devices.peak_flops(ddp.device, ddp.dtype)
     print0(f"model: {state.model.num_parameters():,} parameters, {flops / 1e6:,.0f} MFLOP a token")
     print0(f"speed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s a device ({source})")
     print0(f"data: {cli.shown(config.data)}, {tokens:,} training tokens")
-    print0(f"steps: {config.max_steps:,} of {batch:,} tokens, {config.max_steps * batch / tokens:.3f} epochs")
-    print0(f"batch: {loader.B} x {loader.T} tokens x {grad_accum_steps} micro-steps x {ddp.world_size} ranks")
-    print0(f"log and checkpoints: {config.log_dir}/" + (f", resumed from {checkpoint}" if checkpoint else ""))
+    print0(
+        f"steps: {config.max_steps:,} of {batch:,} tokens, {config.max_steps * batch / tokens:.3f} epochs"
+    )
+    print0(
+        f"batch: {loader.B} x {loader.T} tokens x {grad_accum_steps} micro-steps x {ddp.world_size} ranks"
+    )
+    print0(
+        f"log and checkpoints: {config.log_dir}/"
+        + (f", resumed from {checkpoint}" if checkpoint else "")
+    )
     return ddp.world_size * peak / flops
+
 
 def conclude(state: TrainState, config: TrainConfig, val: float | None, val_loader: Any) -> None:
     """Prints the last lines of a run."""
     if val is not None:  # per character, so that it can be compared with other tokenizers'
-        count = min(config.eval_tokens, val_loader.stream.total_tokens - 1) // config.seq_len * config.seq_len
+        count = (
+            min(config.eval_tokens, val_loader.stream.total_tokens - 1)
+            // config.seq_len
+            * config.seq_len
+        )
         tokens = val_loader.stream.read(1, count)
         characters = len(get_tokenizer().decode(tokens[tokens != EOT].tolist()))
-        print0(f"\nvalidation loss: {val:.4f} nats a token, {val * count / characters:.4f} nats a character")
+        print0(
+            f"\nvalidation loss: {val:.4f} nats a token, {val * count / characters:.4f} nats a character"
+        )
     print0(f"done: {state.step:,} steps, {state.elapsed / 60:.1f} minutes of training")
     if (picture := Path(config.log_dir, "curves.png")).exists():
         print0(f"curves: {picture}")
@@ -951,23 +1303,33 @@ def conclude(state: TrainState, config: TrainConfig, val: float | None, val_load
         print0(f"model: {config.log_dir}/step_{state.step:06d}/, which Hugging Face loads")
         best, loss = files.best_checkpoint(Path(config.log_dir))
         if val is not None and best != state.step:
-            print0(f"best: {config.log_dir}/step_{best:06d}/, validation loss {loss:.4f}, and it rose later: "
-                   "train for fewer steps, or on more text")
+            print0(
+                f"best: {config.log_dir}/step_{best:06d}/, validation loss {loss:.4f}, and it rose later: "
+                "train for fewer steps, or on more text"
+            )
         script, prompt = cli.shown(ROOT / "sample.py"), shlex.quote(config.sample_prompt)
         print0(f"sample: python {shlex.quote(script)} {shlex.quote(config.log_dir)} {prompt}")
 
+
 # ------------------------------------------------------------------------------------------------------------
 # The loop
+
 
 def train(config: TrainConfig, ddp: DDPContext) -> int:
     """Trains, evaluates and saves; every rank runs it. Returns the exit status: 0, or 130 / 143 after a
     signal. Raises InputError, and RunError if too many updates are not finite."""
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
-        print0(f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them): the shakespeare preset")
+        print0(
+            f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them): the shakespeare preset"
+        )
     print0(f"device: {ddp.description}")
     if ddp.device.type == "cuda" and ddp.dtype != torch.float32:
         torch.set_float32_matmul_precision("high")  # TF32 for the matmuls that remain in float32
-    if ddp.device.type == "cpu" and config.dtype == "auto" and (speedup := devices.bfloat16_speedup()) >= 1.3:
+    if (
+        ddp.device.type == "cpu"
+        and config.dtype == "auto"
+        and (speedup := devices.bfloat16_speedup()) >= 1.3
+    ):
         print0(f"  (matmuls are {speedup:.1f} times as fast with --dtype bfloat16)")
 
     # Model, data and optimizer: new, or as a checkpoint has them.
@@ -982,14 +1344,18 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
     if config.hellaswag_every:
         import hellaswag
 
-        tasks = hellaswag.prepare_for_training(config.hellaswag_data, model.config.block_size, ddp.gather)
+        tasks = hellaswag.prepare_for_training(
+            config.hellaswag_data, model.config.block_size, ddp.gather
+        )
     optimizer = configure_optimizer(model, config, ddp.dtype)
     scaler = torch.amp.GradScaler(ddp.device.type, enabled=ddp.dtype == torch.float16)
     state = TrainState(model, optimizer, scaler, loader)
     if checkpoint:
         state.restore(checkpoint, config, ddp)
         if state.step >= config.max_steps:
-            print0(f"{checkpoint}: the run has all its {config.max_steps} steps; more with --max-steps")
+            print0(
+                f"{checkpoint}: the run has all its {config.max_steps} steps; more with --max-steps"
+            )
             return 0
     log = open_log(config, checkpoint, resuming, state.step, ddp)
 
@@ -1010,18 +1376,24 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
         lr = get_lr(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        position = loader.position  # of this batch in the data, to name it if the update is not finite
+        position = (
+            loader.position
+        )  # of this batch in the data, to name it if the update is not finite
         loss_sum = torch.zeros((), device=ddp.device)
         for micro_step in range(grad_accum_steps):
             x, y = loader.next_batch()  # (B, T) each
-            if ddp.device.type == "cuda":  # pinned memory is copied without waiting for earlier kernels
+            if (
+                ddp.device.type == "cuda"
+            ):  # pinned memory is copied without waiting for earlier kernels
                 x, y = (t.pin_memory().to(ddp.device, non_blocking=True) for t in (x, y))
             else:
                 x, y = x.to(ddp.device), y.to(ddp.device)
             # DDP all-reduces gradients only in the last micro-step; no_sync() skips the others.
             sync = ddp.world_size == 1 or micro_step == grad_accum_steps - 1
             with contextlib.nullcontext() if sync else ddp_model.no_sync():
-                with ddp.autocast():  # only the forward pass: the backward pass uses the same precisions
+                with (
+                    ddp.autocast()
+                ):  # only the forward pass: the backward pass uses the same precisions
                     _, loss = ddp_model(x, y)
                 # Gradients add up over micro-steps, and DDP averages over ranks: dividing by
                 # grad_accum_steps makes them those of the step's mean loss. The scaler keeps float16's small
@@ -1044,8 +1416,10 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
             state.skipped += 1
             bad = f"step {step}: loss {loss}, gradient norm {norm}, on the data from token {position} on"
             if state.skipped > config.skip_bad_steps:
-                raise RunError(f"{bad}; the weights are unchanged. Lower --max-lr, or skip this update with "
-                               f"--resume --skip-bad-steps {state.skipped}")
+                raise RunError(
+                    f"{bad}; the weights are unchanged. Lower --max-lr, or skip this update with "
+                    f"--resume --skip-bad-steps {state.skipped}"
+                )
             print0(f"warning: {bad}: update skipped, {state.skipped} of {config.skip_bad_steps}")
         scaler.update()
         # Under DDP zero in place: gradients are views of its buckets; no_sync() would allocate a second copy.
@@ -1055,10 +1429,19 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
         seconds = time.perf_counter() - began
         state.step, state.elapsed = step + 1, state.elapsed + seconds
         rate = config.total_batch_size / seconds
-        print0(f"step {step:5d} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} "
-               f"{seconds * 1e3:.0f} ms {rate:,.0f} tok/s mfu {rate / full_speed:.1%}")
-        log(step, train=f"{loss:.6f}", lr=f"{lr:.6e}", norm=f"{norm:.6f}", tok_per_sec=f"{rate:.1f}",
-            mfu=f"{rate / full_speed:.4f}", ms=f"{seconds * 1e3:.2f}")
+        print0(
+            f"step {step:5d} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} "
+            f"{seconds * 1e3:.0f} ms {rate:,.0f} tok/s mfu {rate / full_speed:.1%}"
+        )
+        log(
+            step,
+            train=f"{loss:.6f}",
+            lr=f"{lr:.6e}",
+            norm=f"{norm:.6f}",
+            tok_per_sec=f"{rate:.1f}",
+            mfu=f"{rate / full_speed:.4f}",
+            ms=f"{seconds * 1e3:.2f}",
+        )
         if stop:
             if config.save_every:
                 save_checkpoint(state, config, ddp)
@@ -1068,13 +1451,16 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
         conclude(state, config, val, val_loader)
     return 0
 
+
 def main(args: list[str] | None = None) -> int:
     config = read_config(args)
     if config.plan:
         from support.plan import print_plan
 
         with torch.device("meta"):
-            model = new_model(config) if config.init == "scratch" else GPT.from_pretrained(config.init)
+            model = (
+                new_model(config) if config.init == "scratch" else GPT.from_pretrained(config.init)
+            )
         print_plan(model, *devices.choose_device(config.device, config.dtype), **asdict(config))
         return 0
     ddp = DDPContext.start(config)
@@ -1082,15 +1468,20 @@ def main(args: list[str] | None = None) -> int:
         status = train(config, ddp)
     except RuntimeError as error:
         if devices.is_out_of_memory(error):
-            raise InputError(f"out of memory on {ddp.device}: try --micro-batch-size "
-                             f"{max(config.micro_batch_size // 2, 1)}, --low-memory, or --shard-optimizer on "
-                             "several ranks") from None
+            raise InputError(
+                f"out of memory on {ddp.device}: try --micro-batch-size "
+                f"{max(config.micro_batch_size // 2, 1)}, --low-memory, or --shard-optimizer on "
+                "several ranks"
+            ) from None
         if ddp.world_size > 1 and re.search("Connection (closed|reset) by peer|NCCL", str(error)):
-            raise LostRank("another rank has exited; see its error line, or torchrun's report") from None
+            raise LostRank(
+                "another rank has exited; see its error line, or torchrun's report"
+            ) from None
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
+
 
 if __name__ == "__main__":
     cli.run(main)

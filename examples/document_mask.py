@@ -17,19 +17,24 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_gpt2
 from support import cli
 
+
 class DocumentGPT(train_gpt2.GPT):
     """A GPT-2 in which each token attends to itself and to earlier tokens of its document."""
 
-    def hidden(self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """As in GPT. A mask that the caller brings (HellaSwag's) is used as it is."""
         if mask is None:
             document = (idx == train_gpt2.EOT).cumsum(1)  # (B, T): 0 0 0 1 1 2 …
             mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]  # (B, 1, T, T)
         return super().hidden(idx, position, mask)
 
+
 def main(args: list[str] | None = None) -> int:
     train_gpt2.GPT = DocumentGPT  # what train_gpt2.py builds, restores and evaluates from here on
     return train_gpt2.main(args)
+
 
 if __name__ == "__main__":
     cli.run(main)

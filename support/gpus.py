@@ -7,14 +7,41 @@
 # Blackwell), AMD's MI300X data sheet. NVIDIA publishes no sheet for the H20; 148 is in resellers' sheets.
 # RTX 4090 D: an eighth of NVIDIA's 1,177 "AI TOPS", as 165.2 is of the 4090's 1,321.
 PEAK_TFLOPS = {
-    "B200": 2250, "GH200 480GB": 990, "H200": 989, "H200 NVL": 836, "H100 80GB HBM3": 989, "H100 NVL": 836,
-    "H100 PCIe": 756, "H800": 989, "H800 PCIe": 756, "H20": 148, "A100-SXM4-40GB": 312, "A100-SXM4-80GB": 312,
-    "A100-PCIE-40GB": 312, "A100 80GB PCIe": 312, "A800-SXM4-80GB": 312, "A800 80GB PCIe": 312, "A10": 125,
-    "L40S": 362, "L40": 181, "L4": 121, "RTX 6000 Ada Generation": 364, "RTX A6000": 155,
-    "GeForce RTX 5090": 209.5, "GeForce RTX 4090": 165.2, "GeForce RTX 4090 D": 147.1,
-    "GeForce RTX 3090 Ti": 80, "GeForce RTX 3090": 71, "V100-SXM2-16GB": 125, "V100-SXM2-32GB": 125,
-    "V100-PCIE-16GB": 112, "V100-PCIE-32GB": 112, "T4": 65, "AMD Instinct MI300X": 1307,
+    "B200": 2250,
+    "GH200 480GB": 990,
+    "H200": 989,
+    "H200 NVL": 836,
+    "H100 80GB HBM3": 989,
+    "H100 NVL": 836,
+    "H100 PCIe": 756,
+    "H800": 989,
+    "H800 PCIe": 756,
+    "H20": 148,
+    "A100-SXM4-40GB": 312,
+    "A100-SXM4-80GB": 312,
+    "A100-PCIE-40GB": 312,
+    "A100 80GB PCIe": 312,
+    "A800-SXM4-80GB": 312,
+    "A800 80GB PCIe": 312,
+    "A10": 125,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "RTX 6000 Ada Generation": 364,
+    "RTX A6000": 155,
+    "GeForce RTX 5090": 209.5,
+    "GeForce RTX 4090": 165.2,
+    "GeForce RTX 4090 D": 147.1,
+    "GeForce RTX 3090 Ti": 80,
+    "GeForce RTX 3090": 71,
+    "V100-SXM2-16GB": 125,
+    "V100-SXM2-32GB": 125,
+    "V100-PCIE-16GB": 112,
+    "V100-PCIE-32GB": 112,
+    "T4": 65,
+    "AMD Instinct MI300X": 1307,
 }
+
 
 def data_sheet_flops(name: str) -> float | None:
     """16-bit tensor-core FLOP/s by torch.cuda.get_device_name; None for a GPU not in PEAK_TFLOPS."""

@@ -9,6 +9,7 @@ import torch
 from support.cli import InputError, first_line
 from support.files import list_checkpoints
 
+
 def model_folder(name: str | Path) -> Path:
     """`name` if it exists; otherwise the hub's model of that name, downloaded once. Raises InputError."""
     if Path(name).exists():
@@ -23,9 +24,14 @@ def model_folder(name: str | Path) -> Path:
         if not list(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(str(name), allow_patterns=["*.bin"]))
         return folder
-    except Exception as error:  # the hub's, its HTTP library's, the socket's: they have no common base
-        raise InputError(f"{name}: neither a folder nor found on the Hub ({first_line(error)}); without "
-                         "a network, give a folder that holds the model") from None
+    except (
+        Exception
+    ) as error:  # the hub's, its HTTP library's, the socket's: they have no common base
+        raise InputError(
+            f"{name}: neither a folder nor found on the Hub ({first_line(error)}); without "
+            "a network, give a folder that holds the model"
+        ) from None
+
 
 def find_model(name: str) -> Path:
     """The newest checkpoint of a log folder, or the model called `name`. Raises InputError."""
@@ -36,6 +42,7 @@ def find_model(name: str) -> Path:
         return newest[0]
     raise InputError(f"{name}: neither a model (config.json) nor a run with checkpoints (step_*)")
 
+
 def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[Any, Any]:
     """(model, tokenizer) of any causal language model, by transformers; the tokenizer is None if the folder
     has none. `options` go to AutoModelForCausalLM. Raises InputError."""
@@ -44,14 +51,19 @@ def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
+        model = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise InputError(f"{folder}: not a model that can be loaded ({first_line(error)})") from None
+        raise InputError(
+            f"{folder}: not a model that can be loaded ({first_line(error)})"
+        ) from None
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError):
         tokenizer = None
     return model, tokenizer
+
 
 def check_writable(path: str) -> None:
     """Call before long work. Raises InputError if the folder of `path` is missing or not writable."""

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 import torch.distributed
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # five steps of a x + b x^3 + c x^5 bring singular values near 1
+NEWTON_SCHULZ = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # five steps of a x + b x^3 + c x^5 bring singular values near 1
+
 
 def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
     """Each matrix of x (L, A, B) with its singular values brought near 1 (0.7 to 1.2)."""
@@ -27,6 +32,7 @@ def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
 
 def orthogonalize_on_all_ranks(x: torch.Tensor) -> torch.Tensor:
     """orthogonalize, each rank a share of the matrices. x (L, A, B) is the same on all ranks."""
@@ -40,6 +46,7 @@ def orthogonalize_on_all_ranks(x: torch.Tensor) -> torch.Tensor:
     torch.distributed.all_gather_into_tensor(results, mine)
     return results[: len(x)]
 
+
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov's momentum and decoupled weight decay, for 2-D parameters.
 
@@ -49,10 +56,17 @@ class Muon(torch.optim.Optimizer):
     sharded = False  # support/sharding.py: this rank only has the gradients of its own matrices
 
     def __init__(
-        self, named_parameters: Any, lr: float, weight_decay: float, momentum: float = 0.95, *,
+        self,
+        named_parameters: Any,
+        lr: float,
+        weight_decay: float,
+        momentum: float = 0.95,
+        *,
         dtype: torch.dtype,
     ):
-        super().__init__(list(named_parameters), dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+        super().__init__(
+            list(named_parameters), dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
+        )
         self.dtype = dtype
 
     @torch.no_grad()
@@ -68,13 +82,16 @@ class Muon(torch.optim.Optimizer):
                 matrices = 3 if name.endswith("c_attn.weight") else 1  # query, key, value
                 by_shape[p.shape, matrices].append((p, p.grad.lerp(buffer, momentum)))
             for ((rows, columns), matrices), pairs in by_shape.items():
-                stacked = torch.stack([update for _, update in pairs]).to(self.dtype)  # (L, rows, columns)
+                stacked = torch.stack([update for _, update in pairs]).to(
+                    self.dtype
+                )  # (L, rows, columns)
                 rows //= matrices
                 make_orthogonal = orthogonalize if self.sharded else orthogonalize_on_all_ranks
                 updates = make_orthogonal(stacked.view(-1, rows, columns)).view_as(stacked)
                 for (p, _), update in zip(pairs, updates, strict=True):
                     p.mul_(1 - lr * group["weight_decay"])
                     p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(rows, columns)))
+
 
 class Optimizers:
     """Several optimizers of different parameters, used as one."""

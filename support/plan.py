@@ -13,8 +13,14 @@ from support.tokenizer import find_shards, open_shard, tokenize_text
 
 ASSUMED_MFU = 0.4
 
+
 def estimate_memory(
-    model: torch.nn.Module, B: int, T: int, device: torch.device, dtype: torch.dtype, low_memory: bool,
+    model: torch.nn.Module,
+    B: int,
+    T: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    low_memory: bool,
     compiled: bool,
 ) -> float:
     """Bytes that a training step takes on one device: an estimate, linear in B.
@@ -31,21 +37,35 @@ def estimate_memory(
     logits = V * dtype.itemsize if compiled and device.type != "cpu" and not low_memory else 0
     return fixed + B * T * (len(model.h) * block * C + logits)
 
+
 def count_tokens(data: Path) -> int | None:
     """Training tokens of a folder of shards or a .txt file; None if it does not exist. Raises InputError."""
     if data.is_dir():
         return sum(len(open_shard(path)) for path in find_shards(data, "train"))
     return len(tokenize_text(data, "train")) if data.is_file() else None
 
+
 def duration(seconds: float) -> str:
     if seconds >= 1000 * 3600:
         return f"{seconds / 86400:,.0f} days"
     return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
 
+
 def print_plan(
-    model: torch.nn.Module, device: torch.device, dtype: torch.dtype, description: str, /, *, data: str,
-    max_steps: int, total_batch_size: int, micro_batch_size: int, seq_len: int, low_memory: bool,
-    compile: bool, **_: object,
+    model: torch.nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    description: str,
+    /,
+    *,
+    data: str,
+    max_steps: int,
+    total_batch_size: int,
+    micro_batch_size: int,
+    seq_len: int,
+    low_memory: bool,
+    compile: bool,
+    **_: object,
 ) -> None:
     """Prints what a run will take. model: a GPT, whose parameters may be on the "meta" device. The keywords
     are the settings of the same name, others are ignored."""
@@ -55,7 +75,11 @@ def print_plan(
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops
     memory = estimate_memory(model, B, T, device, dtype, low_memory, compile)
-    epochs = f"{tokens / available:.3f} of {available:,} training tokens" if available else f"no {data} yet"
+    epochs = (
+        f"{tokens / available:.3f} of {available:,} training tokens"
+        if available
+        else f"no {data} yet"
+    )
     rows = {
         "device": description,
         "parameters": f"{N:,} ({sum(p.numel() for p in model.h.parameters()):,} in the blocks)",
@@ -65,17 +89,25 @@ def print_plan(
         "FLOPs": f"{flops * tokens:.3e}",
         "memory": f"{memory / 1e9:.2f} GB with B = {B}, an estimate",
         "time": f"{duration(tokens / rate)} at {rate:,.0f} tok/s, projected: {ASSUMED_MFU:.0%} of "
-                f"{peak / 1e12:,.3g} TFLOP/s ({source})",
+        f"{peak / 1e12:,.3g} TFLOP/s ({source})",
     }
     for chip in ("A100-SXM4-80GB", "H100 80GB HBM3"):
         seconds = flops * tokens / (8 * PEAK_TFLOPS[chip] * 1e12 * ASSUMED_MFU)
         name = f"on 8 x {chip.split()[0].split('-')[0]}"
-        rows[name] = f"{duration(seconds)}, projected: {ASSUMED_MFU:.0%} of 8 x {PEAK_TFLOPS[chip]} TFLOP/s"
+        rows[name] = (
+            f"{duration(seconds)}, projected: {ASSUMED_MFU:.0%} of 8 x {PEAK_TFLOPS[chip]} TFLOP/s"
+        )
     for name, value in rows.items():
         print(f"{name:>13}: {value}")
 
+
 def fits(
-    model: torch.nn.Module, B: int, T: int, dtype: torch.dtype, moments: int, keeps_logits: bool,
+    model: torch.nn.Module,
+    B: int,
+    T: int,
+    dtype: torch.dtype,
+    moments: int,
+    keeps_logits: bool,
     accumulates: bool,
 ) -> bool:
     """Whether a GPU has the memory for a step with micro-batches of B sequences, by trying an eager forward
@@ -84,7 +116,11 @@ def fits(
 
     moments: bytes of the optimizer's state. keeps_logits: a compiled loss keeps 16-bit logits. accumulates:
     gradients of earlier micro-steps (or DDP's buckets) are there during the backward pass."""
-    loss_function, (V, _), device = model.loss_function, model.wte.weight.shape, model.wte.weight.device
+    loss_function, (V, _), device = (
+        model.loss_function,
+        model.wte.weight.shape,
+        model.wte.weight.device,
+    )
     try:
         model.prepare(compiled=False)
         logits = B * T * (V + -V % 64) * dtype.itemsize if keeps_logits else 0
@@ -105,6 +141,7 @@ def fits(
         model.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
+
 
 def return_freed_memory(low_memory: bool) -> None:
     """On Linux, undoes devices.keep_freed_memory for buffers of 32 MiB and more, when the model turns out to

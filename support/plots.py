@@ -12,9 +12,14 @@ from support.files import atomic_path, read_log, run_entries
 VAL_BASELINES = {"GPT-2 124M (OpenAI), on FineWeb-Edu": 3.2924}
 HELLASWAG_BASELINES = {"GPT-2 124M (OpenAI)": 0.2955, "GPT-3 Small 124M (OpenAI)": 0.337}
 AXES = {"tokens": "tokens", "hours": "hours of training"}
-PANELS = {"lr": "learning rate", "norm": "gradient norm before clipping", "tok_per_sec": "tokens a second"}
+PANELS = {
+    "lr": "learning rate",
+    "norm": "gradient norm before clipping",
+    "tok_per_sec": "tokens a second",
+}
 
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # stream -> (tokens or hours, values)
+
 
 def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
     """The streams of a log folder over `x`: tokens seen, or hours of training."""
@@ -23,13 +28,20 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
     batch = run_entries(folder)[-1]["config"]["total_batch_size"]
     if x == "hours":
         taken = np.concatenate([[0.0], np.cumsum(streams.get("ms", ([], []))[1]) / 3.6e6])
-        return {name: (taken[np.minimum(steps, len(taken) - 1)], np.array(v))
-                for name, (steps, v) in streams.items()}
-    return {name: (np.array(steps) * batch, np.array(values)) for name, (steps, values) in streams.items()}
+        return {
+            name: (taken[np.minimum(steps, len(taken) - 1)], np.array(v))
+            for name, (steps, v) in streams.items()
+        }
+    return {
+        name: (np.array(steps) * batch, np.array(values))
+        for name, (steps, values) in streams.items()
+    }
+
 
 def on_fineweb(folder: str | Path) -> bool:
     """Whether a run's data are shards, for which VAL_BASELINES may mean something."""
     return not run_entries(folder)[-1]["config"]["data"].endswith(".txt")
+
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
     """Mean of the last `width` values, of fewer at the start."""
@@ -37,6 +49,7 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - width, 0)
     return (sums[ends] - sums[starts]) / (ends - starts)
+
 
 def finish(axes: Any, x: str, title: str, ylabel: str = "") -> None:
     from matplotlib.ticker import EngFormatter
@@ -46,12 +59,22 @@ def finish(axes: Any, x: str, title: str, ylabel: str = "") -> None:
         axes.xaxis.set_major_formatter(EngFormatter())
     axes.grid(alpha=0.3)
 
+
 def draw_baseline(axes: Any, name: str, value: float, right: bool = False) -> None:
     """A line with its name on it, at the left or at the right."""
     axes.axhline(value, color="gray", linestyle=":")
     place, side = (0.99, "right") if right else (0.01, "left")
-    axes.text(place, value, f"{name}: {value:.5g}", transform=axes.get_yaxis_transform(), color="dimgray",
-              size="small", verticalalignment="bottom", horizontalalignment=side)
+    axes.text(
+        place,
+        value,
+        f"{name}: {value:.5g}",
+        transform=axes.get_yaxis_transform(),
+        color="dimgray",
+        size="small",
+        verticalalignment="bottom",
+        horizontalalignment=side,
+    )
+
 
 def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
     """Training loss, raw (faint) and smoothed, and validation loss; a long run's initial fall is cropped."""
@@ -71,6 +94,7 @@ def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, f
     finish(axes, x, "Loss", "nats a token")
     axes.legend(loc="upper right")
 
+
 def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
     """HellaSwag accuracy by mean loss a token, beside GPT-2's and GPT-3's."""
     for i, (name, run) in enumerate(runs.items()):
@@ -83,12 +107,14 @@ def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
     finish(axes, x, "HellaSwag, acc_norm", "accuracy")
     axes.legend(loc="lower right")
 
+
 def draw_panel(axes: Any, runs: dict[str, Curves], stream: str, x: str) -> None:
     for i, (name, run) in enumerate(runs.items()):
         if stream in run:
             axes.plot(*run[stream], color=f"C{i}", linewidth=1, label=name)
     axes.ticklabel_format(axis="y", scilimits=(-2, 4))
     finish(axes, x, PANELS[stream])
+
 
 def save_curves(log_dir: Path) -> None:
     """Draws log_dir/curves.png from the log."""
@@ -97,7 +123,8 @@ def save_curves(log_dir: Path) -> None:
     run = {log_dir.name: read_curves(log_dir)}
     figure = Figure(figsize=(12, 7))
     above, below = figure.add_gridspec(
-        2, 1, height_ratios=(3, 2), left=0.06, right=0.98, top=0.95, bottom=0.08, hspace=0.3)
+        2, 1, height_ratios=(3, 2), left=0.06, right=0.98, top=0.95, bottom=0.08, hspace=0.3
+    )
     hella = "hella" in run[log_dir.name]
     loss, *others = above.subgridspec(1, 1 + hella)
     draw_loss(figure.add_subplot(loss), run, "tokens", VAL_BASELINES if on_fineweb(log_dir) else {})
@@ -107,6 +134,7 @@ def save_curves(log_dir: Path) -> None:
         draw_panel(figure.add_subplot(place), run, stream, "tokens")
     with atomic_path(log_dir / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=100)
+
 
 if __name__ == "__main__":  # train_gpt2.py runs `python -m support.plots LOG_DIR`
     save_curves(Path(sys.argv[1]))

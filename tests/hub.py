@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import tests.conftest  # noqa: F401  (now, since it keeps all else off the Hub)
 
+
 class Hub(http.server.ThreadingHTTPServer):
     """Serves what this process imports of `huggingface_hub` from now on.
 
@@ -25,8 +26,13 @@ class Hub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.files, self.closed, self.failures, self.newest = {}, {}, 0, self.commit
         threading.Thread(target=self.serve_forever, daemon=True).start()
-        os.environ |= {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_HUB_OFFLINE": "0",
-                       "HF_HUB_DISABLE_XET": "1", "HF_HOME": os.path.abspath("home")}
+        os.environ |= {
+            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": os.path.abspath("home"),
+        }
+
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -35,11 +41,14 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         url = urlsplit(self.path)
         repository, kind, commit, name = re.fullmatch(
-            r"(?:/api)?/datasets/([^/]+/[^/]+)/?(\w*)/?(\w*)/?(.*)", unquote(url.path)).groups()
+            r"(?:/api)?/datasets/([^/]+/[^/]+)/?(\w*)/?(\w*)/?(.*)", unquote(url.path)
+        ).groups()
         files = self.server.files.get(repository, {}) if commit in ("", Hub.commit) else {}
         closed = self.server.closed.get(repository) if files else "RepoNotFound"
         known = self.headers.get("Authorization") == f"Bearer {Hub.TOKEN}"
-        if closed and not known and (kind or closed == "RepoNotFound"):  # anybody may see a gated one
+        if (
+            closed and not known and (kind or closed == "RepoNotFound")
+        ):  # anybody may see a gated one
             self.answer(401, error=closed)
         elif kind == "resolve" and name in files:
             self.send_file(files[name])
@@ -55,11 +64,23 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
 
     def entries(self, files, folder, recursive):
         prefix = folder and f"{folder}/"
-        parents = {str(parent): b"" for path in files for parent in PurePosixPath(path).parents[:-1]}
-        inside = {path: content for path, content in (parents | files).items() if path.startswith(prefix)
-                  and (recursive or "/" not in path.removeprefix(prefix))}
-        return [{"type": "file" if path in files else "directory", "path": path, "size": len(content),
-                 "oid": hashlib.sha1(content).hexdigest()} for path, content in inside.items()]
+        parents = {
+            str(parent): b"" for path in files for parent in PurePosixPath(path).parents[:-1]
+        }
+        inside = {
+            path: content
+            for path, content in (parents | files).items()
+            if path.startswith(prefix) and (recursive or "/" not in path.removeprefix(prefix))
+        }
+        return [
+            {
+                "type": "file" if path in files else "directory",
+                "path": path,
+                "size": len(content),
+                "oid": hashlib.sha1(content).hexdigest(),
+            }
+            for path, content in inside.items()
+        ]
 
     def send_file(self, content):
         headers = {"ETag": hashlib.sha256(content).hexdigest(), "X-Repo-Commit": Hub.commit}
@@ -75,7 +96,11 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
 
     def answer(self, status, content=b"", headers=None, error=""):
         self.send_response(status)
-        for key, value in {"Content-Length": len(content), "X-Error-Code": error, **(headers or {})}.items():
+        for key, value in {
+            "Content-Length": len(content),
+            "X-Error-Code": error,
+            **(headers or {}),
+        }.items():
             self.send_header(key, str(value))
         self.end_headers()
         if self.command != "HEAD":

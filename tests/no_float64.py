@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 INSTALLABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # torch 2.13
 
+
 def install() -> torch.device:
     class Backend(backend_registration._DummyBackendModule):
         def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -26,8 +27,11 @@ def install() -> torch.device:
         def set_rng_state(self, state: torch.Tensor) -> None:
             assert state.tolist() == [7]
 
-    backend_registration._setup_privateuseone_for_python_backend("standin", backend_module=Backend())
+    backend_registration._setup_privateuseone_for_python_backend(
+        "standin", backend_module=Backend()
+    )
     return torch.device("standin", 0)
+
 
 class OnStandIn(torch.Tensor):
     """A tensor on the device; `inner` holds its values on the CPU."""
@@ -36,8 +40,14 @@ class OnStandIn(torch.Tensor):
     def __new__(cls, inner: torch.Tensor) -> "OnStandIn":
         if inner.dtype == torch.float64:
             raise TypeError("this device has no float64")
-        outer = torch.Tensor._make_wrapper_subclass(cls, inner.shape, inner.stride(), inner.storage_offset(),
-                                                    dtype=inner.dtype, device=torch.device("standin", 0))
+        outer = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            inner.stride(),
+            inner.storage_offset(),
+            dtype=inner.dtype,
+            device=torch.device("standin", 0),
+        )
         outer.inner = inner
         return outer
 
@@ -47,6 +57,7 @@ class OnStandIn(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return dispatch(func, args, kwargs or {})
+
 
 def dispatch(func, args, kwargs):
     aten = torch.ops.aten
@@ -65,7 +76,10 @@ def dispatch(func, args, kwargs):
     if not here:
         return out
     changed = {id(t.inner): t for t in tensors if isinstance(t, OnStandIn)}  # in place
-    return tree_map_only(torch.Tensor, lambda t: changed[id(t)] if id(t) in changed else OnStandIn(t), out)
+    return tree_map_only(
+        torch.Tensor, lambda t: changed[id(t)] if id(t) in changed else OnStandIn(t), out
+    )
+
 
 class StandIn(TorchDispatchMode):
     """Catches the functions that make tensors from nothing, too."""

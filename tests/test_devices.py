@@ -17,25 +17,45 @@ from tests import no_float64
 from tests.conftest import ROOT, TINY, losses, read_log, train, train_on_ranks
 from train_gpt2 import GPT, DDPContext, GPTConfig, choose_micro_batch_size, read_config
 
+
 @pytest.fixture(autouse=True)
 def no_measured_peak(monkeypatch):
     """The chip's peak does not matter here, and takes a second to measure."""
     monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n: 1e12)
 
+
 def test_the_same_losses_on_every_cpu(monkeypatch, text, tmp_path, capsys):
     """auto is float32, Muon's matmuls included, also where bfloat16 is faster: then a line says so."""
     for speedup in (1.3, 1.29):
         monkeypatch.setattr(devices, "bfloat16_speedup", lambda speedup=speedup: speedup)
-        train("--data", text, "--dtype", "auto", "--optimizer", "muon", "--max-steps", 3, "--log-dir",
-              tmp_path / str(speedup))
+        train(
+            "--data",
+            text,
+            "--dtype",
+            "auto",
+            "--optimizer",
+            "muon",
+            "--max-steps",
+            3,
+            "--log-dir",
+            tmp_path / str(speedup),
+        )
         hint = "(matmuls are 1.3 times as fast with --dtype bfloat16)"
         assert (hint in capsys.readouterr().out) == (speedup == 1.3)
-    assert read_log(tmp_path / "1.3", "train", "norm") == read_log(tmp_path / "1.29", "train", "norm")
+    assert read_log(tmp_path / "1.3", "train", "norm") == read_log(
+        tmp_path / "1.29", "train", "norm"
+    )
 
-@pytest.mark.parametrize("device, dtype, expected", [
-    ("cuda", torch.bfloat16, ["high"]), ("cuda", torch.float16, ["high"]), ("cuda", torch.float32, []),
-    ("cpu", torch.bfloat16, []),
-])
+
+@pytest.mark.parametrize(
+    "device, dtype, expected",
+    [
+        ("cuda", torch.bfloat16, ["high"]),
+        ("cuda", torch.float16, ["high"]),
+        ("cuda", torch.float32, []),
+        ("cpu", torch.bfloat16, []),
+    ],
+)
 def test_tf32_is_for_runs_in_16_bits_on_a_gpu(device, dtype, expected, monkeypatch):
     chosen: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
@@ -43,6 +63,7 @@ def test_tf32_is_for_runs_in_16_bits_on_a_gpu(device, dtype, expected, monkeypat
     with pytest.raises(StopIteration):
         train_gpt2.train(read_config(TINY), DDPContext(0, 1, torch.device(device), dtype, ""))
     assert chosen == expected
+
 
 def gpu(monkeypatch, name: str, capability: tuple[int, int]) -> torch.device:
     """Pretends that this machine has one GPU of a kind."""
@@ -53,11 +74,16 @@ def gpu(monkeypatch, name: str, capability: tuple[int, int]) -> torch.device:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     return torch.device("cuda", 0)
 
-@pytest.mark.parametrize("name, capability, dtype, tflops", [
-    ("Tesla T4", (7, 5), torch.float16, 65), ("NVIDIA H100 80GB HBM3", (9, 0), torch.bfloat16, 989),
-    ("NVIDIA GeForce RTX 4090 D", (8, 9), torch.bfloat16, 147.1),
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), torch.bfloat16, None),
-])
+
+@pytest.mark.parametrize(
+    "name, capability, dtype, tflops",
+    [
+        ("Tesla T4", (7, 5), torch.float16, 65),
+        ("NVIDIA H100 80GB HBM3", (9, 0), torch.bfloat16, 989),
+        ("NVIDIA GeForce RTX 4090 D", (8, 9), torch.bfloat16, 147.1),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), torch.bfloat16, None),
+    ],
+)
 def test_precision_and_peak_of_a_gpu(name, capability, dtype, tflops, monkeypatch):
     device = gpu(monkeypatch, name, capability)
     assert devices.choose_device("auto", "auto")[:2] == (device, dtype)
@@ -66,22 +92,35 @@ def test_precision_and_peak_of_a_gpu(name, capability, dtype, tflops, monkeypatc
     with pytest.raises(InputError, match="1 GPUs for more than 1 processes: lower"):
         devices.choose_device("auto", "auto", local_rank=1)
 
+
 def test_device_cpu_leaves_a_gpu_alone(monkeypatch, text, tmp_path):
     """Nothing is pinned, which makes a CUDA context, or copied asynchronously, or compiled by default. An
     update makes no tensor of a host's number, which on a GPU would wait for it."""
     gpu(monkeypatch, "NVIDIA H100 80GB HBM3", (9, 0))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pytest.fail("pinned"))
-    monkeypatch.setattr(torch, "tensor", lambda *args, **options: pytest.fail("a tensor of the host's data"))
-    monkeypatch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check",  # torch 2.15 asks
-                        lambda self: None, raising=False)  # the GPU in every step, on the CPU, too
+    monkeypatch.setattr(
+        torch, "tensor", lambda *args, **options: pytest.fail("a tensor of the host's data")
+    )
+    monkeypatch.setattr(
+        torch.optim.Optimizer,
+        "_accelerator_graph_capture_health_check",  # torch 2.15 asks
+        lambda self: None,
+        raising=False,
+    )  # the GPU in every step, on the CPU, too
     copies, to = [], torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **options: copies.append(
-        options.get("non_blocking")) or to(self, *args, **options))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda self, *args, **options: (
+            copies.append(options.get("non_blocking")) or to(self, *args, **options)
+        ),
+    )
     assert read_config(["--preset", "gpt2"]).compile
     assert not read_config(["--preset", "gpt2", "--device", "cpu"]).compile
     assert read_config(["--preset", "gpt2", "--device", "cpu", "--compile"]).compile
     train("--data", text, "--max-steps", 2, "--log-dir", tmp_path)
     assert copies and True not in copies
+
 
 def test_an_apple_gpu_is_for_one_process_and_trains_in_float32(monkeypatch):
     """Fused AdamW would apply an overflow of float16 there; HellaSwag has no optimizer."""
@@ -94,6 +133,7 @@ def test_an_apple_gpu_is_for_one_process_and_trains_in_float32(monkeypatch):
     assert devices.choose_device("auto", "float32", world_size=2)[0] == torch.device("cpu")
     with pytest.raises(InputError, match="--device mps: not available for 2 processes"):
         devices.choose_device("mps", "auto", world_size=2)
+
 
 WITHOUT_FLOAT64 = """
 import torch, support.devices, train_gpt2
@@ -113,6 +153,7 @@ for module, name in ((torch, "save"), (train_gpt2.safetensors.torch, "save_file"
 StandIn().__enter__()
 """
 
+
 @pytest.mark.skipif(not no_float64.INSTALLABLE, reason="this torch registers no device from Python")
 def test_a_device_without_float64(text, tmp_path):
     """A run on a stand-in that refuses float64 as Apple's GPU does: validation, HellaSwag, samples, both
@@ -120,38 +161,82 @@ def test_a_device_without_float64(text, tmp_path):
     tasks = tmp_path / "tasks.jsonl"
     lines = (ROOT / "tests" / "hellaswag_sample.jsonl").read_text().splitlines(keepends=True)
     tasks.write_text("".join(lines[:2]))
-    args = ["--data", text, "--eval-every", 1, "--hellaswag-every", 1, "--hellaswag-data", tasks,
-            "--seq-len", 64, "--sample-every", 2, "--save-every", 1, "--optimizer", "muon",
-            "--micro-batch-size", 1, "--min-lr", 5e-3, "--eval-tokens", 128]
-    outputs = [train_on_ranks(1, tmp_path, *args, "--log-dir", tmp_path / "device", "--resume", "--max-steps",
-                              steps, disturbance=WITHOUT_FLOAT64)[0] for steps in (1, 2)]
-    assert [output.count("rank 0 sample") for output in outputs] == [2, 2] and "resumed from" in outputs[1]
+    args = [
+        "--data",
+        text,
+        "--eval-every",
+        1,
+        "--hellaswag-every",
+        1,
+        "--hellaswag-data",
+        tasks,
+        "--seq-len",
+        64,
+        "--sample-every",
+        2,
+        "--save-every",
+        1,
+        "--optimizer",
+        "muon",
+        "--micro-batch-size",
+        1,
+        "--min-lr",
+        5e-3,
+        "--eval-tokens",
+        128,
+    ]
+    outputs = [
+        train_on_ranks(
+            1,
+            tmp_path,
+            *args,
+            "--log-dir",
+            tmp_path / "device",
+            "--resume",
+            "--max-steps",
+            steps,
+            disturbance=WITHOUT_FLOAT64,
+        )[0]
+        for steps in (1, 2)
+    ]
+    assert [output.count("rank 0 sample") for output in outputs] == [
+        2,
+        2,
+    ] and "resumed from" in outputs[1]
     train(*args, "--max-steps", 2, "--log-dir", tmp_path / "cpu")
     for stream in ("train", "val", "hella"):
         expected = pytest.approx(losses(tmp_path / "cpu", stream), abs=1e-5)
         assert losses(tmp_path / "device", stream) == expected
+
 
 def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):
     """cuDNN's attention plans again for every shape: multiples of 64 only, and the results are the same."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(160, 50257, 2, 2, 32))
     torch.nn.init.normal_(model.wte.weight, std=0.3)
-    tasks = hellaswag.prepare(hellaswag.load_examples(ROOT / "tests" / "hellaswag_sample.jsonl"), 160)
+    tasks = hellaswag.prepare(
+        hellaswag.load_examples(ROOT / "tests" / "hellaswag_sample.jsonl"), 160
+    )
     round_length, lengths = devices.round_length, set()
     hidden = lambda *args: lengths.add(args[0].shape[1]) or GPT.hidden(model, *args)  # noqa: E731
     monkeypatch.setattr(model, "hidden", hidden)
     results = []
     for device, fewest, most in ((torch.device("cpu"), 10, 100), (torch.device("cuda"), 1, 4)):
         for module in (hellaswag, devices):
-            monkeypatch.setattr(module, "round_length", lambda n, _, device=device: round_length(n, device))
+            monkeypatch.setattr(
+                module, "round_length", lambda n, _, device=device: round_length(n, device)
+            )
         lengths.clear()
         score = hellaswag.score(hidden, model.wte.weight, tasks, torch.device("cpu"), batch_size=2)
-        idx = model.generate(torch.arange(100, 250)[None], 20, generator=torch.Generator().manual_seed(1))
+        idx = model.generate(
+            torch.arange(100, 250)[None], 20, generator=torch.Generator().manual_seed(1)
+        )
         assert fewest <= len(lengths) <= most
         results.append((score.losses, score.losses.argmin(1), idx))
     assert all(n % 64 == 0 or n == 160 for n in lengths)
     for before, after in zip(*results, strict=True):
         torch.testing.assert_close(after, before, atol=1e-3, rtol=1e-5)
+
 
 def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monkeypatch):
     """Each overflow halves the scale; from 1 on the scale is not to blame."""
@@ -164,29 +249,56 @@ def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monk
     monkeypatch.setattr(train_gpt2, "chunked_next_token_loss", overflowing)
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=4.0))
     with pytest.raises(RunError, match="step 2: loss 10"):
-        train("--data", text, "--max-steps", 4, "--total-batch-size", 32, "--dtype", "float16",
-              "--log-dir", tmp_path)
+        train(
+            "--data",
+            text,
+            "--max-steps",
+            4,
+            "--total-batch-size",
+            32,
+            "--dtype",
+            "float16",
+            "--log-dir",
+            tmp_path,
+        )
 
-@pytest.mark.parametrize("shape, B, low_memory, measured", [
-    ((12, 12, 768), 1, False, 3.15), ((12, 12, 768), 4, True, 2.67), ((24, 16, 1024), 4, False, 12.90)])
+
+@pytest.mark.parametrize(
+    "shape, B, low_memory, measured",
+    [
+        ((12, 12, 768), 1, False, 3.15),
+        ((12, 12, 768), 4, True, 2.67),
+        ((24, 16, 1024), 4, False, 12.90),
+    ],
+)
 def test_the_estimate_is_near_measured_peaks(shape, B, low_memory, measured):
     """GB of a process on a CPU, T = 1024, float32, AdamW (bench/memory)."""
     with torch.device("meta"):
         model = GPT(GPTConfig(1024, 50257, *shape))
-    estimate = estimate_memory(model, B, 1024, torch.device("cpu"), torch.float32, low_memory, False)
+    estimate = estimate_memory(
+        model, B, 1024, torch.device("cpu"), torch.float32, low_memory, False
+    )
     assert estimate / 1e9 == pytest.approx(measured, rel=0.1)
+
 
 def test_plan_prints_and_does_not_train(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train_gpt2.main(["--preset", "gpt2", "--plan", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    for part in ("124,439,808", "855,166,464", "9,999,745,024 in 19,073 steps", "8.551e+18", "3.27 GB"):
+    for part in (
+        "124,439,808",
+        "855,166,464",
+        "9,999,745,024 in 19,073 steps",
+        "8.551e+18",
+        "3.27 GB",
+    ):
         assert part in text, part
     assert not list(tmp_path.iterdir())
     GPT(GPTConfig(64, 50257, 1, 2, 8)).save_pretrained(tmp_path / "model")
     train("--init", tmp_path / "model", "--plan", "--log-dir", tmp_path / "log")
     assert f"parameters: {(50257 + 64 + 12 * 8 + 13 + 2) * 8:,} " in capsys.readouterr().out
     assert not (tmp_path / "log").exists()
+
 
 class OutOfMemoryAbove(GPT):
     """A model that runs out of memory with more than `limit` sequences."""
@@ -201,19 +313,27 @@ class OutOfMemoryAbove(GPT):
             raise self.error
         return super().forward(x, y)
 
-@pytest.mark.parametrize("error", [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-])
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
 def test_what_fits_is_tried(error, monkeypatch):
     """Beside the gradients of earlier micro-steps, if there are; nothing of the trial is left."""
     model = OutOfMemoryAbove(12, error)
-    trial = lambda model, B, accumulates=True: fits(model, B, 4, torch.float32, 8, True, accumulates)  # noqa: E731
+    trial = lambda model, B, accumulates=True: fits(
+        model, B, 4, torch.float32, 8, True, accumulates
+    )  # noqa: E731
     loss_function = model.loss_function
     for accumulates in (True, False):
         assert [trial(model, B, accumulates) for B in (16, 12)] == [False, True]
         assert model.held_gradients == accumulates
-        assert all(p.grad is None for p in model.parameters()) and model.loss_function is loss_function
+        assert (
+            all(p.grad is None for p in model.parameters()) and model.loss_function is loss_function
+        )
     with pytest.raises(RuntimeError, match="another problem"):
         trial(OutOfMemoryAbove(0, RuntimeError("another problem")), 1)
 
@@ -223,19 +343,29 @@ def test_what_fits_is_tried(error, monkeypatch):
     monkeypatch.setattr(plan.torch, "empty", cannot_reserve)
     assert trial(model, 1) is False
 
-@pytest.mark.parametrize("flags, world_size, B, moments, keeps_logits, accumulates", [
-    ("--no-compile", 1, 8, 8, False, False), ("--no-compile --total-batch-size 64", 1, 8, 8, False, True),
-    ("--compile", 2, 4, 8, True, True), ("--compile --low-memory --shard-optimizer", 2, 4, 4, False, True),
-])
+
+@pytest.mark.parametrize(
+    "flags, world_size, B, moments, keeps_logits, accumulates",
+    [
+        ("--no-compile", 1, 8, 8, False, False),
+        ("--no-compile --total-batch-size 64", 1, 8, 8, False, True),
+        ("--compile", 2, 4, 8, True, True),
+        ("--compile --low-memory --shard-optimizer", 2, 4, 4, False, True),
+    ],
+)
 def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
     flags, world_size, B, moments, keeps_logits, accumulates, monkeypatch
 ):
     """moments: bytes a parameter. The other ranks have room for 4 sequences, this one for 8."""
     model, tried = OutOfMemoryAbove(0, RuntimeError()), []
     others = lambda: [tried[-1][0] <= 4] * (world_size - 1)  # noqa: E731
-    monkeypatch.setattr(plan, "fits", lambda _, B, T, dtype, *rest: tried.append((B, *rest)) or B <= 8)
+    monkeypatch.setattr(
+        plan, "fits", lambda _, B, T, dtype, *rest: tried.append((B, *rest)) or B <= 8
+    )
     monkeypatch.setattr(DDPContext, "gather", lambda self, value: [value, *others()])
     ddp = DDPContext(0, world_size, torch.device("cuda"), torch.bfloat16, "")
-    config = read_config(["--preset", "gpt2", "--seq-len", "4", "--total-batch-size", "32", *flags.split()])
+    config = read_config(
+        ["--preset", "gpt2", "--seq-len", "4", "--total-batch-size", "32", *flags.split()]
+    )
     assert choose_micro_batch_size(config, model, ddp) == B
     assert tried[-1] == (B, moments * model.num_parameters(), keeps_logits, accumulates)

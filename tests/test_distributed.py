@@ -12,8 +12,10 @@ from support.cli import InputError, LostRank
 from tests.conftest import start_ranks, train
 from train_gpt2 import GPT, DDPContext, GPTConfig, choose_micro_batch_size, read_config
 
+
 def on_ranks(world_size: int) -> DDPContext:
     return DDPContext(0, world_size, torch.device("cpu"), torch.float32, "")
+
 
 def test_ranks_share_a_step_equally():
     """The bare run on 1, 2, 4 and 8 ranks; where a step cannot be shared, the nearest batch that can."""
@@ -22,23 +24,38 @@ def test_ranks_share_a_step_equally():
     chosen = [choose_micro_batch_size(config, model, on_ranks(n)) for n in (1, 2, 4, 8)]
     assert chosen == [8, 4, 2, 1]
     for world_size, nearest in ((3, 576), (5, 640), (16, 1024)):
-        with pytest.raises(InputError, match=f"--total-batch-size 512 .* nearest that is: {nearest}$"):
+        with pytest.raises(
+            InputError, match=f"--total-batch-size 512 .* nearest that is: {nearest}$"
+        ):
             choose_micro_batch_size(config, model, on_ranks(world_size))
 
+
 def test_an_error_of_all_ranks_is_one_line(tmp_path):
-    codes, texts = start_ranks(2, tmp_path, "--data", tmp_path / "nowhere", "--log-dir", tmp_path / "log")
+    codes, texts = start_ranks(
+        2, tmp_path, "--data", tmp_path / "nowhere", "--log-dir", tmp_path / "log"
+    )
     assert codes[0] == 2 and codes[1] != 0 and not (tmp_path / "log").exists()
-    errors = [line for line in "".join(texts).splitlines() if "error" in line.lower() or "Traceback" in line]
-    assert len(errors) == 1 and errors[0].startswith(f"error: {tmp_path}/nowhere: no such data; "), texts
+    errors = [
+        line
+        for line in "".join(texts).splitlines()
+        if "error" in line.lower() or "Traceback" in line
+    ]
+    assert len(errors) == 1 and errors[0].startswith(
+        f"error: {tmp_path}/nowhere: no such data; "
+    ), texts
+
 
 ON_RANK_1 = "import os\nif os.environ['RANK'] == '1':\n    "
 ALONE = {  # what rank 1 does, and its error
     "folder": ("os.chdir('/')", "here: no such data; "),
-    "precision": ("from support import devices\n    choose = devices.choose_device\n    "
-                  "devices.choose_device = lambda device, dtype, *ranks: choose(device, 'bfloat16', *ranks)",
-                  "this rank would use cpu in bfloat16, rank 0 cpu in float32: set --device and --dtype"),
+    "precision": (
+        "from support import devices\n    choose = devices.choose_device\n    "
+        "devices.choose_device = lambda device, dtype, *ranks: choose(device, 'bfloat16', *ranks)",
+        "this rank would use cpu in bfloat16, rank 0 cpu in float32: set --device and --dtype",
+    ),
     "shard": ("pass", "here/x_train_000000.npy: token 60000"),  # in rank 1's part of step 1
 }
+
 
 @pytest.mark.parametrize("name", ALONE)
 def test_an_error_of_one_rank_is_one_line_with_its_rank(name, tmp_path, monkeypatch):
@@ -46,7 +63,9 @@ def test_an_error_of_one_rank_is_one_line_with_its_rank(name, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     disturbance, message = ALONE[name]
     tokens = np.arange(12_000, dtype=np.uint16)
-    tokens[2048 + 128 + 98] = 60_000 if name == "shard" else 0  # neither on the first page nor on the last
+    tokens[2048 + 128 + 98] = (
+        60_000 if name == "shard" else 0
+    )  # neither on the first page nor on the last
     (tmp_path / "here").mkdir()
     np.save("here/x_train_000000.npy", tokens)
     args = ["--data", "here/", "--no-shuffle", "--max-steps", 99, "--log-dir", tmp_path / "log"]
@@ -56,12 +75,23 @@ def test_an_error_of_one_rank_is_one_line_with_its_rank(name, tmp_path, monkeypa
     assert len(errors) == 1 and errors[0].startswith(f"error: rank 1: {message}"), texts
     assert not any("Traceback" in text for text in texts), texts
 
-@pytest.mark.parametrize("error, kind, message", [
-    (RuntimeError("[gloo/pair.cc:553] Connection closed by peer [::1]:26247"), LostRank, "^another rank has"),
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it"), InputError,
-     "^out of memory on cpu: try --micro-batch-size 1, --low-memory, or --shard-optimizer on several ranks$"),
-    (RuntimeError("a bug"), RuntimeError, "^a bug$"),
-])
+
+@pytest.mark.parametrize(
+    "error, kind, message",
+    [
+        (
+            RuntimeError("[gloo/pair.cc:553] Connection closed by peer [::1]:26247"),
+            LostRank,
+            "^another rank has",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it"),
+            InputError,
+            "^out of memory on cpu: try --micro-batch-size 1, --low-memory, or --shard-optimizer on several ranks$",
+        ),
+        (RuntimeError("a bug"), RuntimeError, "^a bug$"),
+    ],
+)
 def test_a_lost_rank_and_a_lack_of_memory_are_told_from_a_bug(error, kind, message, monkeypatch):
     monkeypatch.setattr(train_gpt2, "train", mock.Mock(side_effect=error))
     monkeypatch.setattr(DDPContext, "start", lambda config: on_ranks(2))

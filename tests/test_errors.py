@@ -13,37 +13,60 @@ from support.files import atomic_path, atomic_write
 from tests.conftest import ROOT, TINY
 from train_gpt2 import GPT, GPTConfig
 
+
 def shards(folder):
     np.save(folder / "x_train_000000.npy", np.arange(5000, dtype=np.uint16))
     return folder
+
 
 def text_of(path, text, encoding="utf-8"):
     path.write_text(text, encoding)
     return path
 
+
 def other_vocabulary(folder):
     GPT(GPTConfig(16, 100, 1, 2, 16)).save_pretrained(folder)
     return folder
 
+
 MISTAKES = {
     "missing data": (lambda tmp: ["--data", tmp / "nowhere"], "nowhere: no such data"),
-    "neither folder nor text": (lambda tmp: ["--data", text_of(tmp / "a.csv", "x")], "a.csv: neither"),
+    "neither folder nor text": (
+        lambda tmp: ["--data", text_of(tmp / "a.csv", "x")],
+        "a.csv: neither",
+    ),
     "empty text": (lambda tmp: ["--data", text_of(tmp / "a.txt", " \n")], "a.txt: an empty text"),
-    "short text": (lambda tmp: ["--data", text_of(tmp / "a.txt", "To be")], "too few for --total-batch-size"),
-    "no UTF-8": (lambda tmp: ["--data", text_of(tmp / "a.txt", "ok \xff", "latin-1")], "not UTF-8 at byte 3"),
+    "short text": (
+        lambda tmp: ["--data", text_of(tmp / "a.txt", "To be")],
+        "too few for --total-batch-size",
+    ),
+    "no UTF-8": (
+        lambda tmp: ["--data", text_of(tmp / "a.txt", "ok \xff", "latin-1")],
+        "not UTF-8 at byte 3",
+    ),
     "no validation": (lambda tmp: ["--data", shards(tmp), "--eval-every", 1], "no val shards"),
     "no shards": (lambda tmp: ["--data", tmp], "no train shards here"),
     "batch": (lambda tmp: ["--total-batch-size", 100], "the nearest that is: 96"),
-    "several": (lambda tmp: ["--n-head", 3, "--max-lr", -1], "must be at least 0; --n-embd 16: not"),
+    "several": (
+        lambda tmp: ["--n-head", 3, "--max-lr", -1],
+        "must be at least 0; --n-embd 16: not",
+    ),
     "no number": (lambda tmp: ["--max-lr", "nan"], "--max-lr nan: must be"),
-    "short validation": (lambda tmp: ["--eval-tokens", 9, "--eval-every", 1], "--eval-tokens 9: less"),
+    "short validation": (
+        lambda tmp: ["--eval-tokens", 9, "--eval-every", 1],
+        "--eval-tokens 9: less",
+    ),
     "device": (lambda tmp: ["--device", "tpu"], "--device tpu: not available"),
     "init is no model": (lambda tmp: ["--init", tmp], "no model here"),
     "vocabulary of init": (lambda tmp: ["--init", other_vocabulary(tmp)], "vocabulary 100"),
     "init is nowhere": (lambda tmp: ["--init", "no-such-model"], "no-such-model: neither a folder"),
     "log folder is a file": (lambda tmp: ["--log-dir", text_of(tmp / "f", "x")], "f: "),
-    "HellaSwag": (lambda tmp: ["--hellaswag-every", 1, "--hellaswag-data", tmp / "h.jsonl"], "h.jsonl"),
+    "HellaSwag": (
+        lambda tmp: ["--hellaswag-every", 1, "--hellaswag-data", tmp / "h.jsonl"],
+        "h.jsonl",
+    ),
 }
+
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_training(name, tmp_path, capsys, text, monkeypatch):
@@ -58,10 +81,17 @@ def test_mistakes_in_training(name, tmp_path, capsys, text, monkeypatch):
     assert message in errors[0], errors[0]
     assert sorted(tmp_path.rglob("*")) == before, "something was left behind"
 
-@pytest.mark.parametrize("flags, message", [
-    (["--max-step", "3"], "--max-steps"), (["--preset", "gpt5"], "gpt5"), (["--preset"], "--preset"),
-    (["--device"], "--device"), (["--max-lr", "fast"], "--max-lr"),
-])
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--max-step", "3"], "--max-steps"),
+        (["--preset", "gpt5"], "gpt5"),
+        (["--preset"], "--preset"),
+        (["--device"], "--device"),
+        (["--max-lr", "fast"], "--max-lr"),
+    ],
+)
 def test_a_wrong_flag_is_tyros_message_from_one_rank(flags, message, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
@@ -69,12 +99,16 @@ def test_a_wrong_flag_is_tyros_message_from_one_rank(flags, message, capsys, mon
         with pytest.raises(SystemExit) as stop:
             train_gpt2.main(flags)
         printed = "".join(capsys.readouterr())
-        assert stop.value.code == 2 and (message in printed if rank == "0" else not printed), printed
+        assert stop.value.code == 2 and (message in printed if rank == "0" else not printed), (
+            printed
+        )
+
 
 def test_a_reader_that_leaves_gets_no_traceback():
     command = f"{sys.executable} -u {ROOT}/fineweb.py --help | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stdout.startswith("usage: ") and not done.stderr, done.stderr
+
 
 def test_any_character_can_be_printed_into_a_file(tmp_path, monkeypatch):
     """Windows opens it in a code page; a sample may hold half a character, which decodes to U+FFFD."""
@@ -82,6 +116,7 @@ def test_any_character_can_be_printed_into_a_file(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdout", file)
         run(lambda: print("To be \ufffd"))
     assert stop.value.code == 0 and (tmp_path / "out").read_text("cp1252") == "To be ?\n"
+
 
 def test_a_preset_is_chosen_and_changes_defaults(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -94,6 +129,7 @@ def test_a_preset_is_chosen_and_changes_defaults(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         train_gpt2.read_config(["--preset", "gpt3", "--help"])
     assert stop.value.code == 0 and "2048" in capsys.readouterr().out
+
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a"
@@ -114,9 +150,11 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
         assert (tmp_path / "folder/f").read_text() == content
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "folder"]
 
+
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         run(lambda: 1 // 0)
+
 
 IMPORTS = """
 import importlib, os, socket, sys
@@ -131,6 +169,7 @@ for name in ("train_gpt2", "hellaswag", "sample"):
 heavy = {"transformers", "datasets", "pyarrow", "matplotlib"} & set(sys.modules)
 assert not os.listdir() and not heavy, heavy
 """
+
 
 def test_imports_have_no_side_effects(tmp_path):
     """Nothing is written, fetched, printed or parsed, no device touched; fineweb.py does without torch."""

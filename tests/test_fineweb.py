@@ -1,6 +1,6 @@
 """Shards against tiktoken's tokens, whatever the files, workers, interruptions and machines.
 
-    FINEWEB_KILLS=12 python -m pytest tests/test_fineweb.py -k killed
+FINEWEB_KILLS=12 python -m pytest tests/test_fineweb.py -k killed
 """
 
 import errno
@@ -37,30 +37,61 @@ pytestmark = posix
 datasets.config.TORCH_AVAILABLE = False
 EVERY_PLANE = "".join(chr(plane * 0x10000 + 0x3A9) for plane in range(17))
 DOCUMENTS = [
-    "Hello, world!", "", None, "<|endoftext|> is text", "CRLF\r\nand\ttabs\0and\x1b controls", EVERY_PLANE,
-    "NA", "naïve 世界 🙂\u2028\ufeff", " ", "\n", "007", "a" * 5000, " \n" * 40 + "'s  12  \"apart\" \n", "z"]
-SPLITS = {"validation": ["to validate", "naïve 世界 🙂", None, ""],
-          "train": [*(f"text {i} <|endoftext|> {'some length ' * (i % 5)}'q'" for i in range(40)), None]}
+    "Hello, world!",
+    "",
+    None,
+    "<|endoftext|> is text",
+    "CRLF\r\nand\ttabs\0and\x1b controls",
+    EVERY_PLANE,
+    "NA",
+    "naïve 世界 🙂\u2028\ufeff",
+    " ",
+    "\n",
+    "007",
+    "a" * 5000,
+    " \n" * 40 + '\'s  12  "apart" \n',
+    "z",
+]
+SPLITS = {
+    "validation": ["to validate", "naïve 世界 🙂", None, ""],
+    "train": [*(f"text {i} <|endoftext|> {'some length ' * (i % 5)}'q'" for i in range(40)), None],
+}
 EDU = sorted((SHARED / "edu_sample").glob("*.parquet"))
 
+
 def expected_tokens(documents):
-    return [token for text in documents if text for token in [EOT, *get_tokenizer().encode_ordinary(text)]]
+    return [
+        token
+        for text in documents
+        if text
+        for token in [EOT, *get_tokenizer().encode_ordinary(text)]
+    ]
+
 
 def shard_paths(folder):
-    return sorted([*Path(folder).glob("*.npy"), *Path(folder).glob("*.bin")], key=lambda path: path.stem[-6:])
+    return sorted(
+        [*Path(folder).glob("*.npy"), *Path(folder).glob("*.bin")], key=lambda path: path.stem[-6:]
+    )
+
 
 def shard_tokens(folder, first=0):
     return np.concatenate([np.load(path) for path in shard_paths(folder)[first:]]).tolist()
 
+
 def contents(folder):
     """{name: SHA-256} of everything in a folder."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).iterdir()}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).iterdir()
+    }
+
 
 def read_manifest(folder):
     return json.loads((folder / "manifest.json").read_text())
 
+
 def make(*args):
     fineweb.main(["--workers", "1", *map(str, args)])
+
 
 def refused(*args):
     with pytest.raises(InputError) as error:
@@ -68,51 +99,73 @@ def refused(*args):
     assert "\n" not in str(error.value)
     return str(error.value)
 
+
 def parquet(documents, column="text"):
     notes = [None if i % 3 else f"note {i}" for i in range(len(documents))]
     table = pa.table({"id": range(len(documents)), column: documents, "note": notes})
     pq.write_table(table, file := io.BytesIO(), row_group_size=7)
     return file.getvalue()
 
+
 def csv(documents):
     pyarrow.csv.write_csv(pq.read_table(io.BytesIO(parquet(documents))), file := io.BytesIO())
     return file.getvalue()
+
 
 def json_lines(documents):
     lines = ({"text": text, "id": i} for i, text in enumerate(documents))
     return "\n".join(json.dumps(row, ensure_ascii=row["id"] % 2 == 0) for row in lines).encode()
 
+
 def zstd(data):
     return pa.compress(data, codec="zstd", asbytes=True)
+
 
 def write(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
 
+
 def write_folder(folder, files):
     for name, content in files.items():
         write(folder / name, content)
     return folder
 
+
 FORMATS = {
-    "parquet": parquet, "csv": csv, "jsonl": json_lines,
+    "parquet": parquet,
+    "csv": csv,
+    "jsonl": json_lines,
     "jsonl.gz": lambda documents: gzip.compress(json_lines(documents)),
     "jsonl.zst": lambda documents: zstd(json_lines(documents)),
-    "txt": lambda documents: "\n".join(text or "" for text in documents).encode(),  # a document a line
-    "json": lambda documents: b"[" + json_lines(documents).replace(b"\n", b",") + b"]"}
+    "txt": lambda documents: "\n".join(
+        text or "" for text in documents
+    ).encode(),  # a document a line
+    "json": lambda documents: b"[" + json_lines(documents).replace(b"\n", b",") + b"]",
+}
+
 
 def dataset(kind):
     """The files of SPLITS: one for the validation split, two for train."""
     files = {f"train/{i}.{kind}": FORMATS[kind](SPLITS["train"][i::2]) for i in range(2)}
     return files | {f"validation/0.{kind}": FORMATS[kind](SPLITS["validation"])}
 
+
 def test_shards_hold_tiktokens_tokens_whatever_the_processes(tmp_path, monkeypatch):
     """For 1, 2 and 3 workers and other batches."""
-    files = {"a [1].jsonl": json_lines(DOCUMENTS), "e.csv": csv(DOCUMENTS),
-             "e.csv.gz": gzip.compress(csv(DOCUMENTS)), "books/e.txt": EVERY_PLANE.encode(),
-             "books/f.txt": b"", "books/g.md.gz": gzip.compress(b"a\nb\n"), "books/README.md": b"not a book"}
-    files |= {f"b.{kind}": FORMATS[kind](DOCUMENTS) for kind in ("parquet", "jsonl.gz", "jsonl.zst")}
+    files = {
+        "a [1].jsonl": json_lines(DOCUMENTS),
+        "e.csv": csv(DOCUMENTS),
+        "e.csv.gz": gzip.compress(csv(DOCUMENTS)),
+        "books/e.txt": EVERY_PLANE.encode(),
+        "books/f.txt": b"",
+        "books/g.md.gz": gzip.compress(b"a\nb\n"),
+        "books/README.md": b"not a book",
+    }
+    files |= {
+        f"b.{kind}": FORMATS[kind](DOCUMENTS) for kind in ("parquet", "jsonl.gz", "jsonl.zst")
+    }
     write_folder(tmp_path, files)
     patterns, made = [tmp_path / name for name in ("a [1].jsonl", "b.*", "e.*", "books")], []
     for workers, rows in ((1, 256), (2, 7), (3, 4)):
@@ -126,6 +179,7 @@ def test_shards_hold_tiktokens_tokens_whatever_the_processes(tmp_path, monkeypat
     assert {(shard.dtype, shard.shape) for shard in whole} == {(np.dtype("<u2"), (3000,))}
     assert shard_tokens(out) == expected_tokens([*DOCUMENTS * 6, EVERY_PLANE, "", "a\nb\n"])
 
+
 @pytest.mark.skipif(not EDU, reason="no ../shared/data/edu_sample")
 def test_educational_sample(tmp_path):
     """A real parquet file, from the terminal: about ten shards, with the recorded numbers of tokens."""
@@ -136,9 +190,15 @@ def test_educational_sample(tmp_path):
     starts = np.flatnonzero(np.array(tokens) == EOT)
     assert (np.diff(starts, append=len(tokens)) - 1 == table["token_count"]).all()
 
-@pytest.mark.parametrize("kind, template", [
-    *((kind, "") for kind in FORMATS), ("parquet", r"Q: {text}\n\tA: {note}"),
-    ("csv", "{{{id:03d}}}{note}")])
+
+@pytest.mark.parametrize(
+    "kind, template",
+    [
+        *((kind, "") for kind in FORMATS),
+        ("parquet", r"Q: {text}\n\tA: {note}"),
+        ("csv", "{{{id:03d}}}{note}"),
+    ],
+)
 def test_tokens_are_those_of_load_dataset(kind, template, tmp_path, monkeypatch):
     """The validation split is shard 0, whole; interrupted after some shards. In templates a null is empty."""
     monkeypatch.setattr(texts, "BATCH_ROWS", 3)
@@ -157,7 +217,10 @@ def test_tokens_are_those_of_load_dataset(kind, template, tmp_path, monkeypatch)
     validation, train = ([*map(document, splits[name])] for name in ("validation", "train"))
     assert np.load(out / "edufineweb_val_000000.npy").tolist() == expected_tokens(validation)
     assert shard_tokens(out, 1) == expected_tokens(train)
-    assert read_manifest(out)["skipped"] == [(validation + train).count(text) for text in (None, "")]
+    assert read_manifest(out)["skipped"] == [
+        (validation + train).count(text) for text in (None, "")
+    ]
+
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 def test_resumed_three_times_and_killed(kind, tmp_path):
@@ -176,8 +239,11 @@ def test_resumed_three_times_and_killed(kind, tmp_path):
     chance, kills = random.Random(os.environ.get("FINEWEB_SEED", 1337)), 0
     while kills < int(os.environ.get("FINEWEB_KILLS", 1)):
         before = {path: path.stat().st_mtime_ns for path in shard_paths(killed)[:-1]}
-        run = subprocess.Popen([sys.executable, ROOT / "fineweb.py", *args, killed],
-                               stdout=subprocess.DEVNULL, start_new_session=True)
+        run = subprocess.Popen(
+            [sys.executable, ROOT / "fineweb.py", *args, killed],
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         time.sleep(chance.uniform(0.3, 0.9) * seconds)
         run.kill()
         if run.wait() != -signal.SIGKILL:  # it was done: begin again
@@ -193,16 +259,24 @@ def test_resumed_three_times_and_killed(kind, tmp_path):
     make(*args, killed)
     assert contents(killed) == contents(tmp_path / "whole")
 
+
 def test_a_changed_command_or_input_is_refused(tmp_path):
     """With the difference named, and nothing touched. Folder of the files and --workers may change."""
-    out, line = tmp_path / "out", json.dumps({"text": "some text", "body": "other"}).encode() + b"\n"
+    out, line = (
+        tmp_path / "out",
+        json.dumps({"text": "some text", "body": "other"}).encode() + b"\n",
+    )
     folder = write_folder(tmp_path / "in", {"a.jsonl": line, "b.jsonl": line * 2})
     (a, b), options = sorted(folder.iterdir()), ["--out", out, "--shard-size", 2]
     make("--input", a, b, *options, "--max-shards", 2)
     before = contents(out)
     assert "started with shard_size 2, now 3" in refused("--input", a, b, *options[:-1], 3)
-    assert "text_column '', now 'body'" in refused("--input", a, b, *options, "--text-column", "body")
-    assert "[['a.jsonl', 39], ['b.jsonl', 78]], now [['a.jsonl', 39]]" in refused("--input", a, *options)
+    assert "text_column '', now 'body'" in refused(
+        "--input", a, b, *options, "--text-column", "body"
+    )
+    assert "[['a.jsonl', 39], ['b.jsonl', 78]], now [['a.jsonl', 39]]" in refused(
+        "--input", a, *options
+    )
     assert contents(out) == before
     make("--input", folder.rename(tmp_path / "moved"), *options, "--workers", 3)
     assert shard_tokens(out) == expected_tokens(["some text"] * 3)
@@ -210,47 +284,75 @@ def test_a_changed_command_or_input_is_refused(tmp_path):
     make("--input", tmp_path / "moved", *options)
     assert out.stat().st_mtime_ns == before
 
+
 def test_verify(tmp_path, capsys):
     """It names files that changed or do not belong."""
     out, shard = tmp_path / "out", "edufineweb_train_000001.npy"
-    make("--input", write(tmp_path / "a.parquet", parquet(DOCUMENTS)), "--shard-size", 500, "--out", out)
+    make(
+        "--input",
+        write(tmp_path / "a.parquet", parquet(DOCUMENTS)),
+        "--shard-size",
+        500,
+        "--out",
+        out,
+    )
     make("--verify", "--out", out)
     assert "all as they were written\n" in capsys.readouterr().out
     whole = (out / shard).read_bytes()
-    for i, (name, content, message) in enumerate([
-        (shard, whole[:-3] + b"\1" + whole[-2:], f"not as in manifest.json: {shard}"),
-        (shard, whole[:500], f"{shard}: not a whole shard"),
-        ("x_train_000001.npy", b"", "not as in manifest.json: x_train_000001.npy"),
-        ("manifest.json", b'{"complete": ', "manifest.json: cannot be read"),
-        ("manifest.json", b"{}", f"not as in manifest.json: {shard}, "),
-    ]):
+    for i, (name, content, message) in enumerate(
+        [
+            (shard, whole[:-3] + b"\1" + whole[-2:], f"not as in manifest.json: {shard}"),
+            (shard, whole[:500], f"{shard}: not a whole shard"),
+            ("x_train_000001.npy", b"", "not as in manifest.json: x_train_000001.npy"),
+            ("manifest.json", b'{"complete": ', "manifest.json: cannot be read"),
+            ("manifest.json", b"{}", f"not as in manifest.json: {shard}, "),
+        ]
+    ):
         folder = shutil.copytree(out, tmp_path / f"damaged{i}")
         write(folder / name, content)
         assert message in refused("--verify", "--out", folder)
 
+
 damaged = b"PAR1" + b"\xff" * 500 + parquet(DOCUMENTS)[504:]
 not_utf8 = pa.array([b"ab\xff"]).view(pa.string())
 MISTAKES = {  # name: (content, message)
-    "a [1].txt.gz": (gzip.compress(b"text"), "a [1].txt.gz: `datasets` reads :: and, if compressed, ["),
+    "a [1].txt.gz": (
+        gzip.compress(b"text"),
+        "a [1].txt.gz: `datasets` reads :: and, if compressed, [",
+    ),
     "none.docx": (b"", "none.docx: no such file, or not .parquet, .jsonl"),
     "damaged.parquet": (damaged, "damaged.parquet: cannot be read"),
-    "column.parquet": (parquet(["x"], "body"), "column.parquet: cannot be read (ArrowInvalid: No match"),
+    "column.parquet": (
+        parquet(["x"], "body"),
+        "column.parquet: cannot be read (ArrowInvalid: No match",
+    ),
     "utf.parquet": (parquet(not_utf8), "utf.parquet: a row has no text (UnicodeDecodeError"),
     "column.csv": (b"a,b\n1,2\n", "column.csv: cannot be read (KeyError: "),
     "utf.txt": (b"abc\xff", "utf.txt: cannot be read (UnicodeDecodeError"),
     "half.jsonl": (b'{"text": "a"}\n{"text', "half.jsonl: a row has no text (JSONDecodeError"),
     "key.jsonl": (b'{"body": "a"}', "key.jsonl: a row has no text (KeyError: 'text')"),
     "number.jsonl": (b'{"text": 5}', "number.jsonl: a row has no text"),
-    "surrogate.jsonl": (b'{"text": "\\ud83d"}', "surrogate.jsonl: a row has no text (UnicodeEncodeError"),
+    "surrogate.jsonl": (
+        b'{"text": "\\ud83d"}',
+        "surrogate.jsonl: a row has no text (UnicodeEncodeError",
+    ),
     "half.txt.gz": (gzip.compress(b"text" * 99)[:-9], "half.txt.gz: cannot be read"),
     "half.txt.zst": (zstd(b"text" * 99)[:-9], "half.txt.zst: cannot be read"),
     "empty.jsonl": (b'{"text": ""}\n{"text": null}', "nothing to tokenize"),
     "--dataset no/such": (None, "--dataset no/such: cannot be read"),
     "--dataset a/b --pretokenized 1": (None, "--pretokenized and --dataset: choose one"),
-    "--config x --workers -1": (None, "--workers -1: must be at least 0; --config and --split need"),
+    "--config x --workers -1": (
+        None,
+        "--workers -1: must be at least 0; --config and --split need",
+    ),
     "--template {a} --text-column a": (None, "--text-column and --template: choose one"),
-    "--template text": (None, "--template 'text': invalid (ValueError: no column); put column names"),
-    "--template {text": (None, "--template '{text': invalid (ValueError: expected '}' before")}
+    "--template text": (
+        None,
+        "--template 'text': invalid (ValueError: no column); put column names",
+    ),
+    "--template {text": (None, "--template '{text': invalid (ValueError: expected '}' before"),
+}
+
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes(name, tmp_path):
@@ -258,6 +360,7 @@ def test_mistakes(name, tmp_path):
     args = name.split() if content is None else ["--input", write(tmp_path / name, content)]
     assert message in refused(*args, "--out", tmp_path / "out")
     assert not shard_paths(tmp_path / "out")
+
 
 def test_full_disks_and_foreign_shards(tmp_path, monkeypatch):
     """Too little space is refused at once. If the disk fills up, a second run makes the rest."""
@@ -275,7 +378,9 @@ def test_full_disks_and_foreign_shards(tmp_path, monkeypatch):
     before = contents(out)
     with monkeypatch.context() as patch:
         patch.setattr(np.lib.format, "write_array_header_1_0", full)
-        assert "000002.npy: cannot be written (OSError: [Errno 28] No space left on" in refused(*args)
+        assert "000002.npy: cannot be written (OSError: [Errno 28] No space left on" in refused(
+            *args
+        )
     assert contents(out) == before
     foreign = write(out / "edufineweb_train_000009.npy", shard_paths(out)[0].read_bytes())
     assert "edufineweb_train_000009.npy: not in manifest.json" in refused(*args)
@@ -283,8 +388,10 @@ def test_full_disks_and_foreign_shards(tmp_path, monkeypatch):
     make(*args)
     assert shard_tokens(out) == expected_tokens(DOCUMENTS)
 
+
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
+
 
 @pytest.mark.parametrize("name", ["tokenize", "read"])
 def test_a_killed_process(name, tmp_path, monkeypatch):
@@ -292,8 +399,11 @@ def test_a_killed_process(name, tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", b"text")
     assert "a process was killed" in refused("--input", path, "--out", tmp_path / "out")
 
-@pytest.mark.parametrize("source, number", [
-    ("--input", 3), ("--input", 1), ("--dataset", 3), ("--dataset", 2), ("--dataset", 1)])
+
+@pytest.mark.parametrize(
+    "source, number",
+    [("--input", 3), ("--input", 1), ("--dataset", 3), ("--dataset", 2), ("--dataset", 1)],
+)
 def test_ranks_share_the_documents(source, number, tmp_path, monkeypatch):
     """Two ranks, one to three files: each document is in one's shards, a validation split in rank 0's."""
     out, documents = tmp_path / "out", [f"{i} {j}" for i in range(number) for j in range(9)]
@@ -306,7 +416,9 @@ def test_ranks_share_the_documents(source, number, tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", str(rank))
         make(*args, "--max-shards", shards)
     paths = shard_paths(out)
-    assert [shard["name"] for shard in read_manifest(out)["shards"]] == [path.name for path in paths]
+    assert [shard["name"] for shard in read_manifest(out)["shards"]] == [
+        path.name for path in paths
+    ]
     if validation:
         assert np.load(paths[0]).tolist() == expected_tokens(validation)
     paths.sort(key=lambda path: int(path.stem[-6:]) % 2)  # by rank
@@ -317,20 +429,33 @@ def test_ranks_share_the_documents(source, number, tmp_path, monkeypatch):
     make("--verify", "--out", out)
     assert "started with world_size 2, now 1" in refused(*args)
 
+
 def test_configurations_splits_and_columns(tmp_path):
-    card = b"---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n  data_files:\n" \
-           b"  - split: odd\n    path: b.jsonl\n  - split: validation\n    path: a.jsonl\n---\n"
+    card = (
+        b"---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n  data_files:\n"
+        b"  - split: odd\n    path: b.jsonl\n  - split: validation\n    path: a.jsonl\n---\n"
+    )
     folder, empty, out, none = (tmp_path / name for name in ("folder", "empty", "out", "none"))
-    write_folder(folder, {"README.md": card, "a.jsonl": b'{"text": "a b c d e"}\n{}',
-                          "b.jsonl": b'{"n": 1, "story": "f"}'})
+    write_folder(
+        folder,
+        {
+            "README.md": card,
+            "a.jsonl": b'{"text": "a b c d e"}\n{}',
+            "b.jsonl": b'{"n": 1, "story": "f"}',
+        },
+    )
     dataset = ["--dataset", folder, "--config"]
     make(*dataset, "one", "--out", out)
-    assert shard_tokens(out) == expected_tokens(["a b c d e"]) and read_manifest(out)["skipped"] == [1, 0]
+    assert shard_tokens(out) == expected_tokens(["a b c d e"]) and read_manifest(out)[
+        "skipped"
+    ] == [1, 0]
     make(*dataset, "two", "--split", "odd", "--out", tmp_path / "two")
     assert shard_tokens(tmp_path / "two") == expected_tokens(["f"])  # the only column of strings
     assert "started with split 'odd', now ''" in refused(*dataset, "two", "--out", tmp_path / "two")
     for args, message in {
-        ("",): "Config name is missing. Please pick one among the available configs: ['one', 'two']",
+        (
+            "",
+        ): "Config name is missing. Please pick one among the available configs: ['one', 'two']",
         ("three",): "BuilderConfig 'three' not found. Available: ['one', 'two']",
         ("two",): "no split 'train'; --split names one of: odd, validation",
         ("two", "--split", "odd", "--text-column", "n"): "no text in n; ",
@@ -340,6 +465,7 @@ def test_configurations_splits_and_columns(tmp_path):
     empty.mkdir()
     assert "doesn't contain any data files" in refused("--dataset", empty, "--out", none)
     assert not none.exists()
+
 
 def test_local_files_need_no_network(tmp_path, monkeypatch):
     """Left alone, `datasets` sends a request for each, and without a network waits for it."""
@@ -354,14 +480,18 @@ def test_local_files_need_no_network(tmp_path, monkeypatch):
     make("--input", path, "--out", tmp_path / "out3")
     assert asked.exists()
 
+
 def test_through_the_hub(tmp_path):
     """In a process by itself, since huggingface_hub reads its settings when it is imported."""
     code = "import tests.hub; hub = tests.hub.Hub(); import tests.test_fineweb as t; t.be_with_the_hub(hub)"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, timeout=120, check=True)
 
+
 def be_with_the_hub(hub):
-    hub.files = {f"me/{kind.replace('.', '-')}": dataset(kind) for kind in ("parquet", "jsonl.gz", "csv")}
+    hub.files = {
+        f"me/{kind.replace('.', '-')}": dataset(kind) for kind in ("parquet", "jsonl.gz", "csv")
+    }
     train = [*SPLITS["train"][0::2], *SPLITS["train"][1::2]]
     datasets.config.STREAMING_READ_MAX_RETRIES = 2
     time.sleep = lambda seconds: None  # between retries
@@ -369,7 +499,10 @@ def be_with_the_hub(hub):
         out = Path("out", name)
         args = ["--dataset", name, "--shard-size", 100, "--out", out]
         make(*args, "--max-shards", 2)
-        hub.newest, hub.failures = "f" * 40, 1  # goes on with the commit it began with; a request is repeated
+        hub.newest, hub.failures = (
+            "f" * 40,
+            1,
+        )  # goes on with the commit it began with; a request is repeated
         make(*args)
         hub.newest = hub.commit
         assert np.load(shard_paths(out)[0]).tolist() == expected_tokens(SPLITS["validation"])
@@ -392,14 +525,21 @@ def be_with_the_hub(hub):
         assert shard_tokens(f"out/{name}") == expected_tokens(SPLITS["validation"] + train)
     card = b"---\nconfigs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*\n---\n"
     hub.files[fineweb.FINEWEB] = {
-        "README.md": card, "sample/10BT/0.parquet": parquet(SPLITS["train"]), "data/x.parquet": b"no"}
+        "README.md": card,
+        "sample/10BT/0.parquet": parquet(SPLITS["train"]),
+        "data/x.parquet": b"no",
+    }
     make()
     assert shard_tokens("edu_fineweb10B") == expected_tokens(SPLITS["train"])
-    assert "BuilderConfig 'sample-1BT' not found" in refused("--name", "sample-1BT", "--out", "none")
+    assert "BuilderConfig 'sample-1BT' not found" in refused(
+        "--name", "sample-1BT", "--out", "none"
+    )
     header = np.pad(np.array([20240520, 1, 1000], "<i4"), (0, 253)).tobytes()
     whole = header + np.full(1000, EOT, "<u2").tobytes()
     shards = {"val_000000": whole, "train_000001": whole, "train_000002": header}
-    hub.files[fineweb.PRETOKENIZED] = {f"finewebedu_{key}.bin": shard for key, shard in shards.items()}
+    hub.files[fineweb.PRETOKENIZED] = {
+        f"finewebedu_{key}.bin": shard for key, shard in shards.items()
+    }
     make("--pretokenized", 1, "--out", "ready")
     assert "000002.bin" in refused("--pretokenized", 3, "--out", "ready")
     assert [path.name[-10:] for path in shard_paths("ready")] == ["000000.bin", "000001.bin"]

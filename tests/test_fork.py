@@ -16,6 +16,7 @@ from support.files import write_checksums
 from tests.conftest import TINY, losses, read_log, script, train
 from train_gpt2 import GPT, Block, GPTConfig, TrainConfig, read_training_state
 
+
 def test_a_checkpoint_of_another_version_resumes(text, tmp_path, monkeypatch):
     """Of one without a flag of today, and with state and a flag that are gone; another run's is refused."""
     args = ["--data", text, "--save-every", 2, "--log-dir", tmp_path, "--resume"]
@@ -26,13 +27,18 @@ def test_a_checkpoint_of_another_version_resumes(text, tmp_path, monkeypatch):
     os.replace(tmp_path / "state", checkpoint / "training_state.pt")
     (checkpoint / "SHA256SUMS").unlink()
     write_checksums(checkpoint)
-    forked = make_dataclass("TrainConfig", [("z_loss", float, 0.0)], bases=(TrainConfig,), frozen=True)
+    forked = make_dataclass(
+        "TrainConfig", [("z_loss", float, 0.0)], bases=(TrainConfig,), frozen=True
+    )
     monkeypatch.setattr(train_gpt2, "TrainConfig", forked)
     monkeypatch.setattr(train_gpt2, "FIXED", (*train_gpt2.FIXED, "z_loss"))
     train(*args, "--max-steps", 4)
     assert len(losses(tmp_path)) == 4
-    with pytest.raises(InputError, match=r"--max-lr was 0\.005, is 0\.5, --z-loss was 0\.0, is 0\.5"):
+    with pytest.raises(
+        InputError, match=r"--max-lr was 0\.005, is 0\.5, --z-loss was 0\.0, is 0\.5"
+    ):
         train(*args, "--max-steps", 6, "--z-loss", 0.5, "--max-lr", 0.5)
+
 
 class DropoutBlock(Block):
     """What a fork might add: dropout at the end of a block, by a field of its own in GPTConfig."""
@@ -45,12 +51,17 @@ class DropoutBlock(Block):
         modes.append((self.training, torch.is_grad_enabled()))
         return self.dropout(super().forward(x, mask))
 
+
 modes: list[tuple[bool, bool]] = []
 
+
 def fork_with_dropout(monkeypatch, dropout):
-    config = make_dataclass("GPTConfig", [("dropout", float, dropout)], bases=(GPTConfig,), frozen=True)
+    config = make_dataclass(
+        "GPTConfig", [("dropout", float, dropout)], bases=(GPTConfig,), frozen=True
+    )
     monkeypatch.setattr(train_gpt2, "GPTConfig", config)
     monkeypatch.setattr(train_gpt2, "Block", DropoutBlock)
+
 
 def test_a_field_added_to_the_model_is_saved_with_it(text, tmp_path, monkeypatch):
     """Even if its default has changed meanwhile."""
@@ -58,7 +69,10 @@ def test_a_field_added_to_the_model_is_saved_with_it(text, tmp_path, monkeypatch
     fork_with_dropout(monkeypatch, 0.25)
     args = ["--data", text, "--save-every", 2, "--max-steps", 6, "--keep-checkpoints", 0]
     train(*args, "--log-dir", tmp_path / "straight", "--sample-every", 3, "--eval-every", 3)
-    assert set(modes) == {(True, True), (False, False)}  # (training, gradients): no dropout in evaluation
+    assert set(modes) == {
+        (True, True),
+        (False, False),
+    }  # (training, gradients): no dropout in evaluation
     shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
     for step in (4, 6):
         shutil.rmtree(tmp_path / f"resumed/step_{step:06d}")
@@ -68,8 +82,11 @@ def test_a_field_added_to_the_model_is_saved_with_it(text, tmp_path, monkeypatch
     # The same masks, too: the random state is training's own, not that of samples, and is restored.
     assert read_log(tmp_path / "resumed", "train") == read_log(tmp_path / "straight", "train")
 
+
 def test_the_example_masks_documents_and_resumes_exactly(tmp_path, monkeypatch):
-    tokens = np.where(np.arange(4000) % 10, np.random.default_rng(0).integers(0, 50256, 4000), 50256)
+    tokens = np.where(
+        np.arange(4000) % 10, np.random.default_rng(0).integers(0, 50256, 4000), 50256
+    )
     for split in ("train", "val"):
         np.save(tmp_path / f"x_{split}_000000.npy", tokens.astype(np.uint16))
     args = ["--data", tmp_path, "--max-steps", 4, "--save-every", 2, "--log-dir", tmp_path / "log"]

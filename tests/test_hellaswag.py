@@ -13,7 +13,10 @@ from support.cli import InputError
 from tests.conftest import ROOT
 from train_gpt2 import GPT, GPTConfig
 
-TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"  # in the form of the official ones; written for these tests
+TASKS = (
+    ROOT / "tests" / "hellaswag_sample.jsonl"
+)  # in the form of the official ones; written for these tests
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -26,10 +29,12 @@ def model(tmp_path_factory):
     model.save_pretrained(folder)
     return model, folder
 
+
 def encode(example):
     """Tokens of the context and of the four endings."""
     encode = hellaswag.get_tokenizer().encode_ordinary
     return encode(example["ctx"]), [encode(" " + ending) for ending in example["endings"]]
+
 
 def plain_scores(folder, examples):
     """Summed losses and lengths of the endings, (n, 4) each, from padded rows and full float32 logits; the
@@ -39,16 +44,24 @@ def plain_scores(folder, examples):
     model, pad = AutoModelForCausalLM.from_pretrained(folder), torch.nn.utils.rnn.pad_sequence
     sums, lengths = [], []
     for context, endings in map(encode, examples):
-        tokens = pad([torch.tensor(context + ending) for ending in endings], batch_first=True)  # (4, N)
-        mask = pad([torch.tensor([0] * len(context) + [1] * len(e)) for e in endings], batch_first=True)
+        tokens = pad(
+            [torch.tensor(context + ending) for ending in endings], batch_first=True
+        )  # (4, N)
+        mask = pad(
+            [torch.tensor([0] * len(context) + [1] * len(e)) for e in endings], batch_first=True
+        )
         with torch.no_grad():
             logits = model(tokens).logits
-        loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none") * mask[:, 1:]
+        loss = (
+            F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+            * mask[:, 1:]
+        )
         sums.append(loss.sum(1))
         lengths.append(mask.sum(1))
     losses, lengths = torch.stack(sums).double(), torch.stack(lengths)
     labels = torch.tensor([example["label"] for example in examples])
     return losses, lengths, losses.argmin(1), (losses / lengths).argmin(1), labels
+
 
 def test_losses_and_predictions_equal_the_plain_scorers(model):
     (ours, folder), examples = model, hellaswag.load_examples(TASKS)
@@ -56,14 +69,17 @@ def test_losses_and_predictions_equal_the_plain_scorers(model):
     assert (by_sum != by_mean).any(), "division makes no difference here"
     tasks, cpu = hellaswag.prepare(examples, 160), torch.device("cpu")
     for batch_size, n in ((1, 1), (64, 1), (7, 3)):  # n ranks
-        shares = [hellaswag.score(ours.hidden, ours.wte.weight, tasks, cpu, batch_size, rank, n)
-                  for rank in range(n)]
+        shares = [
+            hellaswag.score(ours.hidden, ours.wte.weight, tasks, cpu, batch_size, rank, n)
+            for rank in range(n)
+        ]
         assert sorted(i for share in shares for i in share.index) == list(range(24))
         for share in shares:
             torch.testing.assert_close(share.losses, losses[share.index], atol=1e-3, rtol=1e-5)
             assert torch.equal(share.lengths, lengths[share.index])
         correct = torch.tensor([share.correct() for share in shares]).sum(0).tolist()
         assert correct == [int((chosen == labels).sum()) for chosen in (by_sum, by_mean)]
+
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_command_on_a_folder(kind, model, tmp_path, capsys):
@@ -73,23 +89,46 @@ def test_command_on_a_folder(kind, model, tmp_path, capsys):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
-        config = LlamaConfig(vocab_size=50257, max_position_embeddings=160, initializer_range=0.3, **sizes)
+        sizes = dict(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+        )
+        config = LlamaConfig(
+            vocab_size=50257, max_position_embeddings=160, initializer_range=0.3, **sizes
+        )
         LlamaForCausalLM(config).save_pretrained(folder := tmp_path)
-    args = ["-m", folder, "-d", "cpu", "--data", TASKS, "--limit", 16, "--json", tmp_path / "out.json"]
+    args = [
+        "-m",
+        folder,
+        "-d",
+        "cpu",
+        "--data",
+        TASKS,
+        "--limit",
+        16,
+        "--json",
+        tmp_path / "out.json",
+    ]
     hellaswag.main([*map(str, args)])
-    losses, lengths, by_sum, by_mean, labels = plain_scores(folder, hellaswag.load_examples(TASKS)[:16])
+    losses, lengths, by_sum, by_mean, labels = plain_scores(
+        folder, hellaswag.load_examples(TASKS)[:16]
+    )
     names = ("task", "label", "prediction", "prediction_norm", "lengths")
     rows = json.loads((tmp_path / "out.json").read_text())
-    for name, column in zip(names, (torch.arange(16), labels, by_sum, by_mean, lengths), strict=True):
+    for name, column in zip(
+        names, (torch.arange(16), labels, by_sum, by_mean, lengths), strict=True
+    ):
         assert [row[name] for row in rows] == column.tolist(), name
-    assert [row["losses"] for row in rows] == [pytest.approx(row, rel=1e-4) for row in losses.tolist()]
+    assert [row["losses"] for row in rows] == [
+        pytest.approx(row, rel=1e-4) for row in losses.tolist()
+    ]
     acc, acc_norm = (int((chosen == labels).sum()) / 16 for chosen in (by_sum, by_mean))
     assert capsys.readouterr().out.splitlines()[-1] == f"16 acc: {acc:.4f} acc_norm: {acc_norm:.4f}"
+
 
 def task(context="A man sits on a roof. He", label=1, **changes):
     endings = ["is ripping tiles off.", "jumps", "sleeps all day long", "holds a Rubik's cube."]
     return {"ctx": context, "label": label, "endings": endings, **changes}
+
 
 def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
     ours, _ = model
@@ -107,6 +146,7 @@ def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
     with pytest.raises(InputError, match="task 1: an ending exceeds"):
         hellaswag.prepare([short], 4)
 
+
 def test_losses_are_float32_under_bfloat16(model):
     ours, _ = model
     tasks = hellaswag.prepare([task()], 160)
@@ -116,7 +156,16 @@ def test_losses_are_float32_under_bfloat16(model):
     assert rounded.losses.dtype == torch.float64 and not torch.equal(exact.losses, rounded.losses)
     torch.testing.assert_close(rounded.losses, exact.losses, rtol=0.05, atol=0.5)
 
-BAD = [task(label=4), task(""), task(endings=["a", "b", "c"]), task(endings=["a", "b", "", "d"]), {}, []]
+
+BAD = [
+    task(label=4),
+    task(""),
+    task(endings=["a", "b", "c"]),
+    task(endings=["a", "b", "", "d"]),
+    {},
+    [],
+]
+
 
 @pytest.mark.parametrize("line", ["{", *map(json.dumps, BAD)])
 def test_a_bad_line_is_named(tmp_path, line):
@@ -124,6 +173,7 @@ def test_a_bad_line_is_named(tmp_path, line):
     path.write_text(json.dumps(task()) + "\n" + line + "\n")
     with pytest.raises(InputError, match=r"tasks\.jsonl, line 2: not a HellaSwag task"):
         hellaswag.load_examples(path)
+
 
 def test_download_is_retried_and_verified(tmp_path, monkeypatch):
     good, answers = (json.dumps(task()) + "\n").encode(), []

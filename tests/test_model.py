@@ -16,9 +16,18 @@ from torch.profiler import ProfilerActivity, profile
 
 import train_gpt2
 from support.cli import InputError
-from train_gpt2 import CONV1D, GPT, ChunkedLoss, GPTConfig, chunked_next_token_loss, lm_head, next_token_loss
+from train_gpt2 import (
+    CONV1D,
+    GPT,
+    ChunkedLoss,
+    GPTConfig,
+    chunked_next_token_loss,
+    lm_head,
+    next_token_loss,
+)
 
 SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
+
 
 @pytest.fixture
 def reference(tmp_path):
@@ -32,8 +41,10 @@ def reference(tmp_path):
     model.save_pretrained(tmp_path / "reference")
     return model, tmp_path / "reference"
 
+
 def tokens(*shape, vocab_size=50257):
     return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(1))
+
 
 def test_logits_and_gradients_equal_transformers(reference):
     theirs, folder = reference
@@ -51,21 +62,31 @@ def test_logits_and_gradients_equal_transformers(reference):
         grad = grad.t() if CONV1D.search(name) else grad
         assert (parameter.grad - grad).norm() <= 1e-4 * grad.norm(), name
 
+
 def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ours = GPT(SMALL)
     ours.save_pretrained(tmp_path)
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert (
+        not report["missing_keys"]
+        and not report["unexpected_keys"]
+        and not report["mismatched_keys"]
+    )
     idx = tokens(2, 64)
     torch.testing.assert_close(theirs(idx).logits, ours(idx)[0], atol=1e-4, rtol=1e-4)
     again = GPT.from_pretrained(tmp_path)
     assert again.config == SMALL
-    for (name, a), (_, b) in zip(ours.state_dict().items(), again.state_dict().items(), strict=True):
+    for (name, a), (_, b) in zip(
+        ours.state_dict().items(), again.state_dict().items(), strict=True
+    ):
         assert torch.equal(a, b), name
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 50256
-    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "not readable as its neighbours"
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, (
+        "not readable as its neighbours"
+    )
+
 
 def test_older_and_sharded_files_load_too(reference, tmp_path):
     """The Hub's `gpt2` has no `transformer.` prefix and has causal masks; large models have several files."""
@@ -83,6 +104,7 @@ def test_older_and_sharded_files_load_too(reference, tmp_path):
         for name in expected:
             torch.testing.assert_close(state[name], expected[name], rtol=tolerance, atol=tolerance)
 
+
 def test_initialization():
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=256, vocab_size=1000, n_layer=4, n_head=4, n_embd=256))
@@ -93,6 +115,7 @@ def test_initialization():
             std = 0.02 / math.sqrt(8) if "c_proj" in name else 0.02
             assert parameter.std().item() == pytest.approx(std, rel=0.02), name
             assert abs(parameter.mean().item()) < 0.001, name
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recomputed_blocks_give_the_same_bits_for_less_memory(dtype):
@@ -112,10 +135,13 @@ def test_recomputed_blocks_give_the_same_bits_for_less_memory(dtype):
     kept = 60 if dtype == torch.float32 else 34
     assert sizes[0] > kept * 6 * block_input and sizes[1] < 6 * 6 * block_input
 
+
 def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone():
     model = GPT(SMALL)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)  # so that what comes next depends on all of the context
+        torch.nn.init.normal_(
+            parameter, std=0.3
+        )  # so that what comes next depends on all of the context
     idx, before = tokens(2, 60), torch.get_rng_state()
     draw = lambda **kw: model.generate(idx, 20, generator=torch.Generator().manual_seed(42), **kw)  # noqa: E731
     first = draw()
@@ -125,14 +151,19 @@ def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone()
     for t in range(60, 80):  # the context is the last 64 tokens
         assert torch.equal(greedy[:, t], model(greedy[:, max(0, t - 64) : t])[0][:, -1].argmax(-1))
 
+
 def test_what_is_no_gpt2_is_refused(tmp_path):
     """Another model, other shapes, untied, damaged or missing weights."""
     model = GPT(SMALL)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for change, message in (({"model_type": "llama"}, "model_type = 'llama'"),
-                            ({"activation_function": "relu"}, "activation_function = 'relu'"),
-                            ({"n_embd": 32}, "do not match"), ({"n_layer": 2}, "do not match"), ({}, None)):
+    for change, message in (
+        ({"model_type": "llama"}, "model_type = 'llama'"),
+        ({"activation_function": "relu"}, "activation_function = 'relu'"),
+        ({"n_embd": 32}, "do not match"),
+        ({"n_layer": 2}, "do not match"),
+        ({}, None),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
             GPT.from_pretrained(tmp_path)
@@ -144,9 +175,12 @@ def test_what_is_no_gpt2_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"model\.safetensors: damaged"):
         GPT.from_pretrained(tmp_path)
     weights.unlink()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")  # a pickle, which is never opened
+    torch.save(
+        model.state_dict(), tmp_path / "pytorch_model.bin"
+    )  # a pickle, which is never opened
     with pytest.raises(InputError, match=r"no model\.safetensors of a GPT-2 here"):
         GPT.from_pretrained(tmp_path)
+
 
 def loss_and_gradients(function, V, dtype):
     """(logits, loss, gradients of x and wte)"""
@@ -162,16 +196,21 @@ def loss_and_gradients(function, V, dtype):
     assert loss.dtype == x.grad.dtype == wte.grad.dtype == torch.float32
     return logits, loss.item(), x.grad, wte.grad
 
+
 def plain(x, wte, targets):
     logits = x @ wte.t()
     return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-@pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-4, 3e-7), (torch.bfloat16, 1e-2, 3e-6)])
+
+@pytest.mark.parametrize(
+    "dtype, rtol, atol", [(torch.float32, 1e-4, 3e-7), (torch.bfloat16, 1e-2, 3e-6)]
+)
 @pytest.mark.parametrize("V", [1000, 1024])
 @pytest.mark.parametrize("function", [next_token_loss, chunked_next_token_loss])
 @pytest.mark.parametrize("padded", [False, True])
 def test_loss_and_gradients_are_those_of_the_plain_product(
-        padded, function, V, dtype, rtol, atol, monkeypatch):
+    padded, function, V, dtype, rtol, atol, monkeypatch
+):
     monkeypatch.setattr(ChunkedLoss, "CHUNK", 24)  # of 128 tokens: the last chunk is smaller
     expected = loss_and_gradients(plain, V, dtype)
     if padded:
@@ -185,15 +224,21 @@ def test_loss_and_gradients_are_those_of_the_plain_product(
         assert (ours - theirs).norm() < rtol * theirs.norm()
         torch.testing.assert_close(ours, theirs, atol=100 * atol, rtol=10 * rtol)
 
+
 def test_chunked_loss_of_large_logits_is_finite():
-    x, wte = torch.tensor([[[300.0], [300.0]]], requires_grad=True), torch.tensor([[1.0], [-1.0], [0.5]])
+    x, wte = (
+        torch.tensor([[[300.0], [300.0]]], requires_grad=True),
+        torch.tensor([[1.0], [-1.0], [0.5]]),
+    )
     value = chunked_next_token_loss(x, wte.requires_grad_(), torch.tensor([[1, 0]]))[1]
     value.backward()
     assert value.item() == pytest.approx(300.0) and x.grad.isfinite().all()
 
+
 @pytest.mark.skipif(os.name == "nt", reason="torch.compile may lack a C++ compiler")
 def test_compiled_loss_ignores_padded_columns(monkeypatch):
     """torch.compile asks for the real device: the padded head is written out."""
+
     def padded_head(x, wte, padded):
         bias = F.pad(wte.new_zeros(50257), (0, 47), value=-math.inf)
         return F.linear(x, F.pad(wte, (0, 0, 0, 47)), bias)
@@ -201,7 +246,9 @@ def test_compiled_loss_ignores_padded_columns(monkeypatch):
     monkeypatch.setattr(train_gpt2, "lm_head", padded_head)
     model = train_gpt2.GPT(train_gpt2.GPTConfig(64, 1000, 0, 4, 48))
     del model.wte
-    model.wte = SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda")))  # as prepare() sees it
+    model.wte = SimpleNamespace(
+        weight=SimpleNamespace(device=torch.device("cuda"))
+    )  # as prepare() sees it
     model.prepare(compiled=True)
     expected = loss_and_gradients(plain, 50257, torch.float32)
     logits, loss, *gradients = loss_and_gradients(model.loss_function, 50257, torch.float32)

@@ -12,9 +12,16 @@ from support.sharding import assign_owners
 from tests.conftest import losses, read_log, train, train_on_ranks
 from train_gpt2 import GPT, GPTConfig, TrainConfig, configure_optimizer, get_lr, read_training_state
 
-SHAPES = {"0.c_proj.weight": (32, 32), "0.c_attn.weight": (96, 32), "1.c_proj.weight": (32, 128),
-          "1.c_attn.weight": (96, 32), "1.c_fc.weight": (128, 32), "2.c_fc.weight": (96, 32)}
+SHAPES = {
+    "0.c_proj.weight": (32, 32),
+    "0.c_attn.weight": (96, 32),
+    "1.c_proj.weight": (32, 128),
+    "1.c_attn.weight": (96, 32),
+    "1.c_fc.weight": (128, 32),
+    "2.c_fc.weight": (96, 32),
+}
 MUON = replace(TrainConfig(), optimizer="muon")
+
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-5)])
@@ -22,18 +29,23 @@ def test_muon_equals_torchs(dtype, tolerance, monkeypatch):
     """Ten steps; in float32 against torch's without its cast to bfloat16. c_attn's weight is three matrices,
     three parameters for torch; an MLP's weight of the same shape is one."""
     if dtype == torch.float32:
-        monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())  # until torch 2.13
+        monkeypatch.setattr(
+            torch.Tensor, "bfloat16", lambda tensor: tensor.clone()
+        )  # until torch 2.13
         monkeypatch.setattr(torch, "bfloat16", torch.float32)
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES.values()]
     split = lambda tensors: [  # noqa: E731
-        part for name, tensor in zip(SHAPES, tensors, strict=True)
+        part
+        for name, tensor in zip(SHAPES, tensors, strict=True)
         for part in (tensor.chunk(3) if name.endswith("c_attn.weight") else (tensor,))
     ]
     theirs = [torch.nn.Parameter(part.detach().clone()) for part in split(ours)]
     start = [part.detach().clone() for part in split(ours)]
     a = Muon(zip(SHAPES, ours, strict=True), lr=0.02, weight_decay=0.1, dtype=dtype)
-    b = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    b = torch.optim.Muon(
+        theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
     for _ in range(10):
         for p in ours:
             p.grad = torch.randn(p.shape)
@@ -43,6 +55,7 @@ def test_muon_equals_torchs(dtype, tolerance, monkeypatch):
         b.step()
     for p, q, s in zip(split(ours), theirs, start, strict=True):
         assert (p - q).norm() < tolerance * (q - s).norm()
+
 
 def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
     """Muon computes in bfloat16 if the run does, otherwise in float32."""
@@ -56,9 +69,14 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
     matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     assert has(muon) == {name for name in names.values() if name.endswith(matrices)}
     assert has(muon) | has(adamw) == set(names.values()) and not has(muon) & has(adamw)
-    decay = {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decay = {
+        names[id(p)]: group["weight_decay"]
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     for name, value in decay.items():
         assert value == (0.1 if name.endswith("weight") and "ln_" not in name else 0.0), name
+
 
 KEPT = """
 import train_gpt2 as t
@@ -68,48 +86,84 @@ kept = lambda: sum(value.numel() for state in optimizers[0].state.values() for v
 t.get_lr = lambda *args: print("kept:", kept()) or get_lr(*args)
 """
 
+
 def test_ranks_share_muons_work_and_with_a_flag_the_state(text, tmp_path):
     """Two layers on three ranks, so one has none: the losses of a single process. With --shard-optimizer the
     same bits, in a checkpoint of the same form, while each rank keeps a part of the moments."""
-    args = ["--data", text, "--optimizer", "muon", "--max-lr", 1e-2, "--max-steps", 4, "--save-every", 4,
-            "--total-batch-size", 96]
+    args = [
+        "--data",
+        text,
+        "--optimizer",
+        "muon",
+        "--max-lr",
+        1e-2,
+        "--max-steps",
+        4,
+        "--save-every",
+        4,
+        "--total-batch-size",
+        96,
+    ]
     train(*args, "--log-dir", tmp_path / "alone")
     train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "three")
-    texts = train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "sharded", "--shard-optimizer",
-                           disturbance=KEPT)
+    texts = train_on_ranks(
+        3, tmp_path, *args, "--log-dir", tmp_path / "sharded", "--shard-optimizer", disturbance=KEPT
+    )
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
     assert losses(tmp_path / "alone")[-1] < losses(tmp_path / "alone")[0] - 0.1
     results = []
     for name in ("three", "sharded"):
         checkpoint = tmp_path / name / "step_000004"
         state = read_training_state(checkpoint)["optimizer"]
-        tensors = {(part, i, key): value for part in state for i, values in state[part]["state"].items()
-                   for key, value in values.items()}
-        results.append((read_log(tmp_path / name, "train", "norm"), sha256(checkpoint / "model.safetensors"),
-                        [state[part]["param_groups"] for part in state],
-                        {key: value.numpy().tobytes() for key, value in tensors.items()}))
+        tensors = {
+            (part, i, key): value
+            for part in state
+            for i, values in state[part]["state"].items()
+            for key, value in values.items()
+        }
+        results.append(
+            (
+                read_log(tmp_path / name, "train", "norm"),
+                sha256(checkpoint / "model.safetensors"),
+                [state[part]["param_groups"] for part in state],
+                {key: value.numpy().tobytes() for key, value in tensors.items()},
+            )
+        )
     assert results[0] == results[1]
     kept = [int(output.split("kept: ")[-1].split()[0]) for output in texts]
     assert sum(kept) == sum(value.numel() for value in tensors.values())
-    assert min(kept) > 0 and max(kept) == kept[0]  # wte's two moments, which are most of this model's
+    assert (
+        min(kept) > 0 and max(kept) == kept[0]
+    )  # wte's two moments, which are most of this model's
+
 
 def test_shards_are_even_where_no_parameter_is_too_large():
     with torch.device("meta"):
         sizes = [p.numel() for p in GPT(GPTConfig(1024, 50257, 48, 25, 1600)).parameters()]  # XL
     owners = assign_owners(sizes, 8)
-    loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == i) for i in range(8)]
+    loads = [
+        sum(size for size, owner in zip(sizes, owners, strict=True) if owner == i) for i in range(8)
+    ]
     assert max(loads) < 1.02 * sum(sizes) / 8 and sorted(assign_owners([5, 3], 8)) == [0, 1]
+
 
 def test_learning_rates():
     """Linear warm-up to max_lr at step 714; cosine to min_lr; wsd: constant, then linear to min_lr."""
     lrs = [get_lr(step, TrainConfig()) for step in range(19_073 + 1)]
     assert lrs[0] == pytest.approx(6e-4 / 715) and lrs[714] == max(lrs) == pytest.approx(6e-4)
-    assert lrs[-1] == pytest.approx(6e-5) and lrs[(715 + 19_073) // 2] == pytest.approx(3.3e-4, rel=1e-3)
+    assert lrs[-1] == pytest.approx(6e-5) and lrs[(715 + 19_073) // 2] == pytest.approx(
+        3.3e-4, rel=1e-3
+    )
     assert all(a > b for a, b in itertools.pairwise(lrs[715:]))
-    config = replace(TrainConfig(), schedule="wsd", max_steps=100, warmup_steps=10, warmdown_steps=40,
-                     min_lr=0.0)
+    config = replace(
+        TrainConfig(), schedule="wsd", max_steps=100, warmup_steps=10, warmdown_steps=40, min_lr=0.0
+    )
     lrs = [get_lr(step, config) for step in range(101)]
-    assert lrs[9:61] == [config.max_lr] * 52 and lrs[100] == 0 and lrs[80] == pytest.approx(config.max_lr / 2)
+    assert (
+        lrs[9:61] == [config.max_lr] * 52
+        and lrs[100] == 0
+        and lrs[80] == pytest.approx(config.max_lr / 2)
+    )
     assert lrs[:10] == pytest.approx([config.max_lr * i / 10 for i in range(1, 11)])
     assert lrs[60:] == pytest.approx([config.max_lr * (100 - step) / 40 for step in range(60, 101)])
     longer = replace(config, max_steps=200)  # a run can be extended from before its warm-down

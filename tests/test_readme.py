@@ -16,16 +16,34 @@ from tests.conftest import ROOT, TINY
 from train_gpt2 import GPT, GPTConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-PROGRAMS = ("python ", "pip ", "jupyter ", "torchrun ", "sbatch ", "lm_eval ", "llama", "vllm ", "hf ")
+PROGRAMS = (
+    "python ",
+    "pip ",
+    "jupyter ",
+    "torchrun ",
+    "sbatch ",
+    "lm_eval ",
+    "llama",
+    "vllm ",
+    "hf ",
+)
 NOT_RUN = {  # beginning of a command, or an argument in it -> why it is not run
-    "pip install": "what every test needs", "jupyter": "tests/test_notebook.py", "sbatch": "a cluster",
-    "torchrun": "GPUs; tests/test_resume.py starts it on the CPU", "python tests/": "minutes",
-    "python hellaswag.py": "a network; tests/test_hellaswag.py has local tasks", "python -m pytest": "this",
+    "pip install": "what every test needs",
+    "jupyter": "tests/test_notebook.py",
+    "sbatch": "a cluster",
+    "torchrun": "GPUs; tests/test_resume.py starts it on the CPU",
+    "python tests/": "minutes",
+    "python hellaswag.py": "a network; tests/test_hellaswag.py has local tasks",
+    "python -m pytest": "this",
     "python bench": "minutes; tests/test_bench.py and tests/test_sweep.py run small ones",
-    "lm_eval": "not installed; docs/after.md says where it was run", "vllm": "a GPU", "hf ": "the Hub",
-    "python convert_hf_to_gguf.py": "llama.cpp's", "llama": "docs/after.md says what was run",
+    "lm_eval": "not installed; docs/after.md says where it was run",
+    "vllm": "a GPU",
+    "hf ": "the Hub",
+    "python convert_hf_to_gguf.py": "llama.cpp's",
+    "llama": "docs/after.md says what was run",
     "--dataset": "a network; tests/test_fineweb.py has a server of its own",
 }
+
 
 def blocks(language: str) -> list[str]:
     """The code blocks of all pages that are marked with `language`."""
@@ -34,17 +52,28 @@ def blocks(language: str) -> list[str]:
     marked = [block.split("\n", 1) for blocks in found for block in blocks]
     return [code for mark, code in marked if mark == language]
 
+
 def commands() -> list[str]:
     """The commands of all unmarked blocks, each once, without comments."""
-    lines = [line for block in blocks("") for line in block.splitlines() if line.startswith(PROGRAMS)]
+    lines = [
+        line for block in blocks("") for line in block.splitlines() if line.startswith(PROGRAMS)
+    ]
     return list(dict.fromkeys(shlex.join(shlex.split(line, comments=True)) for line in lines))
+
 
 def reason(command: str) -> str | None:
     """Why a command is not run; None if it is."""
-    if command.startswith("python fineweb.py") and "--input" not in command and "--verify" not in command:
+    if (
+        command.startswith("python fineweb.py")
+        and "--input" not in command
+        and "--verify" not in command
+    ):
         return "a network; tests/test_fineweb.py has a server of its own"
-    found = (why for part, why in NOT_RUN.items() if command.startswith(part) or f" {part}" in command)
+    found = (
+        why for part, why in NOT_RUN.items() if command.startswith(part) or f" {part}" in command
+    )
     return next(found, None)
+
 
 def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, monkeypatch, capsys):
     import pyarrow as pa
@@ -57,7 +86,9 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     for name in ("my.txt", "a.txt", "input.txt"):
         (tmp_path / name).write_text(words, encoding="utf-8")
     (tmp_path / "notes.jsonl").write_text(json.dumps({"text": words}) + "\n")
-    (tmp_path / "pairs.jsonl").write_text('{"question": "What is the sea?", "answer": "Wet."}\n' * 20)
+    (tmp_path / "pairs.jsonl").write_text(
+        '{"question": "What is the sea?", "answer": "Wet."}\n' * 20
+    )
     (tmp_path / "books").mkdir()
     pq.write_table(pa.table({"text": [words]}), tmp_path / "books" / "one.parquet")
     shutil.copytree(ROOT / "reference", tmp_path / "reference")
@@ -65,7 +96,9 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     for name in ("log/step_000600", "gpt2"):  # a folder comes before the Hub
         GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(tmp_path / name)
     shutil.copytree("log", "log_pairs")
-    fineweb.main(["--input", "a.txt", "--out", "edu_fineweb10B", "--workers", "1"])  # as though downloaded
+    fineweb.main(
+        ["--input", "a.txt", "--out", "edu_fineweb10B", "--workers", "1"]
+    )  # as though downloaded
     for name in ("my_shards", "tiny"):
         shutil.copytree("edu_fineweb10B", name)
     todo = [command for command in commands() if reason(command) is None]
@@ -74,8 +107,12 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
         _, script, *args = shlex.split(command)
         capsys.readouterr()
         if script == "train_gpt2.py" and "--plan" not in args:
-            assert train_gpt2.main([*args, *TINY, "--dtype", "auto", "--max-steps", "2",
-                                     "--log-dir", f"run_{i}"]) == 0, command
+            assert (
+                train_gpt2.main(
+                    [*args, *TINY, "--dtype", "auto", "--max-steps", "2", "--log-dir", f"run_{i}"]
+                )
+                == 0
+            ), command
         elif script == "train_gpt2.py":
             assert train_gpt2.main([*args, "--device", "cpu"]) == 0, command
         elif script == "fineweb.py":
@@ -86,6 +123,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
             assert script == "reference/check.py", f"{command}: neither run nor listed in NOT_RUN"
             assert check.main(args) in (0, 1)
         assert capsys.readouterr().out, command
+
 
 def test_python_blocks_run(text, tmp_path, monkeypatch):
     import transformers
@@ -98,11 +136,14 @@ def test_python_blocks_run(text, tmp_path, monkeypatch):
     for block in blocks("python"):
         exec(block, {})
 
+
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
 def test_the_slurm_script_is_bash():
     subprocess.run(["bash", "-n", ROOT / "examples/slurm.sh"], check=True)
 
+
 LINKED = [*PAGES, *ROOT.glob("reference/*.md"), *ROOT.glob("bench/**/*.md")]
+
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):

@@ -23,25 +23,57 @@ from train_gpt2 import find_checkpoint, read_training_state
 
 pytestmark = posix
 
-@pytest.mark.parametrize("dtype, optimizer, ranks", [
-    ("float32", "adamw", 1), ("float32", "muon", 2), ("bfloat16", "muon", 1), ("float16", "adamw", 1),
-    ("bfloat16", "adamw", 2),
-])
+
+@pytest.mark.parametrize(
+    "dtype, optimizer, ranks",
+    [
+        ("float32", "adamw", 1),
+        ("float32", "muon", 2),
+        ("bfloat16", "muon", 1),
+        ("float16", "adamw", 1),
+        ("bfloat16", "adamw", 2),
+    ],
+)
 def test_a_resumed_run_equals_one_that_never_stopped(dtype, optimizer, ranks, text, tmp_path):
-    args = ["--data", text, "--max-steps", 4, "--total-batch-size", 64, "--eval-every", 3, "--save-every", 2,
-            "--sample-every", 2, "--dtype", dtype, "--optimizer", optimizer, "--resume",
-            "--shard-optimizer" if ranks > 1 else "--no-shard-optimizer"]
+    args = [
+        "--data",
+        text,
+        "--max-steps",
+        4,
+        "--total-batch-size",
+        64,
+        "--eval-every",
+        3,
+        "--save-every",
+        2,
+        "--sample-every",
+        2,
+        "--dtype",
+        dtype,
+        "--optimizer",
+        optimizer,
+        "--resume",
+        "--shard-optimizer" if ranks > 1 else "--no-shard-optimizer",
+    ]
     start = train if ranks == 1 else lambda *args: train_on_ranks(ranks, tmp_path, *args)
     start(*args, "--log-dir", tmp_path / "straight")
     shutil.copytree(tmp_path / "straight", tmp_path / "broken")
-    shutil.rmtree(tmp_path / "broken/step_000004")  # as though it had been killed after the first checkpoint
+    shutil.rmtree(
+        tmp_path / "broken/step_000004"
+    )  # as though it had been killed after the first checkpoint
     with open(tmp_path / "broken/log.txt", "a") as log:
         log.write("4 tr")  # an incomplete line
     start(*args, "--log-dir", tmp_path / "broken")
     straight, broken = contents(tmp_path / "straight"), contents(tmp_path / "broken")
-    assert straight.keys() == broken.keys() and all(straight[name] == broken[name] for name in straight)
+    assert straight.keys() == broken.keys() and all(
+        straight[name] == broken[name] for name in straight
+    )
     assert len(losses(tmp_path / "broken")) == 4 and len(losses(tmp_path / "broken", "val")) == 3
-    assert [entry["step"] for entry in json.loads((tmp_path / "broken/run.json").read_text())] == [0, 2]
+    assert [entry["step"] for entry in json.loads((tmp_path / "broken/run.json").read_text())] == [
+        0,
+        2,
+    ]
+
 
 def test_a_run_killed_while_it_saves_equals_one_that_never_was(tmp_path):
     """tests/torture.py does this at length, and at other moments, too."""
@@ -52,11 +84,24 @@ def test_a_run_killed_while_it_saves_equals_one_that_never_was(tmp_path):
 
     assert torture(tmp_path, kills=1, steps=12, finish=finish) == (1, [3])
 
+
 def test_two_ranks_then_one_then_three(text, tmp_path):
     """192 tokens a step as 12 sequences, on 2 ranks, from step 4 on 1, from step 8 on 3; 2 and 3 shard the
     optimizer's state."""
-    args = ["--data", text, "--total-batch-size", 192, "--save-every", 4, "--max-lr", 1e-2, "--max-steps", 12,
-            "--keep-checkpoints", 0]
+    args = [
+        "--data",
+        text,
+        "--total-batch-size",
+        192,
+        "--save-every",
+        4,
+        "--max-lr",
+        1e-2,
+        "--max-steps",
+        12,
+        "--keep-checkpoints",
+        0,
+    ]
     train(*args, "--log-dir", tmp_path / "alone")
     log_dir = tmp_path / "broken"
     for ranks, start in ((2, 0), (1, 4), (3, 8)):
@@ -65,27 +110,45 @@ def test_two_ranks_then_one_then_three(text, tmp_path):
         if ranks == 1:
             train(*args, "--log-dir", log_dir, "--resume")
         else:
-            train_on_ranks(ranks, tmp_path, *args, "--log-dir", log_dir, "--resume", "--shard-optimizer")
+            train_on_ranks(
+                ranks, tmp_path, *args, "--log-dir", log_dir, "--resume", "--shard-optimizer"
+            )
         assert json.loads((log_dir / "run.json").read_text())[-1]["step"] == start
     assert losses(log_dir) == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
     a, b = (read_training_state(folder / "step_000012") for folder in (log_dir, tmp_path / "alone"))
     assert a["loader"] == b["loader"] and a["tokens"] == b["tokens"] == 12 * 192
 
+
 @pytest.mark.parametrize("before, after", [("float32", "float16"), ("float16", "bfloat16")])
 def test_a_run_continues_in_another_precision(before, after, text, tmp_path, capsys):
     """As when the next session's GPU is another one: float16 has a scaler, the others have none."""
-    args = ["--data", text, "--save-every", 1, "--log-dir", tmp_path, "--resume", "--total-batch-size", 32]
+    args = [
+        "--data",
+        text,
+        "--save-every",
+        1,
+        "--log-dir",
+        tmp_path,
+        "--resume",
+        "--total-batch-size",
+        32,
+    ]
     train(*args, "--max-steps", 1, "--dtype", before)
     assert train(*args, "--max-steps", 2, "--dtype", after) == 0 and len(losses(tmp_path)) == 2
-    assert f"precision: torch.{before} so far, torch.{after} from here on" in capsys.readouterr().out
+    assert (
+        f"precision: torch.{before} so far, torch.{after} from here on" in capsys.readouterr().out
+    )
+
 
 def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
+
 
 def flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 4
     path.write_bytes(content)
+
 
 def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_path, capsys):
     train("--data", text, "--max-steps", 4, "--save-every", 2, "--log-dir", tmp_path)
@@ -96,29 +159,50 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
             damage(newer / name)
             assert find_checkpoint(tmp_path) == older
             warning = capsys.readouterr().err
-            assert str(newer) in warning and (name in warning or name == "SHA256SUMS"), (name, warning)
+            assert str(newer) in warning and (name in warning or name == "SHA256SUMS"), (
+                name,
+                warning,
+            )
             (newer / name).write_bytes(content)
     assert find_checkpoint(tmp_path) == newer
     for folder in (older, newer):
         truncate(folder / "model.safetensors")
     everything = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(InputError, match="all 2 checkpoints are damaged"):
-        train("--data", text, "--max-steps", 8, "--save-every", 2, "--log-dir", tmp_path, "--resume")
+        train(
+            "--data", text, "--max-steps", 8, "--save-every", 2, "--log-dir", tmp_path, "--resume"
+        )
     assert everything == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
 
 def steps_of(log_dir: Path) -> list[int]:
     return [step_of(folder) for folder in list_checkpoints(log_dir)]
 
+
 def test_what_is_kept(text, tmp_path):
     """The newest two, multiples of 3, and no fewer whole ones because a damaged one has a higher number."""
-    args = ["--data", text, "--save-every", 1, "--keep-every", 3, "--max-steps", 8, "--log-dir", tmp_path]
+    args = [
+        "--data",
+        text,
+        "--save-every",
+        1,
+        "--keep-every",
+        3,
+        "--max-steps",
+        8,
+        "--log-dir",
+        tmp_path,
+    ]
     train(*args, "--keep-checkpoints", 2)
     assert steps_of(tmp_path) == [3, 6, 7, 8]
     truncate(tmp_path / "step_000007/config.json")
     truncate(tmp_path / "step_000008/config.json")
     (tmp_path / "step_000008").rename(tmp_path / "step_000009")
     train(*args, "--keep-checkpoints", 1, "--resume")  # from step 6
-    assert steps_of(tmp_path) == [3, 6, 8, 9] and find_checkpoint(tmp_path) == tmp_path / "step_000008"
+    assert (
+        steps_of(tmp_path) == [3, 6, 8, 9] and find_checkpoint(tmp_path) == tmp_path / "step_000008"
+    )
+
 
 KILLED = """
 import os, signal, train_gpt2
@@ -126,10 +210,22 @@ losses = iter([9.0, 8.0, 4.0, 7.0])
 train_gpt2.validation_loss = lambda *args: next(losses, None) or os.kill(os.getpid(), signal.SIGKILL)
 """
 
+
 def test_the_best_checkpoint_is_kept_and_named_at_the_end(text, tmp_path, monkeypatch, capsys):
     """Also after a kill."""
     log_dir = tmp_path / "log"
-    args = ["--data", text, "--save-every", 1, "--eval-every", 1, "--keep-checkpoints", 1, "--max-steps", 5]
+    args = [
+        "--data",
+        text,
+        "--save-every",
+        1,
+        "--eval-every",
+        1,
+        "--keep-checkpoints",
+        1,
+        "--max-steps",
+        5,
+    ]
     args += ["--log-dir", log_dir, "--resume"]
     codes, _ = start_ranks(1, tmp_path, *args, disturbance=KILLED)
     assert codes == [-9] and steps_of(log_dir) == [2, 3]
@@ -142,18 +238,35 @@ def test_the_best_checkpoint_is_kept_and_named_at_the_end(text, tmp_path, monkey
 
     assert resume([7.0, 6.0, 5.0]) == [  # step 3 is evaluated again
         f"best: {log_dir}/step_000002/, validation loss 4.0000, and it rose later: train for fewer steps, or "
-        "on more text"]
+        "on more text"
+    ]
     assert steps_of(log_dir) == [2, 5]
-    assert resume([5.0, 4.0], "--max-steps", 6) == [] and steps_of(log_dir) == [6]  # the last of the best
+    assert resume([5.0, 4.0], "--max-steps", 6) == [] and steps_of(log_dir) == [
+        6
+    ]  # the last of the best
+
 
 def test_a_checkpoint_that_cannot_be_removed_is_no_checkpoint(text, tmp_path, monkeypatch):
     """As on NFS, where a file that is still open leaves a .nfsXXXX behind."""
     monkeypatch.setattr(shutil, "rmtree", lambda path, **options: None)
-    args = ["--data", text, "--save-every", 1, "--keep-checkpoints", 1, "--log-dir", tmp_path, "--resume"]
+    args = [
+        "--data",
+        text,
+        "--save-every",
+        1,
+        "--keep-checkpoints",
+        1,
+        "--log-dir",
+        tmp_path,
+        "--resume",
+    ]
     assert train(*args, "--max-steps", 3) == 0
     assert steps_of(tmp_path) == [3]
     monkeypatch.undo()
-    assert train(*args, "--max-steps", 4) == 0 and not list(tmp_path.glob(".*"))  # the next start retries
+    assert train(*args, "--max-steps", 4) == 0 and not list(
+        tmp_path.glob(".*")
+    )  # the next start retries
+
 
 def test_a_crafted_training_state_executes_nothing(tmp_path):
     class Trap:
@@ -167,6 +280,7 @@ def test_a_crafted_training_state_executes_nothing(tmp_path):
             read_training_state(tmp_path)
         assert not (tmp_path / "executed").exists()
 
+
 def test_stopped_before_its_first_checkpoint_a_run_writes_its_log_again(text, tmp_path):
     args = ["--data", text, "--save-every", 4, "--resume", "--max-steps", 4, "--log-dir", tmp_path]
     train(*args)
@@ -174,6 +288,7 @@ def test_stopped_before_its_first_checkpoint_a_run_writes_its_log_again(text, tm
     shutil.rmtree(tmp_path / "step_000004")
     train(*args)
     assert read_log(tmp_path, "train", "norm", "lr") == expected and len(losses(tmp_path)) == 4
+
 
 def poison(monkeypatch, *calls):
     """Makes the loss of some forward passes in training NaN, counted from 0."""
@@ -184,6 +299,7 @@ def poison(monkeypatch, *calls):
         return logits, loss * (torch.nan if next(count) in calls else 1)
 
     monkeypatch.setattr(train_gpt2, "chunked_next_token_loss", poisoned)
+
 
 def test_bad_steps_stop_the_run_or_are_skipped_if_allowed(text, tmp_path, monkeypatch, capsys):
     poison(monkeypatch, 1 * 4, 3 * 4 + 2, 5 * 4)  # steps 1, 3 and 5 of four micro-steps each
@@ -198,10 +314,13 @@ def test_bad_steps_stop_the_run_or_are_skipped_if_allowed(text, tmp_path, monkey
     states = [read_training_state(tmp_path / f"step_{step:06d}") for step in (3, 4)]
     moments = [state["optimizer"]["state"][0] for state in states]
     assert all(torch.equal(moments[0][key], moments[1][key]) for key in moments[0])
-    assert [state["skipped"] for state in states] == [1, 2] and states[1]["loader"]["position"] == 4 * 128
+    assert [state["skipped"] for state in states] == [1, 2] and states[1]["loader"][
+        "position"
+    ] == 4 * 128
     poison(monkeypatch, 0)
     with pytest.raises(RunError, match="step 5: loss nan"):  # those before a resumption count
         train(*args, "--resume")
+
 
 DISTURBANCE = """
 import os, signal, train_gpt2
@@ -217,18 +336,38 @@ def disturbed(*args):
 train_gpt2.chunked_next_token_loss = disturbed
 """
 
+
 def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_path):
     """Rank 1 alone sees a NaN loss in step 1; in one of two runs it is killed in step 5, and all resume from
     step 4. With three ranks a sum depends on the order of its terms, and so on DDP's buckets: both runs must
     end with the same bits."""
-    args = ["--data", text, "--total-batch-size", 96, "--micro-batch-size", 1, "--max-lr", 3e-2,
-            "--max-steps", 8, "--save-every", 4, "--skip-bad-steps", 1, "--keep-checkpoints", 0, "--resume"]
+    args = [
+        "--data",
+        text,
+        "--total-batch-size",
+        96,
+        "--micro-batch-size",
+        1,
+        "--max-lr",
+        3e-2,
+        "--max-steps",
+        8,
+        "--save-every",
+        4,
+        "--skip-bad-steps",
+        1,
+        "--keep-checkpoints",
+        0,
+        "--resume",
+    ]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    texts = train_on_ranks(3, tmp_path, *args, "--log-dir", straight,
-                           disturbance=DISTURBANCE.replace("LAST", "-1"))
+    texts = train_on_ranks(
+        3, tmp_path, *args, "--log-dir", straight, disturbance=DISTURBANCE.replace("LAST", "-1")
+    )
     assert texts[0].count("update skipped, 1 of 1") == 1
-    codes, _ = start_ranks(3, tmp_path, *args, "--log-dir", killed,
-                           disturbance=DISTURBANCE.replace("LAST", "12"))
+    codes, _ = start_ranks(
+        3, tmp_path, *args, "--log-dir", killed, disturbance=DISTURBANCE.replace("LAST", "12")
+    )
     assert codes[1] == -9 and 0 not in codes and steps_of(killed) == [4]
     texts = train_on_ranks(3, tmp_path, *args, "--log-dir", killed)
     assert f"resumed from {killed}/step_000004" in texts[0] and len(losses(killed)) == 8
@@ -236,6 +375,7 @@ def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_pa
     weights = [sha256(folder / "step_000008/model.safetensors") for folder in (straight, killed)]
     state = read_training_state(killed / "step_000008")
     assert weights[0] == weights[1] and state["skipped"] == 1 and len(state["random"]) == 3
+
 
 def test_torchrun_starts_two_ranks(text, tmp_path):
     args = ["--data", text, "--max-steps", 2, "--log-dir", tmp_path / "log"]
@@ -245,15 +385,31 @@ def test_torchrun_starts_two_ranks(text, tmp_path):
     assert done.returncode == 0 and " x 2 ranks" in done.stdout, done.stderr
     assert len(losses(tmp_path / "log")) == 2
 
+
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
 
-@pytest.mark.parametrize("size", [2**21, 2**22])  # too small for the weights; for the training state
+
+@pytest.mark.parametrize(
+    "size", [2**21, 2**22]
+)  # too small for the weights; for the training state
 def test_a_full_disk_costs_no_training_and_no_checkpoint(size, text, tmp_path):
     """As on a disk that takes no more, a file ends at `size` bytes."""
     log_dir = tmp_path / "log"
-    args = ["--data", text, "--save-every", 2, "--keep-checkpoints", 1, "--log-dir", log_dir, "--resume"]
+    args = [
+        "--data",
+        text,
+        "--save-every",
+        2,
+        "--keep-checkpoints",
+        1,
+        "--log-dir",
+        log_dir,
+        "--resume",
+    ]
     train(*args, "--max-steps", 2)
-    (code,), (output,) = start_ranks(1, tmp_path, *args, "--max-steps", 6, disturbance=LIMIT.format(size))
+    (code,), (output,) = start_ranks(
+        1, tmp_path, *args, "--max-steps", 6, disturbance=LIMIT.format(size)
+    )
     errors = [line for line in output.splitlines() if "error" in line.lower()]
     assert code == 2 and len(errors) == 2 and "Traceback" not in output, output
     assert re.match(r"error: .*step_000004: not written \(.*; training continues", errors[0])
@@ -262,6 +418,7 @@ def test_a_full_disk_costs_no_training_and_no_checkpoint(size, text, tmp_path):
     assert sorted(p.name for p in log_dir.iterdir()) == ["log.txt", "run.json", "step_000002"]
     train(*args, "--max-steps", 6)
     assert len(losses(log_dir)) == 6 and steps_of(log_dir) == [6]
+
 
 @pytest.mark.parametrize("name, status", [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143)])
 def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
@@ -274,9 +431,12 @@ def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
         return original(self)
 
     monkeypatch.setattr(train_gpt2.DataLoaderLite, "next_batch", next_batch)
-    assert train("--data", text, "--max-steps", 9, "--save-every", 9, "--log-dir", tmp_path) == status
+    assert (
+        train("--data", text, "--max-steps", 9, "--save-every", 9, "--log-dir", tmp_path) == status
+    )
     assert steps_of(tmp_path) == [4] and len(losses(tmp_path)) == 4
     assert read_training_state(tmp_path / "step_000004")["step"] == 4
+
 
 TWO_INTERRUPTS = """
 import os, signal, time, train_gpt2
@@ -286,6 +446,7 @@ next_batch = train_gpt2.DataLoaderLite.next_batch
 train_gpt2.DataLoaderLite.next_batch = lambda self: (
     interrupt() if self.position == 4 * 128 + 32 else None) or next_batch(self)
 """
+
 
 def test_a_second_interrupt_stops_at_once(text, tmp_path):
     """While the first one's checkpoint is written: only the half-written folder is left, and the next start

@@ -24,10 +24,21 @@ show = lambda: print("optimize_ddp", torch._dynamo.config.optimize_ddp, "gradien
 t.get_lr = lambda *args: show() or get_lr(*args)
 """
 
+
 def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     """192 tokens a step: 12 micro-batches of 1, 6 of 2, one of 12; on three ranks 2 of 2 each."""
-    common = ["--data", text, "--total-batch-size", 192, "--max-steps", 8, "--eval-every", 8,
-              "--max-lr", 1e-2]
+    common = [
+        "--data",
+        text,
+        "--total-batch-size",
+        192,
+        "--max-steps",
+        8,
+        "--eval-every",
+        8,
+        "--max-lr",
+        1e-2,
+    ]
     for B in (1, 2, 12):
         train(*common, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
     texts = train_on_ranks(3, tmp_path, *common, "--log-dir", tmp_path / "three", disturbance=LOOK)
@@ -46,8 +57,11 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
         train(*common, "--micro-batch-size", 12, "--dtype", dtype, "--log-dir", tmp_path / dtype)
         assert losses(tmp_path / dtype) == pytest.approx(expected, abs=3e-2)
         assert losses(tmp_path / dtype) != expected
-        norms = losses(tmp_path / "alone_12", "norm")  # the scaler's factor is taken out before clipping
+        norms = losses(
+            tmp_path / "alone_12", "norm"
+        )  # the scaler's factor is taken out before clipping
         assert losses(tmp_path / dtype, "norm") == pytest.approx(norms, rel=0.05)
+
 
 def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
     """Two steps of the script against torch's own pieces, without accumulation."""
@@ -55,8 +69,10 @@ def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
     train("--data", text, *args, "--log-dir", tmp_path)
     torch.manual_seed(7)
     model = GPT(GPTConfig(16, 50257, 2, 2, 16))
-    groups = [{"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1},
-              {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     loader = train_gpt2.DataLoaderLite(text, "train", 8, 16, seed=7)
     for step, lr in enumerate((5e-3, 1e-2)):
@@ -73,6 +89,7 @@ def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
     for (name, a), b in zip(model.named_parameters(), trained.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3, msg=name)
 
+
 def test_validation_loss_is_the_mean_over_all_tokens(text, monkeypatch):
     """160 tokens are 10 sequences, which B = 3 does not divide. All logits of a batch are never made."""
     model, results = GPT(GPTConfig(16, 50257, 1, 2, 16)), []
@@ -85,22 +102,42 @@ def test_validation_loss_is_the_mean_over_all_tokens(text, monkeypatch):
         results.append(train_gpt2.validation_loss(model, loader, 160, alone))
     assert results == pytest.approx([expected] * 3, abs=1e-5)
 
+
 def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys, monkeypatch):
     """Validation, HellaSwag and samples under --compile, with the losses of the eager run."""
-    args = ["--data", text, "--max-steps", 6, "--eval-every", 2, "--hellaswag-every", 3, "--hellaswag-data",
-            ROOT / "tests" / "hellaswag_sample.jsonl", "--sample-every", 3, "--seq-len", 64]
+    args = [
+        "--data",
+        text,
+        "--max-steps",
+        6,
+        "--eval-every",
+        2,
+        "--hellaswag-every",
+        3,
+        "--hellaswag-data",
+        ROOT / "tests" / "hellaswag_sample.jsonl",
+        "--sample-every",
+        3,
+        "--seq-len",
+        64,
+    ]
     train(*args, "--log-dir", tmp_path / "eager")
     train(*args, "--log-dir", tmp_path / "compiled", "--compile")
-    assert capsys.readouterr().out.count("rank 0 sample") == 2 * (4 + 2)  # at the end two longer ones
+    assert capsys.readouterr().out.count("rank 0 sample") == 2 * (
+        4 + 2
+    )  # at the end two longer ones
     for stream, count in {"train": 6, "val": 4, "hella": 3}.items():
         assert len(losses(tmp_path / "compiled", stream)) == count
         expected = pytest.approx(losses(tmp_path / "eager", stream), abs=1e-3)
         assert losses(tmp_path / "compiled", stream) == expected
     compile = torch.nn.Module.compile  # another backend: C++ takes long to compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda *a, **o: compile(*a, backend="aot_eager", **o))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda *a, **o: compile(*a, backend="aot_eager", **o)
+    )
     low = ["--data", text, "--seq-len", 64, "--max-steps", 2, "--compile", "--low-memory"]
     train(*low, "--log-dir", tmp_path / "low")
     assert losses(tmp_path / "low") == pytest.approx(losses(tmp_path / "eager")[:2], abs=1e-3)
+
 
 def test_a_machine_without_a_compiler_trains_eagerly(text, tmp_path, monkeypatch, capsys):
     torch._dynamo.reset()
@@ -110,28 +147,52 @@ def test_a_machine_without_a_compiler_trains_eagerly(text, tmp_path, monkeypatch
     assert "torch.compile does not work on this machine" in capsys.readouterr().out
     assert len(losses(tmp_path / "log")) == 2
 
+
 def test_what_a_run_prints_and_leaves_at_its_end(text, tmp_path, monkeypatch, capsys):
     """Two samples, the loss per character, curves, and a command that writes with the model."""
     import sample
 
     monkeypatch.chdir(tmp_path)
-    args = ["--data", tmp_path / "text.txt", "--eval-every", 2, "--eval-tokens", 100, "--sample-every", 2,
-            "--save-every", 2, "--log-dir", "my log", "--max-steps", 2]
+    args = [
+        "--data",
+        tmp_path / "text.txt",
+        "--eval-every",
+        2,
+        "--eval-tokens",
+        100,
+        "--sample-every",
+        2,
+        "--save-every",
+        2,
+        "--log-dir",
+        "my log",
+        "--max-steps",
+        2,
+    ]
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "train_gpt2.py"), *map(str, args)])
     train(*args, curves=True)
     out = capsys.readouterr().out
     end = out[out.index("rank 0 sample 0:") :]
     steps = [line for line in out.splitlines() if line.startswith("step ")]
-    assert len(steps) == 4 and max(map(len, out[: out.index("rank 0")].splitlines())) <= 80  # two validations
+    assert (
+        len(steps) == 4 and max(map(len, out[: out.index("rank 0")].splitlines())) <= 80
+    )  # two validations
     assert end.count("rank 0 sample") == 2 and end.count("\n  ROMEO:") == 2
     # Six sequences of 16 tokens, predicted from the first of the 97.
     tokens = [50256, *get_tokenizer().encode_ordinary(text.read_text())]
-    val, x = losses("my log", "val")[-1], torch.tensor(tokens[len(tokens) - len(tokens) // 10 :][:97])
+    val, x = (
+        losses("my log", "val")[-1],
+        torch.tensor(tokens[len(tokens) - len(tokens) // 10 :][:97]),
+    )
     model = GPT.from_pretrained("my log/step_000002")
     assert val == pytest.approx(model(x[:-1].view(6, 16), x[1:].view(6, 16))[1].item(), abs=1e-5)
     per_character = val * 96 / len(get_tokenizer().decode(x[1:].tolist()))
     assert f"validation loss: {val:.4f} nats a token, {per_character:.4f} nats a character" in end
-    for part in ("\ndone: 2 steps, ", f"curves: {Path('my log/curves.png')}", "model: my log/step_000002/"):
+    for part in (
+        "\ndone: 2 steps, ",
+        f"curves: {Path('my log/curves.png')}",
+        "model: my log/step_000002/",
+    ):
         assert part in end
     assert Path("my log/curves.png").read_bytes().endswith(b"IEND\xaeB\x60\x82")
     python, program, *words = shlex.split(re.search("sample: (.+)", end)[1])
@@ -146,6 +207,7 @@ def test_what_a_run_prints_and_leaves_at_its_end(text, tmp_path, monkeypatch, ca
     train(*args, "--resume")  # there is nothing left to do
     assert "has all its 2 steps" in capsys.readouterr().out and before == read_log("my log")
 
+
 def test_a_new_start_keeps_what_an_earlier_one_left(text, tmp_path):
     args = ["--data", text, "--max-steps", 2, "--save-every", 2, "--log-dir", tmp_path]
     train(*args)
@@ -154,11 +216,26 @@ def test_a_new_start_keeps_what_an_earlier_one_left(text, tmp_path):
     assert read_log(tmp_path)[: len(first)] == first and len(read_log(tmp_path)) == 2 * len(first)
     assert (tmp_path / "earlier_1/step_000002/model.safetensors").read_bytes() == weights
     train(*args, "--seed", 5, "--max-steps", 3, "--resume")
-    assert read_log(tmp_path)[: len(first)] == first and losses(tmp_path)[:2] != losses(tmp_path)[2:4]
+    assert (
+        read_log(tmp_path)[: len(first)] == first and losses(tmp_path)[:2] != losses(tmp_path)[2:4]
+    )
     assert [line.split()[0] for line in read_log(tmp_path, "train")] == ["0", "1", "0", "1", "2"]
+
 
 def test_zero_steps_evaluate_and_exit(text, tmp_path):
     GPT(GPTConfig(16, 50257, 1, 2, 16)).save_pretrained(tmp_path / "model")
-    train("--data", text, "--init", tmp_path / "model", "--max-steps", 0, "--eval-every", 1,
-          "--log-dir", tmp_path)
-    assert losses(tmp_path, "val") == [pytest.approx(math.log(50257), abs=0.1)] and not losses(tmp_path)
+    train(
+        "--data",
+        text,
+        "--init",
+        tmp_path / "model",
+        "--max-steps",
+        0,
+        "--eval-every",
+        1,
+        "--log-dir",
+        tmp_path,
+    )
+    assert losses(tmp_path, "val") == [pytest.approx(math.log(50257), abs=0.1)] and not losses(
+        tmp_path
+    )

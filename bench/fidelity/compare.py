@@ -49,8 +49,14 @@ class Peer:
     def __init__(self, script: Path):
         source, self.code = script.read_text(encoding="utf-8"), {}
         for part, (start, end) in PARTS.items():
-            if source.count(start) != 1 or end not in source or not all(text in source for text in EDITS):
-                raise InputError(f"{script}: not the script this is for (build-nanogpt of June 2024)")
+            if (
+                source.count(start) != 1
+                or end not in source
+                or not all(text in source for text in EDITS)
+            ):
+                raise InputError(
+                    f"{script}: not the script this is for (build-nanogpt of June 2024)"
+                )
             text = start + source.split(start)[1].split(end)[0]
             for before, after in EDITS.items():
                 text = text.replace(before, after)
@@ -63,7 +69,9 @@ class Peer:
 
     def model(self, vocab_size: int, ours: GPT) -> torch.nn.Module:
         """Their GPT with our weights; rows that our vocabulary lacks keep their initialization."""
-        model = self.names["GPT"](self.names["GPTConfig"](**asdict(SHAPE) | {"vocab_size": vocab_size}))
+        model = self.names["GPT"](
+            self.names["GPTConfig"](**asdict(SHAPE) | {"vocab_size": vocab_size})
+        )
         with torch.no_grad():
             pairs = zip(model.named_parameters(), ours.named_parameters(), strict=True)
             for (theirs, to), (name, values) in pairs:
@@ -106,14 +114,20 @@ def difference(curves: np.ndarray, others: np.ndarray) -> str:
     """The largest differences, over the first third of the steps and over all."""
     losses, norms = np.abs(curves - others)[0], np.abs(curves / others - 1)[1]
     third = -(-len(losses) // 3)
-    return (f"losses differ by at most {losses[:third].max():.1e} in the first {third} steps, "
-            f"{losses.max():.1e} in all; norms {norms[:third].max():.1e} and {norms.max():.1e} (relative)")
+    return (
+        f"losses differ by at most {losses[:third].max():.1e} in the first {third} steps, "
+        f"{losses.max():.1e} in all; norms {norms[:third].max():.1e} and {norms.max():.1e} (relative)"
+    )
 
 
 def main() -> None:
-    folder, steps, *flags = [*sys.argv[1:], "60"] if len(sys.argv) == 2 else sys.argv[1:] or ["", ""]
+    folder, steps, *flags = (
+        [*sys.argv[1:], "60"] if len(sys.argv) == 2 else sys.argv[1:] or ["", ""]
+    )
     if not steps.isdecimal() or int(steps) == 0:
-        raise InputError("compare.py PEER [STEPS] [FLAG …]: a copy of build-nanogpt, and at least 1 step")
+        raise InputError(
+            "compare.py PEER [STEPS] [FLAG …]: a copy of build-nanogpt, and at least 1 step"
+        )
     peer, steps = Peer(Path(folder, "train_gpt2.py")), int(steps)
 
     config = TrainConfig()
@@ -126,7 +140,9 @@ def main() -> None:
     x, y = (torch.from_numpy(tokens[i : i + B * T].astype(np.int64)).view(B, T) for i in (0, 1))
     with torch.no_grad():
         plain, padded = (peer.model(V, model)(x, y)[1].item() for V in (SHAPE.vocab_size, 50304))
-    print(f"first loss {plain:.6f}; with a vocabulary of 50,304 {padded:.6f}, {padded - plain:+.6f}")
+    print(
+        f"first loss {plain:.6f}; with a vocabulary of 50,304 {padded:.6f}, {padded - plain:+.6f}"
+    )
 
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
         Path(SHARDS).mkdir()
