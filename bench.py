@@ -7,11 +7,11 @@
     python bench.py -- --preset gpt2 --micro-batch-size 2 --no-compile    # after --: flags of train_gpt2.py
     torchrun --standalone --nproc_per_node=8 bench.py                     # a step on eight ranks
 
-A measurement is a training run in a temporary folder: one micro-batch of B x T tokens per rank and step, no
-evaluation, no checkpoints. ms, tok_per_sec and mfu are medians of what log.txt says of --steps steps, after a
-warm-up of 10 steps on a GPU and 3 elsewhere. The ladder and the report start a process for each. The model:
-preset gpt2 with CUDA, B = 16; elsewhere shakespeare, for a report 2 layers of 32 channels and 128 tokens.
-"""
+A measurement is a training run in a temporary folder: one micro-batch of B x T tokens per rank and
+step, no evaluation, no checkpoints. ms, tok_per_sec and mfu are medians of what log.txt says of
+--steps steps, after a warm-up of 10 steps on a GPU and 3 elsewhere. The ladder and the report start
+a process for each. The model: preset gpt2 with CUDA, B = 16; elsewhere shakespeare, for a report 2
+layers of 32 channels and 128 tokens."""
 
 import ctypes
 import io
@@ -47,8 +47,9 @@ from support.cli import InputError, RunError
 from support.models import check_writable
 from train_gpt2 import GPT, ROOT, SHAKESPEARE, SHARDS_FOLDER, VOCAB_SIZE, CausalSelfAttention
 
-# name: (what it changes, ms per step on one A100 with B = 16, T = 1024 as published by Karpathy 2024, "Let's
-# reproduce GPT-2 (124M)"). Each rung keeps the changes of the rungs before it, except ours.
+# name: (what it changes, ms per step on one A100 with B = 16, T = 1024 as published by Karpathy
+# 2024, "Let's reproduce GPT-2 (124M)"). Each rung keeps the changes of the rungs before it, except
+# ours.
 RUNGS: dict[str, tuple[str, int | None]] = {
     "float32": ("matmuls in float32", 1000),
     "bf16": ("autocast to bfloat16", 300),
@@ -67,7 +68,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Benchmarks GPT-2 training, by default a step and ceilings. After `--` come train_gpt2.py's flags."""
+    """Benchmarks GPT-2 training, by default a step and ceilings. After `--` come train_gpt2.py's
+    flags."""
 
     rung: Literal[*RUNGS] | None = None  # measure one rung of the ladder and print JSON
     ladder: bool = False  # measure every rung; draws bench_ladder.png
@@ -129,13 +131,15 @@ class PlainAttention(CausalSelfAttention):
 
 
 def plain_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (B, T, V) and their mean cross-entropy in nats. x (B, T, C), wte (V, C), targets (B, T)"""
+    """Logits (B, T, V) and their mean cross-entropy in nats. x (B, T, C), wte (V, C), targets (B,
+    T)"""
     logits = F.linear(x, wte)
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def plain_model(model: GPT, changes: list[str]) -> GPT:
-    """Turns train_gpt2.py's model into that of a lower rung; `changes`: this rung's and those before it."""
+    """Turns train_gpt2.py's model into that of a lower rung; `changes`: this rung's and those
+    before it."""
     for block in model.h if "flash" not in changes else ():
         block.attn.__class__ = PlainAttention  # with the same parameters
     if "padded" in changes:
@@ -161,9 +165,9 @@ def left_out(flags: list[str]) -> dict[str, str]:
 def measure(flags: list[str], rung: str, steps: int) -> Row:
     """Trains and reads log.txt; ranks other than 0 exit. Raises InputError.
 
-    ms, tok_per_sec (of all ranks) and mfu are medians. peak_memory: in bytes, of tensors on a CUDA device,
-    elsewhere of the process; None if unknown. parts_ms, for ours alone: time by part of two more steps.
-    """
+    ms, tok_per_sec (of all ranks) and mfu are medians. peak_memory: in bytes, of tensors on a CUDA
+    device, elsewhere of the process; None if unknown. parts_ms, for ours alone: time by part of two
+    more steps."""
     absent, names = left_out(flags), list(RUNGS)
     if rung in absent:
         raise InputError(f"--rung {rung}: {absent[rung]}")
@@ -250,7 +254,8 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
 
 
 def part_of(event: Any, C: int) -> str:
-    """The part of a step that a profiled operation belongs to, by names and shapes of it and its callers."""
+    """The part of a step that a profiled operation belongs to, by names and shapes of it and its
+    callers."""
     if event is None:
         return "other"
     name, sizes = event.name, set(map(int, re.findall(r"\d+", str(event.input_shapes))))
@@ -268,8 +273,8 @@ def part_of(event: Any, C: int) -> str:
 
 
 def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
-    """Milliseconds per step by part, from the events of two steps: that of an operation's kernels, on a CPU
-    its own in the main thread. Waiting is the rest: for Python, launches and data."""
+    """Milliseconds per step by part, from the events of two steps: that of an operation's kernels,
+    on a CPU its own in the main thread. Waiting is the rest: for Python, launches and data."""
     events = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]
     gpu = any(e.self_device_time_total for e in events)
     main = next(e.thread for e in events if e.name.startswith("Optimizer."))
@@ -283,8 +288,8 @@ def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
 
 
 def measure_machine(flags: list[str]) -> dict[str, str]:
-    """What the machine is, and its ceilings. Matmuls of random square matrices: the best of up to 20 within a
-    second; copies: the median over 0.2 s."""
+    """What the machine is, and its ceilings. Matmuls of random square matrices: the best of up to
+    20 within a second; copies: the median over 0.2 s."""
     run = train_gpt2.read_config(flags)
     device, _, description = devices.choose_device(run.device, run.dtype)
     cuda, cpuinfo = device.type == "cuda", Path("/proc/cpuinfo")
@@ -312,7 +317,8 @@ def measure_machine(flags: list[str]) -> dict[str, str]:
 
 
 def run_process(*args: Any, limit: float = 600) -> str:
-    """The output of `python ARGS`, which on Linux dies with this process. RunError has its last line."""
+    """The output of `python ARGS`, which on Linux dies with this process. RunError has its last
+    line."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     try:
         done = subprocess.run(
@@ -339,8 +345,8 @@ def job_rung(flags: list[str], rung: str, steps: int) -> Row:
 
 
 def job_compare(flags: list[str], steps: int, bound: float, *flags_of: list[str]) -> Row:
-    """Compares the losses of two runs. Resumed, the second begins halfway through the first, and norms count,
-    too. Raises RunError if a difference exceeds `bound`."""
+    """Compares the losses of two runs. Resumed, the second begins halfway through the first, and
+    norms count, too. Raises RunError if a difference exceeds `bound`."""
     resumed, logs = "--resume" in flags_of[1], []
     with tempfile.TemporaryDirectory() as folder:
         flags = [

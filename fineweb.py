@@ -6,14 +6,14 @@
     python fineweb.py --dataset roneneldan/TinyStories --out tiny    # any text dataset of the Hub or a folder
     torchrun --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 fineweb.py    # on four machines
 
-A document is a row, or a whole .txt or .md file; it becomes 50256 and its tokens. Shard 0 is for validation:
-a dataset's validation split if it has one, otherwise the first documents.
+A document is a row, or a whole .txt or .md file; it becomes 50256 and its tokens. Shard 0 is for
+validation: a dataset's validation split if it has one, otherwise the first documents.
 
-After each shard manifest.json records the stream's state before the batch in which the shard ended, and the
-number of tokens used of that batch. The same command continues there after any interruption, and makes the
-same bytes for any number of workers. Under torchrun each rank reads its part, writes every WORLD_SIZE-th
-shard and keeps a manifest.RANK.json; ranks share a folder and do not communicate.
-"""
+After each shard manifest.json records the stream's state before the batch in which the shard ended,
+and the number of tokens used of that batch. The same command continues there after any
+interruption, and makes the same bytes for any number of workers. Under torchrun each rank reads its
+part, writes every WORLD_SIZE-th shard and keeps a manifest.RANK.json; ranks share a folder and do
+not communicate."""
 
 import json
 import os
@@ -84,7 +84,8 @@ class ShardConfig:
 
 
 class Folder:
-    """The shards of a rank in --out, and their manifest. Raises InputError if these do not fit each other."""
+    """The shards of a rank in --out, and their manifest. Raises InputError if these do not fit each
+    other."""
 
     def __init__(self, out: Path, rank: int = 0, world_size: int = 1):
         self.out, self.rank, self.world_size = out, rank, world_size
@@ -121,7 +122,8 @@ class Folder:
                 )
 
     def begin(self, options: dict[str, Any]) -> None:
-        """Records the options and removes what a killed run left. Raises InputError for a foreign shard."""
+        """Records the options and removes what a killed run left. Raises InputError for a foreign
+        shard."""
         self.check(options)
         self.out.mkdir(parents=True, exist_ok=True)
         for pattern in (
@@ -189,7 +191,8 @@ class Folder:
 
 
 def merge(here: Folder, max_shards: int) -> Folder:
-    """Rank 0's last task: waits for the other ranks and merges their manifests into manifest.json."""
+    """Rank 0's last task: waits for the other ranks and merges their manifests into
+    manifest.json."""
     ranks = [here]
     while len(ranks) < here.world_size:
         ranks.append(Folder(here.out, len(ranks), here.world_size))
@@ -211,8 +214,8 @@ def merge(here: Folder, max_shards: int) -> Folder:
 def write_shards(
     here: Folder, batches: Iterable, size: int, max_shards: int, validation: bool
 ) -> None:
-    """Writes a rank's shards of (position, tokens, skipped) until the batches end or max_shards are there; a
-    validation split, stream 0, becomes shard 0. Raises InputError if there is no text."""
+    """Writes a rank's shards of (position, tokens, skipped) until the batches end or max_shards are
+    there; a validation split, stream 0, becomes shard 0. Raises InputError if there is no text."""
     used, skipped = (
         here.manifest["used"],
         here.manifest["skipped"],

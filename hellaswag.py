@@ -4,16 +4,17 @@
     python hellaswag.py -m log                 # the newest checkpoint of a run
     python hellaswag.py -m log/step_019073 --data my_tasks.jsonl --limit 100
 
-HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?") has 10,042 validation
-tasks. In the completion style used here the model scores the tokens of each ending after the context: `acc`
-takes the ending with the lowest summed loss, `acc_norm` the one with the lowest loss per token. GPT-2 (124M)
-gets 0.2859 and 0.2955. EleutherAI's lm-evaluation-harness puts the activity's label before the context,
-removes WikiHow's markup, and divides by an ending's characters instead of its tokens: its 0.2892 and 0.3114
-for the same model are different numbers, not better ones (docs/after.md has its command).
+HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?") has 10,042
+validation tasks. In the completion style used here the model scores the tokens of each ending after
+the context: `acc` takes the ending with the lowest summed loss, `acc_norm` the one with the lowest
+loss per token. GPT-2 (124M) gets 0.2859 and 0.2955. EleutherAI's lm-evaluation-harness puts the
+activity's label before the context, removes WikiHow's markup, and divides by an ending's characters
+instead of its tokens: its 0.2892 and 0.3114 for the same model are different numbers, not better
+ones (docs/after.md has its command).
 
-A task is one sequence: its context, then the four endings, each of which attends to the context and itself,
-with positions as if it followed the context directly. So the context is computed once, and the head only
-where an ending is scored. Losses are float32 whatever the model computes in."""
+A task is one sequence: its context, then the four endings, each of which attends to the context and
+itself, with positions as if it followed the context directly. So the context is computed once, and
+the head only where an ending is scored. Losses are float32 whatever the model computes in."""
 
 import hashlib
 import json
@@ -41,7 +42,7 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 DOWNLOADED = Path(__file__).parent / "hellaswag" / "hellaswag_val.jsonl"
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Data
 
 
@@ -71,7 +72,8 @@ def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
 
 
 def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
-    """The tasks of a .jsonl file, by default the official ones. Raises InputError for a bad line."""
+    """The tasks of a .jsonl file, by default the official ones. Raises InputError for a bad
+    line."""
     path = path or download()
     examples = []
     try:
@@ -97,13 +99,14 @@ def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
     return examples
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Scoring
 
 
 @dataclass(frozen=True)
 class Task:
-    """A tokenized task: N tokens that the model reads, and the M tokens of the endings to be scored."""
+    """A tokenized task: N tokens that the model reads, and the M tokens of the endings to be
+    scored."""
 
     read: (
         torch.Tensor
@@ -116,8 +119,9 @@ class Task:
 
 
 def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
-    """Tokenizes tasks for a model with a context of block_size tokens. A context that is too long is cut on
-    the left, so that every ending stays whole. Raises InputError for an ending longer than the window."""
+    """Tokenizes tasks for a model with a context of block_size tokens. A context that is too long
+    is cut on the left, so that every ending stays whole. Raises InputError for an ending longer
+    than the window."""
     encode, tasks = get_tokenizer().encode_ordinary, []
     for number, example in enumerate(examples, start=1):
         context = encode(example["ctx"])
@@ -149,11 +153,11 @@ def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
 def prepare_for_training(
     path: str, block_size: int, gather: Callable[[Any], list[Any]]
 ) -> list[Task] | None:
-    """The tasks of a local file, or with path "" the official ones, which one process per machine downloads.
+    """The tasks of a local file, or with path "" the official ones, which one process per machine
+    downloads.
 
-    None on all ranks, after a warning, if one of them has no network. Raises InputError for a bad local file.
-    gather(value) -> the values of all ranks.
-    """
+    None on all ranks, after a warning, if one of them has no network. Raises InputError for a bad
+    local file. gather(value) -> the values of all ranks."""
     rank, local_rank, _ = torchrun_ranks()
     tasks, problem = None, None
     for turn in (local_rank == 0, local_rank != 0):
@@ -209,7 +213,8 @@ def score(
 ) -> Score:
     """Scores this rank's share of the tasks. head: (V, C).
 
-    hidden(tokens (B, T), position (B, T), mask (B, 1, T, T) bool) -> (B, T, C), the input of the head."""
+    hidden(tokens (B, T), position (B, T), mask (B, 1, T, T) bool) -> (B, T, C), the input of the
+    head."""
     from tqdm import tqdm
 
     order = sorted(
@@ -236,7 +241,8 @@ def score(
         )  # (M,)
         source, answer, ending = torch.cat([tasks[i].scored for i in batch], dim=1)  # (M,) each
         tokens, position, segment = read  # (B, T) each
-        # A token attends to earlier ones of the context and of its own ending (padding, to padding).
+        # A token attends to earlier ones of the context and of its own ending (padding, to
+        # padding).
         same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
         mask = (same & torch.ones(T, T).tril().bool())[:, None]  # (B, 1, T, T)
         x = hidden(tokens.to(device), position.to(device), mask.to(device))  # (B, T, C)
@@ -265,12 +271,13 @@ def score(
 def count_correct(
     model: Any, tasks: list[Task], device: torch.device, rank: int, world_size: int
 ) -> int:
-    """How many of its share of the tasks a GPT of train_gpt2.py gets right on this rank, by acc_norm."""
+    """How many of its share of the tasks a GPT of train_gpt2.py gets right on this rank, by
+    acc_norm."""
     share = score(model.hidden, model.wte.weight, tasks, device, rank=rank, world_size=world_size)
     return share.correct()[1]
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Command
 
 
@@ -290,7 +297,8 @@ class HellaSwagConfig:
 
 
 def write_json(path: Path, result: Score) -> None:
-    """One object per task, in the file's order: label, both predictions, each ending's loss and tokens."""
+    """One object per task, in the file's order: label, both predictions, each ending's loss and
+    tokens."""
     names = ("task", "label", "prediction", "prediction_norm", "losses", "lengths")
     columns = (result.labels, *result.predictions(), result.losses, result.lengths)
     rows = zip(result.index, *(column.tolist() for column in columns), strict=True)

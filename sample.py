@@ -1,9 +1,8 @@
 """Writes text with a model, token by token as it comes.
 
-python sample.py log "Hello, I'm a language model,"     # the newest checkpoint of a run
-python sample.py log/step_000400 "ROMEO:" --num-samples 3
-python sample.py gpt2                                   # a hub name; without a prompt it asks for one
-"""
+python sample.py log "Hello, I'm a language model," # the newest checkpoint of a run python
+sample.py log/step_000400 "ROMEO:" --num-samples 3 python sample.py gpt2 # a hub name; without a
+prompt it asks for one"""
 
 import sys
 from dataclasses import dataclass

@@ -7,13 +7,15 @@
     python train_gpt2.py --resume                            # continues the run in log/
     python train_gpt2.py --help                              # every flag, its default and unit
 
-The whole run is in this file, in reading order: model, Hugging Face folders, data, configuration, optimizer,
-ranks, log, evaluation, checkpoints, and the loop, whose weight update is between two marked lines.
+The whole run is in this file, in reading order: model, Hugging Face folders, data, configuration,
+optimizer, ranks, log, evaluation, checkpoints, and the loop, whose weight update is between two
+marked lines.
 
-Shapes: B batch (sequences of a micro-batch), T time (tokens of a sequence), C channels (n_embd = n_head *
-head size), nh heads, hs head size, V vocabulary (50,257). A *step* updates the weights from total_batch_size
-tokens, which the ranks share equally; each rank accumulates gradients over micro-steps of B * T tokens. Step
-s is logged with the weights after s updates: the loss of step 0 is that of the untrained model."""
+Shapes: B batch (sequences of a micro-batch), T time (tokens of a sequence), C channels (n_embd =
+n_head * head size), nh heads, hs head size, V vocabulary (50,257). A *step* updates the weights
+from total_batch_size tokens, which the ranks share equally; each rank accumulates gradients over
+micro-steps of B * T tokens. Step s is logged with the weights after s updates: the loss of step 0
+is that of the untrained model."""
 
 import contextlib
 import hashlib
@@ -49,8 +51,9 @@ from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
 
 ROOT = Path(__file__).parent
 
-# ------------------------------------------------------------------------------------------------------------
-# Model: GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3)
+# --------------------------------------------------------------------------------------------------
+# Model: GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section
+# 2.3)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head self-attention; each token attends to itself and to earlier ones. (B, T, C) -> (B, T, C)"""
+    """Multi-head self-attention; each token attends to itself and to earlier ones. (B, T, C) -> (B,
+    T, C)"""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -113,8 +117,9 @@ class Block(nn.Module):
 def lm_head(x: Tensor, wte: Tensor, padded: bool = False) -> Tensor:
     """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
 
-    On a GPU it adds columns up to a multiple of 64 (50,304), for the tensor cores. A bias makes them -inf, so
-    that a softmax over all of them (`padded`) needs no slice: fewer kernels (bench/kernels/README.md)."""
+    On a GPU it adds columns up to a multiple of 64 (50,304), for the tensor cores. A bias makes
+    them -inf, so that a softmax over all of them (`padded`) needs no slice: fewer kernels
+    (bench/kernels/README.md)."""
     V, bias = wte.size(0), None
     if x.is_cuda:
         bias = F.pad(wte.new_zeros(V), (0, -V % 64), value=-math.inf)
@@ -124,7 +129,8 @@ def lm_head(x: Tensor, wte: Tensor, padded: bool = False) -> Tensor:
 
 
 def next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (B, T, V) and their mean cross-entropy in nats, a float32 scalar. x (B, T, C), targets (B, T)"""
+    """Logits (B, T, V) and their mean cross-entropy in nats, a float32 scalar. x (B, T, C), targets
+    (B, T)"""
     logits, V = lm_head(x, wte, padded=True), wte.size(0)
     return logits[..., :V], F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -132,8 +138,8 @@ def next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Te
 class ChunkedLoss(torch.autograd.Function):
     """next_token_loss and its gradient in one pass, for 1,024 tokens at a time.
 
-    All logits of a micro-batch, (B, T, 50257), would be larger than the weights of GPT-2 (124M). In chunks
-    they take less memory everywhere, and less time on a CPU (bench/NOTES.md)."""
+    All logits of a micro-batch, (B, T, 50257), would be larger than the weights of GPT-2 (124M). In
+    chunks they take less memory everywhere, and less time on a CPU (bench/NOTES.md)."""
 
     CHUNK = 1024  # tokens
 
@@ -158,7 +164,8 @@ class ChunkedLoss(torch.autograd.Function):
             logits = x_chunk @ w.t()  # (n, V padded)
             logits[:, V:] = -math.inf
             p = logits.softmax(1, dtype=torch.float32)
-            # -log p[target], but by way of the largest p: that of an unlikely target can underflow to 0.
+            # -log p[target], but by way of the largest p: that of an unlikely target can underflow
+            # to 0.
             largest, target_logits = (
                 logits.amax(1, keepdim=True).float(),
                 logits.gather(1, target).float(),
@@ -189,7 +196,8 @@ def chunked_next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[No
 
 
 class GPT(nn.Module):
-    """GPT-2 with GPT-2's parameter names. Linear weights are (out, in), the transpose of Hugging Face's."""
+    """GPT-2 with GPT-2's parameter names. Linear weights are (out, in), the transpose of Hugging
+    Face's."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -207,9 +215,9 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """GPT-2's initialization: normal with std 0.02, biases 0, LayerNorms 1 and 0. The two projections of
-        a block that end in the residual stream are scaled by 1 / sqrt(2 * n_layer), so that the stream's
-        initial variance does not grow with depth (section 2.3)."""
+        """GPT-2's initialization: normal with std 0.02, biases 0, LayerNorms 1 and 0. The two
+        projections of a block that end in the residual stream are scaled by 1 / sqrt(2 * n_layer),
+        so that the stream's initial variance does not grow with depth (section 2.3)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 std = (
@@ -222,8 +230,9 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def prepare(self, compiled: bool) -> None:
-        """Chooses how training computes; results agree to rounding. Blocks are compiled one by one, so that
-        they share code. The plain loss, compiled, makes the fewest passes over the logits: best on a GPU."""
+        """Chooses how training computes; results agree to rounding. Blocks are compiled one by one,
+        so that they share code. The plain loss, compiled, makes the fewest passes over the logits:
+        best on a GPU."""
         for block in self.h if compiled else ():
             block.compile(dynamic=False)
         self.loss_function = chunked_next_token_loss
@@ -235,8 +244,8 @@ class GPT(nn.Module):
     def hidden(
         self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """The head's input (B, T, C) for tokens idx (B, T). position (B, T) or (T,): by default 0 … T-1.
-        mask (B, 1, T, T) bool: by default a token attends to itself and earlier ones."""
+        """The head's input (B, T, C) for tokens idx (B, T). position (B, T) or (T,): by default 0 …
+        T-1. mask (B, 1, T, T) bool: by default a token attends to itself and earlier ones."""
         if position is None:
             if idx.size(1) > self.config.block_size:
                 raise InputError(
@@ -255,8 +264,9 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """idx, targets (B, T) int64 -> logits (B, T, V), mean cross-entropy in nats. Without targets there is
-        no loss; there are no logits where loss_function never holds all of them."""
+        """idx, targets (B, T) int64 -> logits (B, T, V), mean cross-entropy in nats. Without
+        targets there is no loss; there are no logits where loss_function never holds all of
+        them."""
         x, wte = self.hidden(idx), self.wte.weight
         return (lm_head(x, wte), None) if targets is None else self.loss_function(x, wte, targets)
 
@@ -269,7 +279,8 @@ class GPT(nn.Module):
         top_k: int = 50,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continues idx (B, T) by sampling from the top_k most likely tokens. -> (B, T + max_new_tokens)"""
+        """Continues idx (B, T) by sampling from the top_k most likely tokens. -> (B, T +
+        max_new_tokens)"""
         for _ in range(max_new_tokens):
             window = idx[:, -self.config.block_size :]
             T = window.size(1)
@@ -288,13 +299,15 @@ class GPT(nn.Module):
         return total if position_embeddings else total - self.wpe.weight.numel()
 
     def flops_per_token(self, T: int) -> int:
-        """Training FLOPs a token: 6 N + 12 L C T, N without position embeddings, which are in no matmul
-        (PaLM, Chowdhery et al. 2022, appendix B). Recomputation and causality do not count."""
+        """Training FLOPs a token: 6 N + 12 L C T, N without position embeddings, which are in no
+        matmul (PaLM, Chowdhery et al. 2022, appendix B). Recomputation and causality do not
+        count."""
         return 6 * self.num_parameters(False) + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> "GPT":
-        """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …). Raises InputError if it is none."""
+        """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …). Raises InputError if it is
+        none."""
         if not Path(name).exists():
             from support.models import model_folder
 
@@ -316,9 +329,9 @@ class GPT(nn.Module):
         write_pretrained(Path(folder), self.config, self.state_dict())
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Hugging Face folders. There names begin with `transformer.` (not in OpenAI's uploads), and linear layers are
-# Conv1D with (in, out) weights. A field that a fork adds to GPTConfig keeps its name.
+# --------------------------------------------------------------------------------------------------
+# Hugging Face folders. There names begin with `transformer.` (not in OpenAI's uploads), and linear
+# layers are Conv1D with (in, out) weights. A field that a fork adds to GPTConfig keeps its name.
 
 GPT2_MATHS = {  # GPT-2 in Hugging Face's terms; a model that differs in one of these computes something else
     "model_type": "gpt2",
@@ -337,7 +350,8 @@ CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 
 
 def read_pretrained(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """A folder's model, its float32 parameters under our names. Raises InputError if it is no whole GPT-2."""
+    """A folder's model, its float32 parameters under our names. Raises InputError if it is no whole
+    GPT-2."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -363,7 +377,8 @@ def read_pretrained(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
         for name, t in part.items():
             name = name.removeprefix("transformer.")
             if not name.endswith((".attn.bias", ".attn.masked_bias")):  # these are masks
-                # Copied, since load_file maps the file, and NFS and Windows cannot remove a mapped file.
+                # Copied, since load_file maps the file, and NFS and Windows cannot remove a mapped
+                # file.
                 t = t.t() if CONV1D.search(name) else t
                 state[name] = t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if "wte.weight" not in state:
@@ -416,7 +431,7 @@ def write_pretrained(folder: Path, config: GPTConfig, state: dict[str, Tensor]) 
         )  # safetensors makes it readable by nobody else
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Data: the order of tokens, and the loader (support/tokenizer.py opens shards)
 
 SHARDS_FOLDER = "edu_fineweb10B"
@@ -424,16 +439,18 @@ PASSAGE = 256  # tokens of a .txt file that stay together when it is shuffled
 
 
 def permutation(n: int, *seed: int) -> np.ndarray:
-    """A permutation of 0 … n-1 that depends on `seed` only; numpy's own may change with its version."""
+    """A permutation of 0 … n-1 that depends on `seed` only; numpy's own may change with its
+    version."""
     return np.random.PCG64(seed).random_raw(n).argsort(kind="stable")
 
 
 class TokenStream:
     """A split's tokens as one endless sequence, whose order is a function of the seed.
 
-    An epoch is the shards in random order, each with its documents in random order; epochs follow each other
-    without a gap. A document begins at 50256; a .txt file is cut into passages of 256 tokens. Without shuffle
-    the order is that of the files. data: folder of shards or .txt file. Raises InputError if it is bad."""
+    An epoch is the shards in random order, each with its documents in random order; epochs follow
+    each other without a gap. A document begins at 50256; a .txt file is cut into passages of 256
+    tokens. Without shuffle the order is that of the files. data: folder of shards or .txt file.
+    Raises InputError if it is bad."""
 
     def __init__(self, data: str | Path, split: str, seed: int = 1337, shuffle: bool = True):
         data = Path(data)
@@ -498,7 +515,8 @@ class TokenStream:
         return np.concatenate(documents)
 
     def _document_order(self, epoch: int, shard: int) -> tuple[np.ndarray, ...]:
-        """A shard's documents in this epoch's order: start and length in the file, end in the stream."""
+        """A shard's documents in this epoch's order: start and length in the file, end in the
+        stream."""
         if (epoch, shard) not in self._orders:
             tokens, chunk = self.shards[shard], 1 << 24
             if shard not in self._starts:
@@ -520,8 +538,9 @@ class TokenStream:
 class DataLoaderLite:
     """Batches of next-token pairs from a TokenStream. Raises InputError for bad files.
 
-    In each micro-step the ranks take the next B * T tokens each, in rank order. So a step's tokens do not
-    depend on ranks and micro-batches, a token is an input once an epoch, and the state is one position."""
+    In each micro-step the ranks take the next B * T tokens each, in rank order. So a step's tokens
+    do not depend on ranks and micro-batches, a token is an input once an epoch, and the state is
+    one position."""
 
     def __init__(
         self,
@@ -573,15 +592,17 @@ class DataLoaderLite:
         self.position = state["position"]
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Configuration
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Trains a GPT-2 from scratch or from given weights. A preset changes defaults; flags override it."""
+    """Trains a GPT-2 from scratch or from given weights. A preset changes defaults; flags override
+    it."""
 
-    # which defaults; auto: gpt2 if edu_fineweb10B/ holds shards, else shakespeare; gpt2-fast: a newer recipe
+    # which defaults; auto: gpt2 if edu_fineweb10B/ holds shards, else shakespeare; gpt2-fast: a
+    # newer recipe
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "shakespeare"] = "auto"
     data: str = (
         SHARDS_FOLDER  # folder of token shards (python fineweb.py makes them), or a .txt file
@@ -665,7 +686,8 @@ SHAKESPEARE = dict(
     sample_prompt="ROMEO:",
     save_every=200,
 )
-# From small models (bench/recipes); max_lr is one published for AdamW, to which Muon's updates are scaled.
+# From small models (bench/recipes); max_lr is one published for AdamW, to which Muon's updates are
+# scaled.
 GPT2_FAST = dict(
     optimizer="muon",
     schedule="wsd",
@@ -702,7 +724,8 @@ FIXED = (
 
 
 def check_config(config: TrainConfig) -> None:
-    """Collects every problem that shows without data or devices, and raises them as one InputError."""
+    """Collects every problem that shows without data or devices, and raises them as one
+    InputError."""
     problems = []
     positive = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens")
     for name, value in asdict(config).items():
@@ -723,7 +746,8 @@ def check_config(config: TrainConfig) -> None:
 
 
 def read_config(args: list[str] | None = None) -> TrainConfig:
-    """The command line as a TrainConfig: the preset's values, overridden by the flags. Raises InputError."""
+    """The command line as a TrainConfig: the preset's values, overridden by the flags. Raises
+    InputError."""
     first = ArgumentParser(
         add_help=False, allow_abbrev=False
     )  # these two flags change other flags' defaults
@@ -741,8 +765,8 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
 
 
 def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
-    """What prevents `config` from resuming a run whose configuration was `before`. A setting that an older
-    version of this script did not have counts as its default."""
+    """What prevents `config` from resuming a run whose configuration was `before`. A setting that
+    an older version of this script did not have counts as its default."""
     before = asdict(TrainConfig()) | before
     return [
         f"{cli.flag(name)} was {before[name]}, is {now}"
@@ -751,13 +775,14 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Optimizer
 
 
 def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """AdamW that decays matrices and embeddings only, with GPT-3's betas unless --beta2 says otherwise (Brown
-    et al. 2020, appendix B); with --optimizer muon, Muon for the matrices in blocks. dtype: of matmuls."""
+    """AdamW that decays matrices and embeddings only, with GPT-3's betas unless --beta2 says
+    otherwise (Brown et al. 2020, appendix B); with --optimizer muon, Muon for the matrices in
+    blocks. dtype: of matmuls."""
     muon = {
         n: p for n, p in model.h.named_parameters() if p.dim() == 2 and config.optimizer == "muon"
     }
@@ -785,9 +810,10 @@ def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = to
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
-    """Learning rate of update `step` (from 0): linear warm-up to max_lr, then the schedule down to min_lr.
-    cosine is GPT-3's (Brown et al. 2020, appendix B). wsd ends in a linear warm-down; nothing before it
-    depends on max_steps, so a run can be extended (Hägele et al. 2024, arXiv:2405.18392)."""
+    """Learning rate of update `step` (from 0): linear warm-up to max_lr, then the schedule down to
+    min_lr. cosine is GPT-3's (Brown et al. 2020, appendix B). wsd ends in a linear warm-down;
+    nothing before it depends on max_steps, so a run can be extended (Hägele et al. 2024,
+    arXiv:2405.18392)."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
     if step >= config.max_steps:
@@ -800,13 +826,14 @@ def get_lr(step: int, config: TrainConfig) -> float:
     return config.min_lr + share * (config.max_lr - config.min_lr)
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Ranks and device
 
 
 @dataclass
 class DDPContext:
-    """This process among the ranks of a run (rank 0 of 1 without torchrun), its device, and collectives."""
+    """This process among the ranks of a run (rank 0 of 1 without torchrun), its device, and
+    collectives."""
 
     rank: int
     world_size: int
@@ -841,7 +868,8 @@ class DDPContext:
         if "RANK" in os.environ:
             store, _, _ = next(dist.rendezvous("env://", timeout=patience))
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
-                # torchrun (2.13) keeps one store across restarts, with the addresses of lost ranks in it.
+                # torchrun (2.13) keeps one store across restarts, with the addresses of lost ranks
+                # in it.
                 store = dist.PrefixStore(
                     f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store
                 )
@@ -881,7 +909,7 @@ class DDPContext:
         return values
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Log: log.txt, with one `step stream value` per line, and run.json, with one entry per start
 
 
@@ -919,16 +947,18 @@ def open_log(
     return log
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Evaluation
 
 
 @torch.no_grad()
 def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, ddp: DDPContext) -> float:
-    """Mean loss in nats over the first `tokens` tokens of the loader's split, all with the same weight.
+    """Mean loss in nats over the first `tokens` tokens of the loader's split, all with the same
+    weight.
 
-    The ranks share the sequences; their losses are summed over all, then divided, so that neither B nor the
-    number of ranks matters. Where training runs compiled on a GPU, so do full batches here."""
+    The ranks share the sequences; their losses are summed over all, then divided, so that neither B
+    nor the number of ranks matters. Where training runs compiled on a GPU, so do full batches
+    here."""
     B, T = loader.B, loader.T
     sequences = min(tokens, loader.stream.total_tokens - 1) // T
     losses, sizes = [torch.zeros((), device=ddp.device)], [0]
@@ -951,7 +981,8 @@ def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, ddp: DDPCon
 
 
 def print_samples(model: GPT, prompt: str, ddp: DDPContext, last: bool = False) -> None:
-    """Four continuations of `prompt` by 32 tokens, one per line; at the end of a run two by 64, as text."""
+    """Four continuations of `prompt` by 32 tokens, one per line; at the end of a run two by 64, as
+    text."""
     samples, length = (2, 64) if last else (4, 32)
     generator = torch.Generator(device=ddp.device).manual_seed(
         42 + ddp.rank
@@ -1005,13 +1036,13 @@ def evaluate(
     return val
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Checkpoints: Hugging Face folders that also hold training_state.pt
 
 
 def read_training_state(checkpoint: Path) -> dict[str, Any]:
-    """TrainState.state_dict() as saved. Executes nothing in the file. Raises InputError. The tensors are
-    mapped, to be copied and dropped: NFS and Windows cannot remove a mapped file."""
+    """TrainState.state_dict() as saved. Executes nothing in the file. Raises InputError. The
+    tensors are mapped, to be copied and dropped: NFS and Windows cannot remove a mapped file."""
     path = checkpoint / "training_state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -1054,7 +1085,8 @@ class TrainState:
         }
 
     def restore(self, checkpoint: Path, config: TrainConfig, ddp: DDPContext) -> None:
-        """Restores everything but the weights. Raises InputError if the checkpoint is another run's."""
+        """Restores everything but the weights. Raises InputError if the checkpoint is another
+        run's."""
         saved = read_training_state(checkpoint)
         if changes := differences(saved["config"], config):
             raise InputError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
@@ -1082,7 +1114,8 @@ class TrainState:
 
 
 def find_checkpoint(log_dir: Path) -> Path | None:
-    """The newest intact checkpoint; None if there are none at all. Raises InputError if all are damaged."""
+    """The newest intact checkpoint; None if there are none at all. Raises InputError if all are
+    damaged."""
     checkpoints = files.list_checkpoints(log_dir)
     for checkpoint in reversed(checkpoints):
         try:
@@ -1117,8 +1150,9 @@ It continues text; it was not trained to follow instructions, and what it writes
 
 
 def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> None:
-    """Writes log_dir/step_*/ whole or not at all, deletes old checkpoints, draws curves.png; all ranks call
-    it. A failure (full disk, say) leaves earlier ones intact, and ends the run only after its last step."""
+    """Writes log_dir/step_*/ whole or not at all, deletes old checkpoints, draws curves.png; all
+    ranks call it. A failure (full disk, say) leaves earlier ones intact, and ends the run only
+    after its last step."""
     saved, log_dir = state.state_dict(config, ddp), Path(config.log_dir)
     if ddp.rank == 0:
         folder = log_dir / f"step_{state.step:06d}"
@@ -1156,7 +1190,7 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> 
         )
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Set-up
 
 
@@ -1189,8 +1223,8 @@ def start_model(config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -
 
 
 def choose_micro_batch_size(config: TrainConfig, model: GPT, ddp: DDPContext) -> int:
-    """B: --micro-batch-size, or the largest power of two that divides a rank's share of a step and fits.
-    Raises InputError if the ranks cannot share a step equally."""
+    """B: --micro-batch-size, or the largest power of two that divides a rank's share of a step and
+    fits. Raises InputError if the ranks cannot share a step equally."""
     T, B, total = config.seq_len, config.micro_batch_size, config.total_batch_size
     if total % (unit := T * max(B, 1) * ddp.world_size):
         raise InputError(
@@ -1241,8 +1275,9 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ddp: DDPContext) -> nn.Module:
     )
     gpu = [ddp.device.index] if ddp.device.type == "cuda" else []
     ddp_model = DistributedDataParallel(model, device_ids=gpu or None, gradient_as_bucket_view=True)
-    # After its first backward DDP rebuilds its buckets in arrival order, which changes summation order;
-    # trigger that before step 0, so that a resumed run sums as before. The second pass fills the new buckets.
+    # After its first backward DDP rebuilds its buckets in arrival order, which changes summation
+    # order; trigger that before step 0, so that a resumed run sums as before. The second pass fills
+    # the new buckets.
     x = torch.zeros(B, T, dtype=torch.int64, device=ddp.device)
     with torch.random.fork_rng(gpu):  # a fork's dropout
         for _ in range(2):
@@ -1256,7 +1291,8 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ddp: DDPContext) -> nn.Module:
 def announce(
     state: TrainState, config: TrainConfig, checkpoint: Path | None, ddp: DDPContext
 ) -> float:
-    """Prints what is about to be trained. Returns the tokens per second of all ranks at 100 % MFU."""
+    """Prints what is about to be trained. Returns the tokens per second of all ranks at 100 %
+    MFU."""
     loader, batch, flops = (
         state.loader,
         config.total_batch_size,
@@ -1311,13 +1347,13 @@ def conclude(state: TrainState, config: TrainConfig, val: float | None, val_load
         print0(f"sample: python {shlex.quote(script)} {shlex.quote(config.log_dir)} {prompt}")
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The loop
 
 
 def train(config: TrainConfig, ddp: DDPContext) -> int:
-    """Trains, evaluates and saves; every rank runs it. Returns the exit status: 0, or 130 / 143 after a
-    signal. Raises InputError, and RunError if too many updates are not finite."""
+    """Trains, evaluates and saves; every rank runs it. Returns the exit status: 0, or 130 / 143
+    after a signal. Raises InputError, and RunError if too many updates are not finite."""
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
         print0(
             f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them): the shakespeare preset"
@@ -1359,7 +1395,8 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
             return 0
     log = open_log(config, checkpoint, resuming, state.step, ddp)
 
-    # Evaluation and checkpoints use `model`; training calls `ddp_model`, which has the same weights.
+    # Evaluation and checkpoints use `model`; training calls `ddp_model`, which has the same
+    # weights.
     model.prepare(config.compile and devices.can_compile(ddp.device))
     ddp_model = wrap_in_ddp(model, B, T, ddp) if ddp.world_size > 1 else model
     full_speed, start, val = announce(state, config, checkpoint, ddp), state.step, None
@@ -1371,7 +1408,8 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
         if step == config.max_steps:
             break
 
-        # ---- One update of the weights -----------------------------------------------------------------
+        # ---- One update of the weights
+        # -----------------------------------------------------------------
         began = time.perf_counter()
         lr = get_lr(step, config)
         for group in optimizer.param_groups:
@@ -1396,8 +1434,8 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
                 ):  # only the forward pass: the backward pass uses the same precisions
                     _, loss = ddp_model(x, y)
                 # Gradients add up over micro-steps, and DDP averages over ranks: dividing by
-                # grad_accum_steps makes them those of the step's mean loss. The scaler keeps float16's small
-                # gradients from underflowing; in other precisions it does nothing.
+                # grad_accum_steps makes them those of the step's mean loss. The scaler keeps
+                # float16's small gradients from underflowing; in other precisions it does nothing.
                 scaler.scale(loss / grad_accum_steps).backward()
             loss_sum += loss.detach()  # stays on the device: .item() would sync in every micro-step
         # Unscale before clipping: the norm must be that of the true gradients.
@@ -1407,9 +1445,9 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
         stop = torch.full((), float(bool(received)), device=ddp.device)
         loss_sum, stop = ddp.sum(torch.stack([loss_sum, stop])).tolist()
         loss, norm = loss_sum / (grad_accum_steps * ddp.world_size), norm.item()
-        # A non-finite gradient would ruin weights and moments. All ranks see the same loss and norm, and so
-        # decide alike. float16's scaler skips such an update itself, and halves its scale; at 1 or below the
-        # scale is not to blame.
+        # A non-finite gradient would ruin weights and moments. All ranks see the same loss and
+        # norm, and so decide alike. float16's scaler skips such an update itself, and halves its
+        # scale; at 1 or below the scale is not to blame.
         if math.isfinite(loss) and (math.isfinite(norm) or scaler.get_scale() > 1):
             scaler.step(optimizer)
         else:
@@ -1422,9 +1460,11 @@ def train(config: TrainConfig, ddp: DDPContext) -> int:
                 )
             print0(f"warning: {bad}: update skipped, {state.skipped} of {config.skip_bad_steps}")
         scaler.update()
-        # Under DDP zero in place: gradients are views of its buckets; no_sync() would allocate a second copy.
+        # Under DDP zero in place: gradients are views of its buckets; no_sync() would allocate a
+        # second copy.
         optimizer.zero_grad(set_to_none=ddp.world_size == 1)
-        # ---- End of the update -------------------------------------------------------------------------
+        # ---- End of the update
+        # -------------------------------------------------------------------------
 
         seconds = time.perf_counter() - began
         state.step, state.elapsed = step + 1, state.elapsed + seconds

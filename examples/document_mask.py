@@ -2,10 +2,11 @@
 
     python examples/document_mask.py --data my_shards --log-dir log_masked --resume
 
-takes train_gpt2.py's flags and resumes as exactly. The weights keep GPT-2's names and shapes, so that every
-checkpoint loads in Hugging Face and sample.py. But the mask does not export, since transformers' GPT-2 has no
-setting for it: there, one document has the same logits, while several in one window see each other. Resume
-with this script only: train_gpt2.py would continue without the mask."""
+takes train_gpt2.py's flags and resumes as exactly. The weights keep GPT-2's names and shapes, so
+that every checkpoint loads in Hugging Face and sample.py. But the mask does not export, since
+transformers' GPT-2 has no setting for it: there, one document has the same logits, while several in
+one window see each other. Resume with this script only: train_gpt2.py would continue without the
+mask."""
 
 import sys
 from pathlib import Path

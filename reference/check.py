@@ -5,17 +5,17 @@
     python reference/check.py reference/shakespeare --make log_1 log_2 log_3 log_4 log_5    # writes its
     check.txt
 
-A reference is the log folder of a run (log.txt, run.json) with a check.txt of two kinds of lines; `#` begins
-a comment:
+A reference is the log folder of a run (log.txt, run.json) with a check.txt of two kinds of lines;
+`#` begins a comment:
 
     first STEPS PRECISION STREAM TOLERANCE    a run with the reference's seed has the reference's first values
     TOKENS STREAM LOW HIGH                    any run's value there lies between bounds
 
-The first kind is sharp: from the same weights on the same tokens only rounding may differ, so a mistake in
-the model, the optimizer or the schedule shows within a few steps. The second says whether a run of another
-seed ends where it should; --make takes the mean of several seeds, plus or minus five standard deviations
-(with five normal values known, a sixth is inside with a probability of 99 %), of each validation loss and of
-the training loss over each 50 steps."""
+The first kind is sharp: from the same weights on the same tokens only rounding may differ, so a
+mistake in the model, the optimizer or the schedule shows within a few steps. The second says
+whether a run of another seed ends where it should; --make takes the mean of several seeds, plus or
+minus five standard deviations (with five normal values known, a sixth is inside with a probability
+of 99 %), of each validation loss and of the training loss over each 50 steps."""
 
 # ruff: noqa: E402
 import re
@@ -60,8 +60,8 @@ def last_entry(folder: Path) -> dict:
 def measure(
     folder: Path, points: list[tuple[int, str]], batch: int
 ) -> list[tuple[int, float | None]]:
-    """(step, value) of a run's log at each (tokens, stream); None where the log has no value. A training loss
-    is the mean over the steps since the previous point."""
+    """(step, value) of a run's log at each (tokens, stream); None where the log has no value. A
+    training loss is the mean over the steps since the previous point."""
     streams, found, before = read_log(folder), [], 0
     for tokens, stream in points:
         step, rest = divmod(tokens, batch)

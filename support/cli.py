@@ -13,7 +13,8 @@ from typing import Any
 
 
 class InputError(Exception):
-    """Invalid input: exit status 2. The message is one line that says what is wrong and how to fix it."""
+    """Invalid input: exit status 2. The message is one line that says what is wrong and how to fix
+    it."""
 
 
 class RunError(Exception):
@@ -25,7 +26,8 @@ class LostRank(RunError):
 
 
 def torchrun_ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) in a plain process."""
+    """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) in a plain
+    process."""
     rank, local_rank, world_size = (
         os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )
@@ -56,8 +58,8 @@ def flag(field_name: str) -> str:
 
 
 def parse_args(config_class: type, default: Any = None, args: Sequence[str] | None = None) -> Any:
-    """Reads the command line (`args`, or sys.argv[1:]) into `config_class`, with `default` in place of its
-    own defaults. tyro reports a wrong flag itself, and exits with status 2."""
+    """Reads the command line (`args`, or sys.argv[1:]) into `config_class`, with `default` in place
+    of its own defaults. tyro reports a wrong flag itself, and exits with status 2."""
     import tyro
 
     defaults, rank0 = {} if default is None else {"default": default}, torchrun_ranks()[0] == 0
@@ -84,8 +86,8 @@ def user_error(error: BaseException) -> str | None:
 
 
 def collect_stop_signals() -> list[int]:
-    """From now on SIGINT, SIGTERM and SIGUSR1 (Slurm's, before the time limit) do not end the process, but
-    are appended to the returned list; a second SIGINT exits at once."""
+    """From now on SIGINT, SIGTERM and SIGUSR1 (Slurm's, before the time limit) do not end the
+    process, but are appended to the returned list; a second SIGINT exits at once."""
     received: list[int] = []
 
     def note(number: int, frame: Any) -> None:
@@ -100,13 +102,14 @@ def collect_stop_signals() -> list[int]:
 
 
 def run(main: Callable[[], int | None]) -> None:
-    """Calls main() and exits: with its result, or after one `error: ` line with 2 (invalid input) or 1
-    (RunError). Any other exception is a bug, and keeps its traceback.
+    """Calls main() and exits: with its result, or after one `error: ` line with 2 (invalid input)
+    or 1 (RunError). Any other exception is a bug, and keeps its traceback.
 
-    In a torchrun job an error that all ranks share appears once: rank 0 prints it and exits at once, upon
-    which torchrun ends the other ranks while they wait. A rank that failed alone prints after two seconds.
-    """
-    # So that `> file` can be followed, and takes any character where its encoding is not UTF-8 (Windows).
+    In a torchrun job an error that all ranks share appears once: rank 0 prints it and exits at
+    once, upon which torchrun ends the other ranks while they wait. A rank that failed alone prints
+    after two seconds."""
+    # So that `> file` can be followed, and takes any character where its encoding is not UTF-8
+    # (Windows).
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     rank, _, world_size = torchrun_ranks()
     try:

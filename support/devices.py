@@ -35,7 +35,8 @@ def choose_device(
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
         name = torch.cuda.get_device_name(chosen)
-        # Not is_bf16_supported(), which is true of chips that emulate it slower than float16 (T4, V100).
+        # Not is_bf16_supported(), which is true of chips that emulate it slower than float16 (T4,
+        # V100).
         if torch.cuda.get_device_capability(chosen) >= (8, 0):
             best, reason = "bfloat16", "supported by the chip"
         else:
@@ -57,7 +58,8 @@ def choose_device(
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(the FLOP/s that count as 100 % MFU, where the figure comes from) for this device and precision."""
+    """(the FLOP/s that count as 100 % MFU, where the figure comes from) for this device and
+    precision."""
     if device.type == "cuda" and dtype != torch.float32:
         from support.gpus import data_sheet_flops
 
@@ -85,7 +87,8 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
 
 
 def bfloat16_speedup() -> float:
-    """This CPU's speed in bfloat16 matmuls, relative to float32; below 1 where they are emulated."""
+    """This CPU's speed in bfloat16 matmuls, relative to float32; below 1 where they are
+    emulated."""
     flops = [
         matmul_flops(torch.device("cpu"), dtype, 256) for dtype in (torch.bfloat16, torch.float32)
     ]
@@ -105,12 +108,14 @@ def can_compile(device: torch.device) -> bool:
 
 
 def round_length(length: int, device: torch.device) -> int:
-    """A length, on a GPU rounded up to a multiple of 64: cuDNN's attention plans again for each shape."""
+    """A length, on a GPU rounded up to a multiple of 64: cuDNN's attention plans again for each
+    shape."""
     return length + -length % 64 if device.type == "cuda" else length
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an operation ran out of memory, by torch's own message or a library's that it passes on."""
+    """Whether an operation ran out of memory, by torch's own message or a library's that it passes
+    on."""
     message = str(error).lower()  # "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
     return isinstance(error, RuntimeError) and ("out of memory" in message or "alloc" in message)
 
@@ -118,9 +123,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def keep_freed_memory() -> None:
     """On Linux, keeps freed CPU memory in the process. Call before the first tensor is made.
 
-    By default glibc returns a large buffer to the kernel when it is freed, and the next step faults it in
-    again, page by page: more than half of a small model's step. Huge pages make the remaining faults cheaper.
-    """
+    By default glibc returns a large buffer to the kernel when it is freed, and the next step faults
+    it in again, page by page: more than half of a small model's step. Huge pages make the remaining
+    faults cheaper."""
     if sys.platform == "linux":
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         if mallopt := getattr(

@@ -32,7 +32,8 @@ def write_checksums(folder: Path) -> None:
 
 
 def verify_checksums(folder: Path, required: set[str]) -> None:
-    """Raises InputError unless every file in SHA256SUMS, the required ones among them, is unchanged."""
+    """Raises InputError unless every file in SHA256SUMS, the required ones among them, is
+    unchanged."""
     try:
         sums = [
             line.split("  ")
@@ -48,8 +49,8 @@ def verify_checksums(folder: Path, required: set[str]) -> None:
 
 @contextlib.contextmanager
 def atomic_path(path: Path | str) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; the file or folder made there is fsynced, then renamed to
-    `path`. So `path` appears whole or not at all, and its previous content stays until then."""
+    """Yields a temporary path beside `path`; the file or folder made there is fsynced, then renamed
+    to `path`. So `path` appears whole or not at all, and its previous content stays until then."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -71,7 +72,8 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
-    """Opens a file that appears at `path` when the block ends, or not at all. Text is UTF-8 with \\n."""
+    """Opens a file that appears at `path` when the block ends, or not at all. Text is UTF-8 with
+    \\n."""
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     with atomic_path(path) as partial, open(partial, mode, **text) as file:
         yield file
@@ -84,7 +86,8 @@ def remove_folder(path: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Flushes a file, or a folder's entries, to disk, so that a power cut cannot undo the rename."""
+    """Flushes a file, or a folder's entries, to disk, so that a power cut cannot undo the
+    rename."""
     if os.name == "nt" and path.is_dir():  # Windows cannot open folders
         return
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
@@ -99,7 +102,7 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a run leaves in its folder
 
 
@@ -122,7 +125,8 @@ def log_lines(path: Path) -> list[str]:
 
 
 def last_start(lines: list[str]) -> int:
-    """The index of the last run's first line: a log is appended to, and steps only fall at a start."""
+    """The index of the last run's first line: a log is appended to, and steps only fall at a
+    start."""
     steps = [int(line.split()[0]) for line in lines]
     return max((i for i in range(1, len(steps)) if steps[i] < steps[i - 1]), default=0)
 
@@ -138,7 +142,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def best_checkpoint(log_dir: Path) -> tuple[int | None, float]:
-    """(step, validation loss) of the checkpoint with the lowest loss; (None, inf) if none was evaluated."""
+    """(step, validation loss) of the checkpoint with the lowest loss; (None, inf) if none was
+    evaluated."""
     losses = dict(zip(*read_log(log_dir).get("val", ([], [])), strict=True))
     found = [
         (step, losses[step]) for step in map(step_of, list_checkpoints(log_dir)) if step in losses
@@ -160,8 +165,9 @@ def begin_run(
 ) -> IO[str]:
     """Prepares a run's folder, adds `entry` to run.json, and opens log.txt to append to.
 
-    What a killed process left half written is removed; unless `resumed`, an earlier run's checkpoints are
-    moved. From resumed_step on the last run's lines are removed, since they will be written again."""
+    What a killed process left half written is removed; unless `resumed`, an earlier run's
+    checkpoints are moved. From resumed_step on the last run's lines are removed, since they will be
+    written again."""
     log_dir.mkdir(parents=True, exist_ok=True)
     for left_over in log_dir.glob(".*.partial"):
         shutil.rmtree(left_over, ignore_errors=True) if left_over.is_dir() else left_over.unlink()

@@ -1,11 +1,12 @@
 """Peak speeds of GPUs, for MFU and --plan."""
 
-# Dense 16-bit tensor-core peaks in TFLOP/s with float32 accumulation, by torch.cuda.get_device_name without
-# the vendor. Names are exact, since variants of a chip differ: an H100 NVL is no H100 SXM. Others are
-# measured. Sources: NVIDIA's data sheets (half of what they give "with sparsity"), for GeForce the
-# architecture white papers' tables "FP16 Tensor TFLOPS with FP32 Accumulate" (Ampere GA102, Ada, RTX
-# Blackwell), AMD's MI300X data sheet. NVIDIA publishes no sheet for the H20; 148 is in resellers' sheets.
-# RTX 4090 D: an eighth of NVIDIA's 1,177 "AI TOPS", as 165.2 is of the 4090's 1,321.
+# Dense 16-bit tensor-core peaks in TFLOP/s with float32 accumulation, by torch.cuda.get_device_name
+# without the vendor. Names are exact, since variants of a chip differ: an H100 NVL is no H100 SXM.
+# Others are measured. Sources: NVIDIA's data sheets (half of what they give "with sparsity"), for
+# GeForce the architecture white papers' tables "FP16 Tensor TFLOPS with FP32 Accumulate" (Ampere
+# GA102, Ada, RTX Blackwell), AMD's MI300X data sheet. NVIDIA publishes no sheet for the H20; 148 is
+# in resellers' sheets. RTX 4090 D: an eighth of NVIDIA's 1,177 "AI TOPS", as 165.2 is of the 4090's
+# 1,321.
 PEAK_TFLOPS = {
     "B200": 2250,
     "GH200 480GB": 990,
@@ -44,6 +45,7 @@ PEAK_TFLOPS = {
 
 
 def data_sheet_flops(name: str) -> float | None:
-    """16-bit tensor-core FLOP/s by torch.cuda.get_device_name; None for a GPU not in PEAK_TFLOPS."""
+    """16-bit tensor-core FLOP/s by torch.cuda.get_device_name; None for a GPU not in
+    PEAK_TFLOPS."""
     tflops = PEAK_TFLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
     return tflops and tflops * 1e12

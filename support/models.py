@@ -11,7 +11,8 @@ from support.files import list_checkpoints
 
 
 def model_folder(name: str | Path) -> Path:
-    """`name` if it exists; otherwise the hub's model of that name, downloaded once. Raises InputError."""
+    """`name` if it exists; otherwise the hub's model of that name, downloaded once. Raises
+    InputError."""
     if Path(name).exists():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -44,8 +45,8 @@ def find_model(name: str) -> Path:
 
 
 def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[Any, Any]:
-    """(model, tokenizer) of any causal language model, by transformers; the tokenizer is None if the folder
-    has none. `options` go to AutoModelForCausalLM. Raises InputError."""
+    """(model, tokenizer) of any causal language model, by transformers; the tokenizer is None if
+    the folder has none. `options` go to AutoModelForCausalLM. Raises InputError."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -66,7 +67,8 @@ def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[
 
 
 def check_writable(path: str) -> None:
-    """Call before long work. Raises InputError if the folder of `path` is missing or not writable."""
+    """Call before long work. Raises InputError if the folder of `path` is missing or not
+    writable."""
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise InputError(f"{path}: there is no folder {Path(path).parent}")

@@ -1,12 +1,13 @@
 """Muon, in AdamW's place for the matrices inside the blocks (`train_gpt2.py --optimizer muon`).
 
-The momentum of a matrix's gradient is made nearly orthogonal, so that an update moves equally far in all
-directions (Jordan et al. 2024, kellerjordan.github.io/posts/muon). Its size is matched to that of AdamW's
-updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so that one learning rate and one
-weight decay serve both. c_attn's weight is three matrices, query, key and value, one above the other: each is
-made orthogonal separately. The mathematics is torch.optim.Muon's with adjust_lr_fn="match_rms_adamw"; the
-differences are that split, that the layers' matrices of one shape share their matmuls, which the ranks
-divide, and float32 unless the run is in bfloat16."""
+The momentum of a matrix's gradient is made nearly orthogonal, so that an update moves equally far
+in all directions (Jordan et al. 2024, kellerjordan.github.io/posts/muon). Its size is matched to
+that of AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so that
+one learning rate and one weight decay serve both. c_attn's weight is three matrices, query, key and
+value, one above the other: each is made orthogonal separately. The mathematics is
+torch.optim.Muon's with adjust_lr_fn="match_rms_adamw"; the differences are that split, that the
+layers' matrices of one shape share their matmuls, which the ranks divide, and float32 unless the
+run is in bfloat16."""
 
 import math
 from collections import defaultdict
@@ -50,8 +51,8 @@ def orthogonalize_on_all_ranks(x: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov's momentum and decoupled weight decay, for 2-D parameters.
 
-    named_parameters: (name, parameter) pairs; the name says which is c_attn.weight. dtype: of the products.
-    """
+    named_parameters: (name, parameter) pairs; the name says which is c_attn.weight. dtype: of the
+    products."""
 
     sharded = False  # support/sharding.py: this rank only has the gradients of its own matrices
 

@@ -1,4 +1,5 @@
-"""A run's arithmetic (`--plan`), the micro-batch that fits on a GPU, a large model's memory on a CPU."""
+"""A run's arithmetic (`--plan`), the micro-batch that fits on a GPU, a large model's memory on a
+CPU."""
 
 import ctypes
 import gc
@@ -25,12 +26,13 @@ def estimate_memory(
 ) -> float:
     """Bytes that a training step takes on one device: an estimate, linear in B.
 
-    Weights, gradients and the optimizer's moments take 16 bytes a parameter, the two gradients of the
-    embedding (head and input) 8 V C while they are added. For its backward pass a block keeps 16 values for
-    each of the B T C of its input: 64 B T C bytes in float32, 36 in 16 bits, where the residual stream stays
-    float32 (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
-    equation 2, has 34 with a 16-bit stream); with --low-memory only the input, 4 B T C. A compiled loss keeps
-    the 16-bit logits. On a CPU the process counts. Measured against peaks: bench/memory/README.md."""
+    Weights, gradients and the optimizer's moments take 16 bytes a parameter, the two gradients of
+    the embedding (head and input) 8 V C while they are added. For its backward pass a block keeps
+    16 values for each of the B T C of its input: 64 B T C bytes in float32, 36 in 16 bits, where
+    the residual stream stays float32 (Korthikanti et al. 2022, "Reducing Activation Recomputation
+    in Large Transformer Models", equation 2, has 34 with a 16-bit stream); with --low-memory only
+    the input, 4 B T C. A compiled loss keeps the 16-bit logits. On a CPU the process counts.
+    Measured against peaks: bench/memory/README.md."""
     V, C = model.wte.weight.shape
     block = 4 if low_memory else 64 if dtype == torch.float32 else 36
     fixed = 16 * model.num_parameters() + 8 * V * C + (0.365e9 if device.type == "cpu" else 0)
@@ -39,7 +41,8 @@ def estimate_memory(
 
 
 def count_tokens(data: Path) -> int | None:
-    """Training tokens of a folder of shards or a .txt file; None if it does not exist. Raises InputError."""
+    """Training tokens of a folder of shards or a .txt file; None if it does not exist. Raises
+    InputError."""
     if data.is_dir():
         return sum(len(open_shard(path)) for path in find_shards(data, "train"))
     return len(tokenize_text(data, "train")) if data.is_file() else None
@@ -67,8 +70,8 @@ def print_plan(
     compile: bool,
     **_: object,
 ) -> None:
-    """Prints what a run will take. model: a GPT, whose parameters may be on the "meta" device. The keywords
-    are the settings of the same name, others are ignored."""
+    """Prints what a run will take. model: a GPT, whose parameters may be on the "meta" device. The
+    keywords are the settings of the same name, others are ignored."""
     B, T = micro_batch_size or 1, seq_len
     N, flops = model.num_parameters(), model.flops_per_token(T)
     tokens, available = max_steps * total_batch_size, count_tokens(Path(data))
@@ -110,12 +113,13 @@ def fits(
     keeps_logits: bool,
     accumulates: bool,
 ) -> bool:
-    """Whether a GPU has the memory for a step with micro-batches of B sequences, by trying an eager forward
-    and backward pass with the chunked loss, which stores no less than a compiled one, beside what else the
-    step holds.
+    """Whether a GPU has the memory for a step with micro-batches of B sequences, by trying an eager
+    forward and backward pass with the chunked loss, which stores no less than a compiled one,
+    beside what else the step holds.
 
-    moments: bytes of the optimizer's state. keeps_logits: a compiled loss keeps 16-bit logits. accumulates:
-    gradients of earlier micro-steps (or DDP's buckets) are there during the backward pass."""
+    moments: bytes of the optimizer's state. keeps_logits: a compiled loss keeps 16-bit logits.
+    accumulates: gradients of earlier micro-steps (or DDP's buckets) are there during the backward
+    pass."""
     loss_function, (V, _), device = (
         model.loss_function,
         model.wte.weight.shape,
@@ -144,12 +148,12 @@ def fits(
 
 
 def return_freed_memory(low_memory: bool) -> None:
-    """On Linux, undoes devices.keep_freed_memory for buffers of 32 MiB and more, when the model turns out to
-    be large.
+    """On Linux, undoes devices.keep_freed_memory for buffers of 32 MiB and more, when the model
+    turns out to be large.
 
-    For a large model page faults are cheap next to the matmuls, while retained buffers fragment the heap: a
-    fifth of the memory of a 124M step. low_memory: buffers of 1 MiB, too, and no huge pages, which saves a
-    last tenth of the memory for a tenth of the time."""
+    For a large model page faults are cheap next to the matmuls, while retained buffers fragment the
+    heap: a fifth of the memory of a 124M step. low_memory: buffers of 1 MiB, too, and no huge
+    pages, which saves a last tenth of the memory for a tenth of the time."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(-4, 65536)  # M_MMAP_MAX: its default
         mallopt(-3, 2**20 if low_memory else 2**25)  # M_MMAP_THRESHOLD; 32 MiB is its maximum

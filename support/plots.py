@@ -1,4 +1,5 @@
-"""Pictures of what runs logged: for `log/curves.png`, which a run keeps up to date, and for play.ipynb."""
+"""Pictures of what runs logged: for `log/curves.png`, which a run keeps up to date, and for
+play.ipynb."""
 
 import sys
 from pathlib import Path
@@ -77,7 +78,8 @@ def draw_baseline(axes: Any, name: str, value: float, right: bool = False) -> No
 
 
 def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
-    """Training loss, raw (faint) and smoothed, and validation loss; a long run's initial fall is cropped."""
+    """Training loss, raw (faint) and smoothed, and validation loss; a long run's initial fall is
+    cropped."""
     start = 0.0
     for i, (name, run) in enumerate(runs.items()):
         if "train" in run:

@@ -1,13 +1,14 @@
 """The optimizer's state, sharded over the ranks: `train_gpt2.py --shard-optimizer`.
 
-ZeRO's first stage (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models"): each parameter has an owner, which keeps its moments, updates it and sends it to the other ranks.
-The optimizer is unchanged and gets hooks: since it makes no state for a parameter without a gradient, a rank
-hides those of the others.
+ZeRO's first stage (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models"): each parameter has an owner, which keeps its moments, updates it and sends it to
+the other ranks. The optimizer is unchanged and gets hooks: since it makes no state for a parameter
+without a gradient, a rank hides those of the others.
 
-Why not torch's own: ZeroRedundancyOptimizer consolidates by pickling each rank's whole shard on the device,
-loads the moments twice, and hides parameter names, by which Muon recognizes c_attn; fully_shard shards
-weights, too, so all ranks must run every block equally often, which they do not in an evaluation."""
+Why not torch's own: ZeroRedundancyOptimizer consolidates by pickling each rank's whole shard on the
+device, loads the moments twice, and hides parameter names, by which Muon recognizes c_attn;
+fully_shard shards weights, too, so all ranks must run every block equally often, which they do not
+in an evaluation."""
 
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch.distributed as dist
 
 
 def assign_owners(sizes: list[int], ranks: int) -> list[int]:
-    """Each parameter's owner: by size, largest first, each to the rank with the fewest values so far."""
+    """Each parameter's owner: by size, largest first, each to the rank with the fewest values so
+    far."""
     owners, loads = [0] * len(sizes), [0] * ranks
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[i] = loads.index(min(loads))
@@ -27,8 +29,8 @@ def assign_owners(sizes: list[int], ranks: int) -> list[int]:
 def shard_state(optimizer: Any) -> None:
     """Shards the state of an optimizer, or of each one in support.muon.Optimizers.
 
-    From now on step() exchanges weights, and state_dict(), which all ranks must call, gathers the whole state
-    on rank 0's host. load_state_dict() takes any checkpoint."""
+    From now on step() exchanges weights, and state_dict(), which all ranks must call, gathers the
+    whole state on rank 0's host. load_state_dict() takes any checkpoint."""
     for part in getattr(optimizer, "optimizers", [optimizer]):
         shards, part.sharded = Shards(part), True
         part.register_step_pre_hook(shards.hide_gradients)
@@ -68,7 +70,8 @@ class Shards:
             work.wait()
 
     def gather_state(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """On rank 0 the whole state, one tensor at a time and in host memory; elsewhere this rank's shard."""
+        """On rank 0 the whole state, one tensor at a time and in host memory; elsewhere this rank's
+        shard."""
         mine = state_dict["state"]
         shapes: list[Any] = [None] * dist.get_world_size()
         own = {

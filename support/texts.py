@@ -1,5 +1,5 @@
-"""Text to tokens, for fineweb.py: a reader process streams rows with `datasets`, workers tokenize them.
-Importing `datasets` takes a second, so only the reader does."""
+"""Text to tokens, for fineweb.py: a reader process streams rows with `datasets`, workers tokenize
+them. Importing `datasets` takes a second, so only the reader does."""
 
 import gc
 import glob
@@ -32,7 +32,8 @@ BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use th
 
 
 class Stream(NamedTuple):
-    """A file, or a split of a dataset. `template` joins columns; without one there is a single column."""
+    """A file, or a split of a dataset. `template` joins columns; without one there is a single
+    column."""
 
     name: str  # for messages
     columns: list[str]
@@ -46,7 +47,8 @@ class Stream(NamedTuple):
 def explained(
     name: str, problem: str = "cannot be read", remedy: str = "replace the file"
 ) -> Iterator[None]:
-    """Turns any exception of a library into an InputError about `name`; their types share no base class."""
+    """Turns any exception of a library into an InputError about `name`; their types share no base
+    class."""
     try:
         yield
     except InputError:
@@ -73,7 +75,8 @@ def template_columns(template: str) -> list[str]:
 
 
 def find_files(patterns: tuple[str, ...]) -> list[str]:
-    """The files that --input names, in its order; those of a folder or pattern by name. Raises InputError."""
+    """The files that --input names, in its order; those of a folder or pattern by name. Raises
+    InputError."""
     paths: list[str] = []
     for pattern in patterns:
         inside = [path for path in sorted(Path(pattern).rglob("[!.]*")) if path.name != "README.md"]
@@ -120,7 +123,8 @@ def set_up_datasets() -> None:
 
 
 def facts_about(paths: list[str], commit: str | None) -> dict[str, Any]:
-    """The commit on the Hub, or else name and bytes of each file; an estimate of the number of tokens."""
+    """The commit on the Hub, or else name and bytes of each file; an estimate of the number of
+    tokens."""
     import fsspec
 
     files = [[Path(path).name, fsspec.core.url_to_fs(path)[0].size(path)] for path in paths]
@@ -141,7 +145,8 @@ def facts_about(paths: list[str], commit: str | None) -> dict[str, Any]:
 def open_files(
     paths: list[str], world_size: int, column: str, template: str
 ) -> tuple[dict, list[Stream]]:
-    """-> (facts, a stream for each file, so that errors can name it). Ranks share files if they are few."""
+    """-> (facts, a stream for each file, so that errors can name it). Ranks share files if they are
+    few."""
     from datasets import load_dataset
 
     columns, streams = template_columns(template) or [column or "text"], []
@@ -219,8 +224,8 @@ def open_dataset(
 def read(
     connection: Connection, opener: Callable, position: list, rank: int, world_size: int
 ) -> None:
-    """The reader process: sends the facts, ([stream, its state], Stream, rows) from a position on, and None;
-    or an InputError. Rows are in Arrow's IPC format."""
+    """The reader process: sends the facts, ([stream, its state], Stream, rows) from a position on,
+    and None; or an InputError. Rows are in Arrow's IPC format."""
     start_child(set_up_datasets)
     import pyarrow
     from datasets.distributed import split_dataset_by_node
@@ -263,7 +268,8 @@ def read(
 
 
 def start_child(prepare: Callable[[], Any]) -> None:
-    """Makes this process exit when its parent does, even after kill -9, and leaves Ctrl-C to the parent."""
+    """Makes this process exit when its parent does, even after kill -9, and leaves Ctrl-C to the
+    parent."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -277,7 +283,8 @@ def set_up_tokenizer() -> None:
 
 
 def tokenize(stream: Stream, rows: bytes) -> tuple[np.ndarray, list[int]]:
-    """-> (tokens of the documents, 1-D uint16; number of [nulls, empty texts]). Raises InputError."""
+    """-> (tokens of the documents, 1-D uint16; number of [nulls, empty texts]). Raises
+    InputError."""
     import pyarrow
 
     template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
@@ -300,7 +307,8 @@ def tokenize(stream: Stream, rows: bytes) -> tuple[np.ndarray, list[int]]:
 
 
 def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
-    """Starts reader and workers. Yields the facts, then (position, tokens, skipped). Raises InputError."""
+    """Starts reader and workers. Yields the facts, then (position, tokens, skipped). Raises
+    InputError."""
     ours, theirs = multiprocessing.Pipe()
     reader = multiprocessing.Process(target=read, args=(theirs, *reader_arguments), daemon=True)
     reader.start()

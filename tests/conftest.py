@@ -75,8 +75,8 @@ def text(tmp_path):
 
 
 def train(*args: object, curves: bool = False) -> int:
-    """train_gpt2.py in this process, with TINY's flags unless `args` override them. Without `curves` no
-    checkpoint starts the process that draws them."""
+    """train_gpt2.py in this process, with TINY's flags unless `args` override them. Without
+    `curves` no checkpoint starts the process that draws them."""
     import train_gpt2
 
     numbers = [
@@ -117,9 +117,9 @@ def be_a_rank(
 def start_ranks(
     world_size: int, folder: Path, *args: object, disturbance: str = ""
 ) -> tuple[list[int], list[str]]:
-    """train_gpt2.py on one rank or several, as torchrun runs it, but forked off a process that has imported
-    torch. Soon after one rank has failed the others get SIGTERM. disturbance: code that each rank runs first.
-    Returns exit statuses and outputs."""
+    """train_gpt2.py on one rank or several, as torchrun runs it, but forked off a process that has
+    imported torch. Soon after one rank has failed the others get SIGTERM. disturbance: code that
+    each rank runs first. Returns exit statuses and outputs."""
     if os.name == "nt":
         pytest.skip("Windows does not fork")
     forks = multiprocessing.get_context("forkserver")

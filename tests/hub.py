@@ -15,9 +15,9 @@ import tests.conftest  # noqa: F401  (now, since it keeps all else off the Hub)
 class Hub(http.server.ThreadingHTTPServer):
     """Serves what this process imports of `huggingface_hub` from now on.
 
-    files: {repository: {path: bytes}}, all at `commit`. closed: {repository: the error code for requests
-    without TOKEN}. failures: how many of the next requests for content fail. newest: the newest commit.
-    """
+    files: {repository: {path: bytes}}, all at `commit`. closed: {repository: the error code for
+    requests without TOKEN}. failures: how many of the next requests for content fail. newest: the
+    newest commit."""
 
     commit = "0123456789abcdef" * 2 + "01234567"
     TOKEN = "hf_secret"

@@ -1,9 +1,9 @@
-"""A stand-in for a GPU like Apple's on a machine that has none: its tensors are computed by the CPU.
+"""A stand-in for a GPU like Apple's on a machine that has none: its tensors are computed by the
+CPU.
 
-`install()` registers a device "standin" with torch, for the whole process. Under `with StandIn():` its
-tensors refuse float64, as MPS does, and to be mixed with tensors of the host other than scalars. It cannot
-show Metal's own arithmetic.
-"""
+`install()` registers a device "standin" with torch, for the whole process. Under `with StandIn():`
+its tensors refuse float64, as MPS does, and to be mixed with tensors of the host other than
+scalars. It cannot show Metal's own arithmetic."""
 
 import torch
 from torch.utils import backend_registration

@@ -48,8 +48,8 @@ def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
 def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(
     text, tmp_path, monkeypatch, capsys
 ):
-    """Honest runs match: other micro-batches, other seeds. A doubled rate, no clipping, no decay do not, nor
-    an erf GELU, which is off by 1.7e-5 here, where rounding makes 1e-6."""
+    """Honest runs match: other micro-batches, other seeds. A doubled rate, no clipping, no decay do
+    not, nor an erf GELU, which is off by 1.7e-5 here, where rounding makes 1e-6."""
     args = ["--data", text, "--max-steps", 8, "--max-lr", 1e-2, "--n-embd", 64, "--warmup-steps", 8]
     reference = tmp_path / "reference"
     train(*args, "--log-dir", reference)
@@ -83,8 +83,8 @@ def test_the_shipped_reference_matches_itself():
 
 
 def test_the_gpt2_reference_tells_published_runs_apart(tmp_path, capsys):
-    """build-nanogpt's before and after its exchange of gradients was repaired (its PR #30), from step 250 on;
-    those of a fork (check.txt) with and without warm-up, from step 500 on."""
+    """build-nanogpt's before and after its exchange of gradients was repaired (its PR #30), from
+    step 250 on; those of a fork (check.txt) with and without warm-up, from step 500 on."""
     entry = json.loads((ROOT / "reference/shakespeare/run.json").read_text())[-1]
     entry["config"] |= {"preset": "gpt2", "total_batch_size": 524_288}
     (tmp_path / "run.json").write_text(json.dumps([entry]))

@@ -1,5 +1,5 @@
-"""Tokens: the tokenizer is tiktoken's GPT-2, and so is what is saved with a model; the loader's promises,
-over random shard sets, batch shapes and world sizes."""
+"""Tokens: the tokenizer is tiktoken's GPT-2, and so is what is saved with a model; the loader's
+promises, over random shard sets, batch shapes and world sizes."""
 
 import hashlib
 import tempfile
@@ -141,7 +141,8 @@ def test_an_epoch_is_each_token_once_in_whole_documents(shards, shuffle, epoch, 
         }
         for a, b in zip(stream[:-1].tolist(), stream[1:].tolist(), strict=True):
             assert a == EOT or a not in follows or follows[a] == b
-        # Any piece of the stream can be read directly, across epochs, too; past orders are forgotten.
+        # Any piece of the stream can be read directly, across epochs, too; past orders are
+        # forgotten.
         begin, count = data.draw(st.integers(0, 2 * n)), data.draw(st.integers(1, 2 * n))
         whole = np.concatenate([loader.stream.read(e * n, n) for e in range(4)])
         assert (loader.stream.read(begin, count) == whole[begin : begin + count]).all()

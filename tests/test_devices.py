@@ -1,5 +1,5 @@
-"""Chips that are not at hand: CPUs with bfloat16, Apple's GPU, NVIDIA's from T4 to H100, by stand-ins;
---plan's arithmetic against measured peaks, and the micro-batch that fits on a GPU."""
+"""Chips that are not at hand: CPUs with bfloat16, Apple's GPU, NVIDIA's from T4 to H100, by
+stand-ins; --plan's arithmetic against measured peaks, and the micro-batch that fits on a GPU."""
 
 from functools import partial
 from unittest import mock
@@ -25,7 +25,8 @@ def no_measured_peak(monkeypatch):
 
 
 def test_the_same_losses_on_every_cpu(monkeypatch, text, tmp_path, capsys):
-    """auto is float32, Muon's matmuls included, also where bfloat16 is faster: then a line says so."""
+    """auto is float32, Muon's matmuls included, also where bfloat16 is faster: then a line says
+    so."""
     for speedup in (1.3, 1.29):
         monkeypatch.setattr(devices, "bfloat16_speedup", lambda speedup=speedup: speedup)
         train(
@@ -94,8 +95,8 @@ def test_precision_and_peak_of_a_gpu(name, capability, dtype, tflops, monkeypatc
 
 
 def test_device_cpu_leaves_a_gpu_alone(monkeypatch, text, tmp_path):
-    """Nothing is pinned, which makes a CUDA context, or copied asynchronously, or compiled by default. An
-    update makes no tensor of a host's number, which on a GPU would wait for it."""
+    """Nothing is pinned, which makes a CUDA context, or copied asynchronously, or compiled by
+    default. An update makes no tensor of a host's number, which on a GPU would wait for it."""
     gpu(monkeypatch, "NVIDIA H100 80GB HBM3", (9, 0))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pytest.fail("pinned"))
     monkeypatch.setattr(
@@ -156,8 +157,8 @@ StandIn().__enter__()
 
 @pytest.mark.skipif(not no_float64.INSTALLABLE, reason="this torch registers no device from Python")
 def test_a_device_without_float64(text, tmp_path):
-    """A run on a stand-in that refuses float64 as Apple's GPU does: validation, HellaSwag, samples, both
-    optimizers, a checkpoint, a resumption; with the losses of the CPU."""
+    """A run on a stand-in that refuses float64 as Apple's GPU does: validation, HellaSwag, samples,
+    both optimizers, a checkpoint, a resumption; with the losses of the CPU."""
     tasks = tmp_path / "tasks.jsonl"
     lines = (ROOT / "tests" / "hellaswag_sample.jsonl").read_text().splitlines(keepends=True)
     tasks.write_text("".join(lines[:2]))
@@ -210,7 +211,8 @@ def test_a_device_without_float64(text, tmp_path):
 
 
 def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):
-    """cuDNN's attention plans again for every shape: multiples of 64 only, and the results are the same."""
+    """cuDNN's attention plans again for every shape: multiples of 64 only, and the results are the
+    same."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(160, 50257, 2, 2, 32))
     torch.nn.init.normal_(model.wte.weight, std=0.3)

@@ -1,5 +1,5 @@
-"""Ranks share a step equally; an error that all ranks meet is reported once, one that a rank meets alone with
-its rank."""
+"""Ranks share a step equally; an error that all ranks meet is reported once, one that a rank meets
+alone with its rank."""
 
 from unittest import mock
 
@@ -18,7 +18,8 @@ def on_ranks(world_size: int) -> DDPContext:
 
 
 def test_ranks_share_a_step_equally():
-    """The bare run on 1, 2, 4 and 8 ranks; where a step cannot be shared, the nearest batch that can."""
+    """The bare run on 1, 2, 4 and 8 ranks; where a step cannot be shared, the nearest batch that
+    can."""
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=1))
     config = read_config(["--preset", "shakespeare"])
     chosen = [choose_micro_batch_size(config, model, on_ranks(n)) for n in (1, 2, 4, 8)]

@@ -1,4 +1,5 @@
-"""Invalid input: status 2, one line on stderr, `error: ` and what is wrong, and nothing is written."""
+"""Invalid input: status 2, one line on stderr, `error: ` and what is wrong, and nothing is
+written."""
 
 import os
 import subprocess
@@ -111,7 +112,8 @@ def test_a_reader_that_leaves_gets_no_traceback():
 
 
 def test_any_character_can_be_printed_into_a_file(tmp_path, monkeypatch):
-    """Windows opens it in a code page; a sample may hold half a character, which decodes to U+FFFD."""
+    """Windows opens it in a code page; a sample may hold half a character, which decodes to
+    U+FFFD."""
     with open(tmp_path / "out", "w", encoding="cp1252") as file, pytest.raises(SystemExit) as stop:
         monkeypatch.setattr(sys, "stdout", file)
         run(lambda: print("To be \ufffd"))
@@ -172,7 +174,8 @@ assert not os.listdir() and not heavy, heavy
 
 
 def test_imports_have_no_side_effects(tmp_path):
-    """Nothing is written, fetched, printed or parsed, no device touched; fineweb.py does without torch."""
+    """Nothing is written, fetched, printed or parsed, no device touched; fineweb.py does without
+    torch."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)

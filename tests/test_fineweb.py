@@ -182,7 +182,8 @@ def test_shards_hold_tiktokens_tokens_whatever_the_processes(tmp_path, monkeypat
 
 @pytest.mark.skipif(not EDU, reason="no ../shared/data/edu_sample")
 def test_educational_sample(tmp_path):
-    """A real parquet file, from the terminal: about ten shards, with the recorded numbers of tokens."""
+    """A real parquet file, from the terminal: about ten shards, with the recorded numbers of
+    tokens."""
     done = script("fineweb.py", "--input", EDU[0], "--out", tmp_path / "out")
     assert done.returncode == 0 and 9 < len(shard_paths(tmp_path / "out")) < 15, done.stderr
     table, tokens = pq.read_table(EDU[0]), shard_tokens(tmp_path / "out")
@@ -200,7 +201,8 @@ def test_educational_sample(tmp_path):
     ],
 )
 def test_tokens_are_those_of_load_dataset(kind, template, tmp_path, monkeypatch):
-    """The validation split is shard 0, whole; interrupted after some shards. In templates a null is empty."""
+    """The validation split is shard 0, whole; interrupted after some shards. In templates a null is
+    empty."""
     monkeypatch.setattr(texts, "BATCH_ROWS", 3)
     folder, out = write_folder(tmp_path / "folder", dataset(kind)), tmp_path / "out"
     args = ["--dataset", folder, "--template", template, "--shard-size", 30, "--out", out]
@@ -224,8 +226,8 @@ def test_tokens_are_those_of_load_dataset(kind, template, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 def test_resumed_three_times_and_killed(kind, tmp_path):
-    """--max-shards raised step by step, so that the library's state must advance after each, then kill -9 at
-    any moment: the same bytes; finished shards stay, processes do not."""
+    """--max-shards raised step by step, so that the library's state must advance after each, then
+    kill -9 at any moment: the same bytes; finished shards stay, processes do not."""
     text = (ROOT / "input.txt").read_text(encoding="utf-8")
     documents = [text[i : i + 300] for i in range(0, len(text), 300)]
     path, killed = write(tmp_path / f"a.{kind}", FORMATS[kind](documents)), tmp_path / "killed"
@@ -261,7 +263,8 @@ def test_resumed_three_times_and_killed(kind, tmp_path):
 
 
 def test_a_changed_command_or_input_is_refused(tmp_path):
-    """With the difference named, and nothing touched. Folder of the files and --workers may change."""
+    """With the difference named, and nothing touched. Folder of the files and --workers may
+    change."""
     out, line = (
         tmp_path / "out",
         json.dumps({"text": "some text", "body": "other"}).encode() + b"\n",
@@ -405,7 +408,8 @@ def test_a_killed_process(name, tmp_path, monkeypatch):
     [("--input", 3), ("--input", 1), ("--dataset", 3), ("--dataset", 2), ("--dataset", 1)],
 )
 def test_ranks_share_the_documents(source, number, tmp_path, monkeypatch):
-    """Two ranks, one to three files: each document is in one's shards, a validation split in rank 0's."""
+    """Two ranks, one to three files: each document is in one's shards, a validation split in rank
+    0's."""
     out, documents = tmp_path / "out", [f"{i} {j}" for i in range(number) for j in range(9)]
     files = {f"train-{i}.csv": csv(documents[i * 9 : i * 9 + 9]) for i in range(number)}
     validation = ["to validate"] if source == "--dataset" else []

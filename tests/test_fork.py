@@ -1,4 +1,5 @@
-"""A fork survives: a flag or a model field that somebody adds breaks no checkpoint and no resumption."""
+"""A fork survives: a flag or a model field that somebody adds breaks no checkpoint and no
+resumption."""
 
 import os
 import shutil
@@ -18,7 +19,8 @@ from train_gpt2 import GPT, Block, GPTConfig, TrainConfig, read_training_state
 
 
 def test_a_checkpoint_of_another_version_resumes(text, tmp_path, monkeypatch):
-    """Of one without a flag of today, and with state and a flag that are gone; another run's is refused."""
+    """Of one without a flag of today, and with state and a flag that are gone; another run's is
+    refused."""
     args = ["--data", text, "--save-every", 2, "--log-dir", tmp_path, "--resume"]
     train(*args, "--max-steps", 2)
     state = read_training_state(checkpoint := tmp_path / "step_000002")

@@ -43,7 +43,8 @@ def test_compiled_equals_eager(tmp_path):
 @pytest.mark.parametrize("compiled", ["--compile", "--no-compile"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_resumed_run_equals_one_that_never_stopped(tmp_path, dtype, compiled, request):
-    """At T = 1024, where attention's backward kernels add in a varying order unless told otherwise."""
+    """At T = 1024, where attention's backward kernels add in a varying order unless told
+    otherwise."""
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     args = [
         "--dtype",

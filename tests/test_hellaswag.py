@@ -37,8 +37,9 @@ def encode(example):
 
 
 def plain_scores(folder, examples):
-    """Summed losses and lengths of the endings, (n, 4) each, from padded rows and full float32 logits; the
-    endings with the lowest loss, with the lowest loss per token, and the right ones, (n,) each."""
+    """Summed losses and lengths of the endings, (n, 4) each, from padded rows and full float32
+    logits; the endings with the lowest loss, with the lowest loss per token, and the right ones,
+    (n,) each."""
     from transformers import AutoModelForCausalLM
 
     model, pad = AutoModelForCausalLM.from_pretrained(folder), torch.nn.utils.rnn.pad_sequence
@@ -83,7 +84,8 @@ def test_losses_and_predictions_equal_the_plain_scorers(model):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_command_on_a_folder(kind, model, tmp_path, capsys):
-    """Any causal language model: the plain scorer's predictions in --json, and their accuracies last."""
+    """Any causal language model: the plain scorer's predictions in --json, and their accuracies
+    last."""
     _, folder = model
     if kind == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,6 +1,6 @@
-"""The model is GPT-2: transformers' GPT2LMHeadModel is the oracle for logits, gradients, files and names. The
-loss is float32 cross-entropy over 50,257 columns however it is computed: in chunks, compiled, or with a GPU's
-padded columns, which are made on a CPU here."""
+"""The model is GPT-2: transformers' GPT2LMHeadModel is the oracle for logits, gradients, files and
+names. The loss is float32 cross-entropy over 50,257 columns however it is computed: in chunks,
+compiled, or with a GPU's padded columns, which are made on a CPU here."""
 
 import contextlib
 import json
@@ -31,7 +31,8 @@ SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=4
 
 @pytest.fixture
 def reference(tmp_path):
-    """A random GPT-2 of transformers' (all parameters, biases and LayerNorms too), and its folder."""
+    """A random GPT-2 of transformers' (all parameters, biases and LayerNorms too), and its
+    folder."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -89,7 +90,8 @@ def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
 
 
 def test_older_and_sharded_files_load_too(reference, tmp_path):
-    """The Hub's `gpt2` has no `transformer.` prefix and has causal masks; large models have several files."""
+    """The Hub's `gpt2` has no `transformer.` prefix and has causal masks; large models have several
+    files."""
     theirs, folder = reference
     expected = GPT.from_pretrained(folder).state_dict()
     old = tmp_path / "old"
@@ -119,7 +121,8 @@ def test_initialization():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recomputed_blocks_give_the_same_bits_for_less_memory(dtype):
-    """Of a block only its input is kept, 4 B T C bytes, instead of 34, in float32 68, of activations."""
+    """Of a block only its input is kept, 4 B T C bytes, instead of 34, in float32 68, of
+    activations."""
     torch.manual_seed(0)
     model, results, sizes = GPT(GPTConfig(block_size=32, n_layer=6, n_head=4, n_embd=64)), [], []
     for model.low_memory in (False, True):

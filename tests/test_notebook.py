@@ -1,4 +1,5 @@
-"""The notebooks are committed without outputs, and play.ipynb runs from top to bottom on a run's log."""
+"""The notebooks are committed without outputs, and play.ipynb runs from top to bottom on a run's
+log."""
 
 import shlex
 import shutil

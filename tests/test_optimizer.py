@@ -26,8 +26,8 @@ MUON = replace(TrainConfig(), optimizer="muon")
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-5)])
 def test_muon_equals_torchs(dtype, tolerance, monkeypatch):
-    """Ten steps; in float32 against torch's without its cast to bfloat16. c_attn's weight is three matrices,
-    three parameters for torch; an MLP's weight of the same shape is one."""
+    """Ten steps; in float32 against torch's without its cast to bfloat16. c_attn's weight is three
+    matrices, three parameters for torch; an MLP's weight of the same shape is one."""
     if dtype == torch.float32:
         monkeypatch.setattr(
             torch.Tensor, "bfloat16", lambda tensor: tensor.clone()
@@ -88,8 +88,9 @@ t.get_lr = lambda *args: print("kept:", kept()) or get_lr(*args)
 
 
 def test_ranks_share_muons_work_and_with_a_flag_the_state(text, tmp_path):
-    """Two layers on three ranks, so one has none: the losses of a single process. With --shard-optimizer the
-    same bits, in a checkpoint of the same form, while each rank keeps a part of the moments."""
+    """Two layers on three ranks, so one has none: the losses of a single process. With
+    --shard-optimizer the same bits, in a checkpoint of the same form, while each rank keeps a part
+    of the moments."""
     args = [
         "--data",
         text,
@@ -148,7 +149,8 @@ def test_shards_are_even_where_no_parameter_is_too_large():
 
 
 def test_learning_rates():
-    """Linear warm-up to max_lr at step 714; cosine to min_lr; wsd: constant, then linear to min_lr."""
+    """Linear warm-up to max_lr at step 714; cosine to min_lr; wsd: constant, then linear to
+    min_lr."""
     lrs = [get_lr(step, TrainConfig()) for step in range(19_073 + 1)]
     assert lrs[0] == pytest.approx(6e-4 / 715) and lrs[714] == max(lrs) == pytest.approx(6e-4)
     assert lrs[-1] == pytest.approx(6e-5) and lrs[(715 + 19_073) // 2] == pytest.approx(

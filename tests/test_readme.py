@@ -1,5 +1,5 @@
-"""The commands in the unmarked blocks of README.md and docs/ run in small, or are listed here with a reason;
-the Python blocks run; links lead somewhere."""
+"""The commands in the unmarked blocks of README.md and docs/ run in small, or are listed here with
+a reason; the Python blocks run; links lead somewhere."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""A run that cannot be lost: killed, on other ranks, with damaged checkpoints, full disks, bad steps."""
+"""A run that cannot be lost: killed, on other ranks, with damaged checkpoints, full disks, bad
+steps."""
 
 import json
 import os
@@ -86,8 +87,8 @@ def test_a_run_killed_while_it_saves_equals_one_that_never_was(tmp_path):
 
 
 def test_two_ranks_then_one_then_three(text, tmp_path):
-    """192 tokens a step as 12 sequences, on 2 ranks, from step 4 on 1, from step 8 on 3; 2 and 3 shard the
-    optimizer's state."""
+    """192 tokens a step as 12 sequences, on 2 ranks, from step 4 on 1, from step 8 on 3; 2 and 3
+    shard the optimizer's state."""
     args = [
         "--data",
         text,
@@ -180,7 +181,8 @@ def steps_of(log_dir: Path) -> list[int]:
 
 
 def test_what_is_kept(text, tmp_path):
-    """The newest two, multiples of 3, and no fewer whole ones because a damaged one has a higher number."""
+    """The newest two, multiples of 3, and no fewer whole ones because a damaged one has a higher
+    number."""
     args = [
         "--data",
         text,
@@ -338,9 +340,9 @@ train_gpt2.chunked_next_token_loss = disturbed
 
 
 def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_path):
-    """Rank 1 alone sees a NaN loss in step 1; in one of two runs it is killed in step 5, and all resume from
-    step 4. With three ranks a sum depends on the order of its terms, and so on DDP's buckets: both runs must
-    end with the same bits."""
+    """Rank 1 alone sees a NaN loss in step 1; in one of two runs it is killed in step 5, and all
+    resume from step 4. With three ranks a sum depends on the order of its terms, and so on DDP's
+    buckets: both runs must end with the same bits."""
     args = [
         "--data",
         text,
@@ -449,8 +451,8 @@ train_gpt2.DataLoaderLite.next_batch = lambda self: (
 
 
 def test_a_second_interrupt_stops_at_once(text, tmp_path):
-    """While the first one's checkpoint is written: only the half-written folder is left, and the next start
-    removes it."""
+    """While the first one's checkpoint is written: only the half-written folder is left, and the
+    next start removes it."""
     args = ["--data", text, "--save-every", 8, "--max-steps", 8, "--log-dir", tmp_path]
     (code,), (output,) = start_ranks(1, tmp_path, *args, disturbance=TWO_INTERRUPTS)
     assert code == 130 and "Traceback" not in output, output

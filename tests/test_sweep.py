@@ -1,4 +1,5 @@
-"""bench/recipes/sweep.py: recipes over seeds, a table and a picture; what a run sends to other trackers."""
+"""bench/recipes/sweep.py: recipes over seeds, a table and a picture; what a run sends to other
+trackers."""
 
 import importlib.util
 import sys

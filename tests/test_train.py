@@ -91,7 +91,8 @@ def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
 
 
 def test_validation_loss_is_the_mean_over_all_tokens(text, monkeypatch):
-    """160 tokens are 10 sequences, which B = 3 does not divide. All logits of a batch are never made."""
+    """160 tokens are 10 sequences, which B = 3 does not divide. All logits of a batch are never
+    made."""
     model, results = GPT(GPTConfig(16, 50257, 1, 2, 16)), []
     loader = train_gpt2.DataLoaderLite(text, "val", 8, 16, shuffle=False)
     tokens = torch.from_numpy(loader.stream.read(0, 161).astype("int64"))

@@ -1,11 +1,13 @@
-"""Kills a training run at random moments, again and again: it must leave what an undisturbed one leaves.
+"""Kills a training run at random moments, again and again: it must leave what an undisturbed one
+leaves.
 
     python tests/torture.py                    # 50 times kill -9, about ten minutes
     python tests/torture.py --kills 3 --seed 7 --picture killed.png
 
-A small CPU run that saves every fourth step is started with --resume and killed (SIGKILL) --kills times, in
-turn while it writes a checkpoint, trains and starts up; then it may finish. Its weights, its training state
-and its log, except for the timing streams, must equal an undisturbed run's byte for byte."""
+A small CPU run that saves every fourth step is started with --resume and killed (SIGKILL) --kills
+times, in turn while it writes a checkpoint, trains and starts up; then it may finish. Its weights,
+its training state and its log, except for the timing streams, must equal an undisturbed run's byte
+for byte."""
 
 # ruff: noqa: E402
 import argparse
@@ -70,7 +72,8 @@ def finish(log_dir: Path, steps: int) -> None:
 
 
 def kill(log_dir: Path, steps: int, when: str, most: int = 15) -> None:
-    """Starts or resumes the run, and kills it at a random moment while it is starting, training or saving.
+    """Starts or resumes the run, and kills it at a random moment while it is starting, training or
+    saving.
 
     most: lines that it may print in training before that.
     """
@@ -95,7 +98,8 @@ def kill(log_dir: Path, steps: int, when: str, most: int = 15) -> None:
 
 
 def contents(log_dir: Path) -> dict[str, object]:
-    """What must be the same: the log without timings, and of each checkpoint model and training state."""
+    """What must be the same: the log without timings, and of each checkpoint model and training
+    state."""
     lines = (log_dir / "log.txt").read_text().splitlines()
     found: dict[str, object] = {
         "log.txt": [line for line in lines if line.split()[1] not in TIMINGS]
@@ -112,8 +116,8 @@ def contents(log_dir: Path) -> dict[str, object]:
 def torture(
     folder: Path, kills: int, steps: int, finish: Callable[[Path, int], None] = finish
 ) -> tuple[int, list[int]]:
-    """Runs both and compares them. Returns how many kills left a checkpoint half written, and for each kill
-    the last step in the log.
+    """Runs both and compares them. Returns how many kills left a checkpoint half written, and for
+    each kill the last step in the log.
 
     finish(log_dir, steps): lets a run come to its end."""
     finish(folder / "straight", steps)

@@ -2,11 +2,11 @@
 
     python bench/fidelity/compare.py PEER [STEPS] [FLAG …]
 
-PEER: a copy of build-nanogpt. GPT-2 (124M), float32 on the CPU, STEPS updates (60) of 2 x 2 x 32 tokens, the
-settings of the gpt2 preset with a schedule of STEPS steps. Ours is train_gpt2.py, run as a command; FLAGs are
-added to it, to see what a difference looks like (--weight-decay 0.09). Theirs are the parts of their script
-that define model, loader, schedule and optimizer and make an update, unchanged except for EDITS.
-"""
+PEER: a copy of build-nanogpt. GPT-2 (124M), float32 on the CPU, STEPS updates (60) of 2 x 2 x 32
+tokens, the settings of the gpt2 preset with a schedule of STEPS steps. Ours is train_gpt2.py, run
+as a command; FLAGs are added to it, to see what a difference looks like (--weight-decay 0.09).
+Theirs are the parts of their script that define model, loader, schedule and optimizer and make an
+update, unchanged except for EDITS."""
 
 import contextlib
 import subprocess
@@ -34,7 +34,8 @@ EDITS = {
     "from hellaswag import": "#",  # it fetches a tokenizer
     "dtype=torch.bfloat16": "enabled=False",  # of autocast: what is left is float32
 }
-# Parts of their script, from one text to another. What lies between them starts a run, evaluates or saves.
+# Parts of their script, from one text to another. What lies between them starts a run, evaluates or
+# saves.
 PARTS = {
     "definitions": ("import os", "# simple launch:"),
     "schedule": ("max_lr = 6e-4", "# optimize!"),
@@ -44,7 +45,8 @@ PARTS = {
 
 
 class Peer:
-    """build-nanogpt's training script in pieces. Raises InputError when `script` is not the one we know."""
+    """build-nanogpt's training script in pieces. Raises InputError when `script` is not the one we
+    know."""
 
     def __init__(self, script: Path):
         source, self.code = script.read_text(encoding="utf-8"), {}
@@ -80,7 +82,8 @@ class Peer:
         return model
 
     def train(self, model: GPT, steps: int, micro_steps: int) -> np.ndarray:
-        """Losses and gradient norms (2, steps) from `model`'s weights, each batch in `micro_steps` parts."""
+        """Losses and gradient norms (2, steps) from `model`'s weights, each batch in `micro_steps`
+        parts."""
         names = self.names
         names |= {"max_steps": steps, "warmup_steps": steps // 6, "grad_accum_steps": micro_steps}
         names["model"] = names["raw_model"] = self.model(SHAPE.vocab_size, model)

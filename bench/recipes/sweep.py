@@ -3,8 +3,9 @@
     python bench/recipes/sweep.py bench/recipes/small.toml             # again: continues where it was stopped
     python bench/recipes/sweep.py bench/recipes/small.toml --jobs 2    # two at a time
 
-The file holds `seeds`, the flags that all runs share, and a table for every recipe, in TOML; names are those
-of train_gpt2.py's flags. The first recipe is the one that the others are measured against:
+The file holds `seeds`, the flags that all runs share, and a table for every recipe, in TOML; names
+are those of train_gpt2.py's flags. The first recipe is the one that the others are measured
+against:
 
     seeds = [1, 2, 3]
     [common]
@@ -16,9 +17,10 @@ of train_gpt2.py's flags. The first recipe is the one that the others are measur
     max_steps = 200
     optimizer = "muon"
 
-Each run is `python train_gpt2.py --resume` in its own folder, OUT/FILE/RECIPE/SEED/, so a finished one is
-skipped and a stopped one continues. At the end `table.md` and `curves.png` show each recipe's final loss over
-the seeds, and after how many tokens its validation loss reached the first recipe's final one."""
+Each run is `python train_gpt2.py --resume` in its own folder, OUT/FILE/RECIPE/SEED/, so a finished
+one is skipped and a stopped one continues. At the end `table.md` and `curves.png` show each
+recipe's final loss over the seeds, and after how many tokens its validation loss reached the first
+recipe's final one."""
 
 # ruff: noqa: E402
 import statistics
@@ -53,7 +55,8 @@ class SweepConfig:
 
 
 def read_sweep(path: Path) -> tuple[list[int], dict[str, dict[str, Any]]]:
-    """Seeds, and each recipe's settings with the common ones. Raises InputError for an unknown setting."""
+    """Seeds, and each recipe's settings with the common ones. Raises InputError for an unknown
+    setting."""
     try:
         sweep = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -85,7 +88,8 @@ def as_flags(recipe: dict[str, Any]) -> list[str]:
 
 
 def run_one(folder: Path, flags: list[str]) -> None:
-    """Starts, continues or skips a run; its output goes to folder/console.txt. Raises InputError."""
+    """Starts, continues or skips a run; its output goes to folder/console.txt. Raises
+    InputError."""
     folder.mkdir(parents=True, exist_ok=True)
     script = ROOT / "train_gpt2.py"
     with open(folder / "console.txt", "a", encoding="utf-8") as console:
@@ -119,7 +123,8 @@ def spread(values: list[float]) -> str:
 
 
 def table(curves: dict[str, list[list[tuple[int, float]]]]) -> str:
-    """Markdown: each recipe's final loss, and when it reached the first recipe's mean final loss."""
+    """Markdown: each recipe's final loss, and when it reached the first recipe's mean final
+    loss."""
     first = next(iter(curves.values()))
     target = statistics.fmean(curve[-1][1] for curve in first)
     budget = first[0][-1][0]
