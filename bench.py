@@ -43,8 +43,8 @@ from torch.utils.benchmark import Timer
 
 import train_gpt2
 from support import cli, devices, files
-from support.cli import InputError, RunError
-from support.models import check_writable
+from support.cli import RunError, UserError
+from support.run_folder import list_checkpoints, read_log
 from train_gpt2 import GPT, ROOT, SHAKESPEARE, SHARDS_FOLDER, VOCAB_SIZE, CausalSelfAttention
 
 # name: (what it changes, ms per step on one A100 with B = 16, T = 1024 as published by Karpathy
@@ -81,19 +81,19 @@ class BenchConfig:
 
 
 def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
-    """The command line, and train_gpt2.py's flags for the run to measure. Raises InputError."""
+    """The command line, and train_gpt2.py's flags for the run to measure. Raises UserError."""
     end = args.index("--") if "--" in args else len(args)
     config, given = cli.parse_args(BenchConfig, args=args[:end]), args[end + 1 :]
     if config.steps < 1:
-        raise InputError(f"--steps {config.steps}: must be at least 1")
+        raise UserError(f"--steps {config.steps}: must be at least 1")
     if cli.torchrun_ranks()[2] > 1 and (
         config.ladder or config.report or config.rung not in (None, "ours")
     ):
-        raise InputError(
+        raise UserError(
             "--ladder, --report and lower rungs are for one device: start them without torchrun"
         )
     if config.json:
-        check_writable(config.json)
+        cli.check_writable(config.json)
     cuda = torch.cuda.is_available() and train_gpt2.read_config(given).device in ("auto", "cuda")
     small = (
         ["--n-layer", "2", "--n-head", "2", "--n-embd", "32"] if config.report and not cuda else []
@@ -106,7 +106,7 @@ def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
     given = ["--preset", "gpt2" if cuda else "shakespeare", "--data", data, *small, *OFF, *given]
     run = train_gpt2.read_config(given)
     if not Path(run.data).exists():
-        raise InputError(f"--data {run.data}: does not exist")
+        raise UserError(f"--data {run.data}: does not exist")
     B = 16 if cuda else max((128 if config.report else 512) // run.seq_len, 1)
     return config, with_batch(given, run.micro_batch_size or B)
 
@@ -151,7 +151,7 @@ def plain_model(model: GPT, changes: list[str]) -> GPT:
 
 
 def left_out(flags: list[str]) -> dict[str, str]:
-    """The rungs that do not apply to this device, with the reason. Raises InputError."""
+    """The rungs that do not apply to this device, with the reason. Raises UserError."""
     run = train_gpt2.read_config(flags)
     dtype = devices.choose_device(run.device, run.dtype, cli.torchrun_ranks()[1])[1]
     reasons = (
@@ -163,14 +163,14 @@ def left_out(flags: list[str]) -> dict[str, str]:
 
 
 def measure(flags: list[str], rung: str, steps: int) -> Row:
-    """Trains and reads log.txt; ranks other than 0 exit. Raises InputError.
+    """Trains and reads log.txt; ranks other than 0 exit. Raises UserError.
 
     ms, tok_per_sec (of all ranks) and mfu are medians. peak_memory: in bytes, of tensors on a CUDA
     device, elsewhere of the process; None if unknown. parts_ms, for ours alone: time by part of two
     more steps."""
     absent, names = left_out(flags), list(RUNGS)
     if rung in absent:
-        raise InputError(f"--rung {rung}: {absent[rung]}")
+        raise UserError(f"--rung {rung}: {absent[rung]}")
     changes = [
         name for name in names[: names.index(rung) + 1] if name not in absent and rung != "ours"
     ]
@@ -228,7 +228,7 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         flags = [*flags, "--max-steps", str(last if changes else last + 3), "--log-dir", folder]
         if (status := train_gpt2.main(flags)) or cli.torchrun_ranks()[0]:
             sys.exit(status)  # after a signal, or another rank's
-        log = {stream: values for stream, (_, values) in files.read_log(folder).items()}
+        log = {stream: values for stream, (_, values) in read_log(folder).items()}
     result = {
         "rung": rung,
         "changes": changes,
@@ -360,7 +360,7 @@ def job_compare(flags: list[str], steps: int, bound: float, *flags_of: list[str]
         ]
         for more in flags_of:
             output = run_process(ROOT / "train_gpt2.py", *flags, "--warmup-steps", 3, *more)
-            logs.append(files.read_log(folder))
+            logs.append(read_log(folder))
             shutil.rmtree(Path(folder, f"step_{steps:06d}"), ignore_errors=True)
             if "does not work on this machine" in output:
                 raise SkipTest("torch.compile does not work on this machine")
@@ -397,9 +397,9 @@ def job_run(flags: list[str], log_dir: Path) -> Row:
         50,
     ]
     run_process(ROOT / "train_gpt2.py", *flags, *more, limit=3600)
-    for checkpoint in files.list_checkpoints(log_dir):
+    for checkpoint in list_checkpoints(log_dir):
         shutil.rmtree(checkpoint)
-    log = files.read_log(log_dir)
+    log = read_log(log_dir)
     ms, rate = (statistics.median(log[name][1]) for name in ("ms", "tok_per_sec"))
     return {
         "steps": f"300 of {tokens:,} tokens",
@@ -469,16 +469,16 @@ def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
             }
             others = {row["of"] for row in rows.values()} - {of}
         except (ValueError, TypeError, KeyError) as error:
-            raise InputError(
+            raise UserError(
                 f"{path}: a damaged line ({cli.first_line(error)}): remove it"
             ) from None
         if others:
-            raise InputError(f"{path} is of {others.pop()}; this is {of}: use another folder")
+            raise UserError(f"{path} is of {others.pop()}; this is {of}: use another folder")
     jobs = jobs_of(config, flags, rows)
     wanted = {word.strip() for word in config.only.split(",") if word.strip()}
     known = {name: {name, *name.split("/")} for name in jobs}  # right/tests is one of right
     if unknown := wanted.difference(*known.values()):
-        raise InputError(f"--only {unknown.pop()}: none of {', '.join(jobs)}")
+        raise UserError(f"--only {unknown.pop()}: none of {', '.join(jobs)}")
     for name in (name for name in jobs if not wanted or wanted & known[name]):
         if rows.get(name, {}).get("status") in ("done", "skipped"):
             continue
@@ -490,7 +490,7 @@ def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
             row |= {"status": "done", "result": jobs[name]()}
         except SkipTest as reason:
             row |= {"status": "skipped", "reason": str(reason)}
-        except (InputError, RunError, RuntimeError, OSError) as error:
+        except (UserError, RunError, RuntimeError, OSError) as error:
             row |= {"status": "failed", "reason": cli.first_line(error)}
         rows[name] = row | {"seconds": round(time.monotonic() - start, 1)}
         torch.cuda.empty_cache()  # of this process, for the next job's

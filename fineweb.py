@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from support import texts
-from support.cli import InputError, flag, parse_args, print0, run, torchrun_ranks
+from support.cli import UserError, flag, parse_args, print0, run, torchrun_ranks
 from support.files import atomic_write, sha256
 from support.texts import explained
 from support.tokenizer import EOT, SHA256, open_shard
@@ -66,7 +66,7 @@ class ShardConfig:
     verify: bool = False  # only check the shards in --out against its manifest.json
 
     def check(self) -> None:
-        """Raises InputError naming every invalid value."""
+        """Raises UserError naming every invalid value."""
         numbers = ("workers", "max_shards", "pretokenized", "shard_size")
         problems = [
             f"{flag(name)} {getattr(self, name)}: must be at least 0"
@@ -79,12 +79,12 @@ class ShardConfig:
         if (self.config or self.split) and not self.dataset:
             problems.append("--config and --split need --dataset")
         if problems:
-            raise InputError("; ".join(problems))
+            raise UserError("; ".join(problems))
         texts.template_columns(self.template)
 
 
 class Folder:
-    """The shards of a rank in --out, and their manifest. Raises InputError if these do not fit each
+    """The shards of a rank in --out, and their manifest. Raises UserError if these do not fit each
     other."""
 
     def __init__(self, out: Path, rank: int = 0, world_size: int = 1):
@@ -113,16 +113,16 @@ class Folder:
         return self.manifest["complete"] or 0 < max_shards <= self.next_index
 
     def check(self, options: dict[str, Any]) -> None:
-        """Raises InputError if the shards here were made with other options."""
+        """Raises UserError if the shards here were made with other options."""
         for key, now in options.items():
             if self.shards and now != (then := self.manifest.get(key)):
-                raise InputError(
+                raise UserError(
                     f"{self.out}: started with {key} {then!r}, now {now!r}; use the original "
                     "value or a new --out"
                 )
 
     def begin(self, options: dict[str, Any]) -> None:
-        """Records the options and removes what a killed run left. Raises InputError for a foreign
+        """Records the options and removes what a killed run left. Raises UserError for a foreign
         shard."""
         self.check(options)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ class Folder:
         )  # killed before entering it: rewritten
         for path in [*self.out.glob(f"*_{six}.npy"), *self.out.glob(f"*_{six}.bin")]:
             if int(path.stem[-6:]) % self.world_size == self.rank and path.name not in known:
-                raise InputError(f"{path}: not in {self.path.name}; remove it or use a new --out")
+                raise UserError(f"{path}: not in {self.path.name}; remove it or use a new --out")
         self.manifest |= options
         self.save()
 
@@ -173,7 +173,7 @@ class Folder:
         print(f"{name}: {len(tokens):,} tokens, {documents:,} documents", flush=True)
 
     def verify(self) -> None:
-        """Raises InputError naming the files that changed or do not belong."""
+        """Raises UserError naming the files that changed or do not belong."""
         listed = {shard["name"]: shard["sha256"] for shard in self.shards}
         files = {
             path.name for path in self.out.glob("*") if path.suffix in (".npy", ".bin", ".partial")
@@ -184,7 +184,7 @@ class Folder:
             if sha256(self.out / name) != listed.get(name)
         ]
         if bad or not listed:
-            raise InputError(
+            raise UserError(
                 f"{self.out}: not as in {self.path.name}: {', '.join(bad) or 'no shards'}"
             )
         print("all as they were written")
@@ -215,7 +215,7 @@ def write_shards(
     here: Folder, batches: Iterable, size: int, max_shards: int, validation: bool
 ) -> None:
     """Writes a rank's shards of (position, tokens, skipped) until the batches end or max_shards are
-    there; a validation split, stream 0, becomes shard 0. Raises InputError if there is no text."""
+    there; a validation split, stream 0, becomes shard 0. Raises UserError if there is no text."""
     used, skipped = (
         here.manifest["used"],
         here.manifest["skipped"],
@@ -246,12 +246,12 @@ def write_shards(
                 return
         used, skipped = 0, [a + b for a, b in zip(skipped, more, strict=True)]
     if not (parts or here.shards or here.rank):
-        raise InputError("no text in the input: nothing to tokenize")
+        raise UserError("no text in the input: nothing to tokenize")
     finish((sys.maxsize, None), 0, complete=True)
 
 
 def make_shards(config: ShardConfig, here: Folder) -> None:
-    """Makes a rank's shards of --input or --dataset. Raises InputError."""
+    """Makes a rank's shards of --input or --dataset. Raises UserError."""
     if not (config.input or config.dataset):
         config = replace(config, dataset=FINEWEB, config=config.name)
     files = texts.find_files(config.input)
@@ -284,7 +284,7 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
             next(path for path in (here.out, *here.out.parents) if path.exists())
         ).free
         if (need := 2 * (tokens - here.next_index * size)) > free:
-            raise InputError(
+            raise UserError(
                 f"{here.out}: needs about {need / 1e9:,.2f} GB of disk, has {free / 1e9:,.2f}; "
                 "free some space, use another --out or lower --max-shards"
             )
@@ -296,7 +296,7 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
 
 
 def fetch_pretokenized(number: int, here: Folder) -> None:
-    """The first shards of PRETOKENIZED, each checked before it appears. Raises InputError."""
+    """The first shards of PRETOKENIZED, each checked before it appears. Raises UserError."""
     from huggingface_hub import HfApi, hf_hub_download
 
     with explained(f"--dataset {PRETOKENIZED}"):

@@ -32,10 +32,10 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from support.cli import InputError, first_line, parse_args, run, torchrun_ranks
+from support.cli import UserError, check_writable, first_line, parse_args, run, torchrun_ranks
 from support.devices import choose_device, keep_freed_memory, round_length
 from support.files import atomic_write
-from support.models import check_writable, find_model, load_causal_lm
+from support.models import find_model, load_causal_lm
 from support.tokenizer import get_tokenizer
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -47,7 +47,7 @@ DOWNLOADED = Path(__file__).parent / "hellaswag" / "hellaswag_val.jsonl"
 
 
 def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
-    """Downloads the validation set, unless `path` is it; verified and whole. Raises InputError."""
+    """Downloads the validation set, unless `path` is it; verified and whole. Raises UserError."""
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256:
         return path
     for attempt in range(attempts):
@@ -61,7 +61,7 @@ def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
         except OSError as error:  # URLError and time-outs are OSErrors
             reason = error
     else:
-        raise InputError(
+        raise UserError(
             f"{URL}: download failed ({first_line(reason)}); --data (in training "
             "--hellaswag-data) takes a local file"
         )
@@ -72,14 +72,14 @@ def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
 
 
 def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
-    """The tasks of a .jsonl file, by default the official ones. Raises InputError for a bad
+    """The tasks of a .jsonl file, by default the official ones. Raises UserError for a bad
     line."""
     path = path or download()
     examples = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
     for number, line in enumerate(lines, start=1):
         try:
             example = json.loads(line)
@@ -89,13 +89,13 @@ def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
             if not example["ctx"]:
                 raise ValueError("empty ctx")
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
+            raise UserError(
                 f"{path}, line {number}: not a HellaSwag task ({error!r}); it needs ctx, a "
                 "label from 0 to 3 and four endings"
             ) from None
         examples.append(example)
     if not examples:
-        raise InputError(f"{path}: no tasks")
+        raise UserError(f"{path}: no tasks")
     return examples
 
 
@@ -120,7 +120,7 @@ class Task:
 
 def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
     """Tokenizes tasks for a model with a context of block_size tokens. A context that is too long
-    is cut on the left, so that every ending stays whole. Raises InputError for an ending longer
+    is cut on the left, so that every ending stays whole. Raises UserError for an ending longer
     than the window."""
     encode, tasks = get_tokenizer().encode_ordinary, []
     for number, example in enumerate(examples, start=1):
@@ -130,7 +130,7 @@ def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
             block_size + 1 - len(ending) for ending in endings
         ]  # an ending's last token is not read
         if min(rooms) < 1:
-            raise InputError(
+            raise UserError(
                 f"HellaSwag task {number}: an ending exceeds the model's {block_size} tokens"
             )
         cut = len(context) > min(rooms)
@@ -156,7 +156,7 @@ def prepare_for_training(
     """The tasks of a local file, or with path "" the official ones, which one process per machine
     downloads.
 
-    None on all ranks, after a warning, if one of them has no network. Raises InputError for a bad
+    None on all ranks, after a warning, if one of them has no network. Raises UserError for a bad
     local file. gather(value) -> the values of all ranks."""
     rank, local_rank, _ = torchrun_ranks()
     tasks, problem = None, None
@@ -164,7 +164,7 @@ def prepare_for_training(
         try:
             if turn:
                 tasks = prepare(load_examples(Path(path) if path else None), block_size)
-        except InputError as error:
+        except UserError as error:
             if path:
                 raise
             problem = str(error)
@@ -309,7 +309,7 @@ def write_json(path: Path, result: Score) -> None:
 def main(args: list[str] | None = None) -> None:
     config = parse_args(HellaSwagConfig, args=args)
     if config.batch_size < 1 or config.limit < 0:
-        raise InputError(
+        raise UserError(
             f"--batch-size {config.batch_size}, --limit {config.limit}: at least 1 and 0"
         )
     device, dtype, description = choose_device(config.device, config.dtype)
@@ -323,7 +323,7 @@ def main(args: list[str] | None = None) -> None:
 
     model, _ = load_causal_lm(folder, device, attn_implementation="sdpa")
     if model.config.vocab_size < get_tokenizer().n_vocab:
-        raise InputError(
+        raise UserError(
             f"{folder}: a vocabulary of {model.config.vocab_size}, smaller than GPT-2's"
         )
 

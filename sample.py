@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tyro.conf import Positional
 
-from support.cli import InputError, flag, parse_args, run
+from support.cli import UserError, flag, parse_args, run
 from support.devices import choose_device
 from support.models import find_model, load_causal_lm
 
@@ -68,16 +68,16 @@ def main(args: list[str] | None = None) -> None:
     config = parse_args(SampleConfig, args=args)
     for name in ("max_new_tokens", "num_samples"):
         if getattr(config, name) < 1:
-            raise InputError(f"{flag(name)} {getattr(config, name)}: must be at least 1")
+            raise UserError(f"{flag(name)} {getattr(config, name)}: must be at least 1")
     if config.temperature < 0 or config.top_k < 0:
-        raise InputError(
+        raise UserError(
             f"--temperature {config.temperature} --top-k {config.top_k}: must be at least 0"
         )
     device, _, _ = choose_device(config.device, "float32")
     folder = find_model(config.model)
     model, tokenizer = load_causal_lm(folder, device)
     if tokenizer is None:
-        raise InputError(f"{folder}: no tokenizer that can be loaded")
+        raise UserError(f"{folder}: no tokenizer that can be loaded")
     if config.prompt:
         return sample(model, tokenizer, config.prompt, config)
     while True:

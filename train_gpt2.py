@@ -45,8 +45,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
-from support import cli, devices, files, tokenizer
-from support.cli import InputError, LostRank, RunError, first_line, print0
+from support import cli, devices, files, run_folder, tokenizer
+from support.cli import LostRank, RunError, UserError, first_line, print0
 from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
 
 ROOT = Path(__file__).parent
@@ -248,7 +248,7 @@ class GPT(nn.Module):
         T-1. mask (B, 1, T, T) bool: by default a token attends to itself and earlier ones."""
         if position is None:
             if idx.size(1) > self.config.block_size:
-                raise InputError(
+                raise UserError(
                     f"{idx.size(1)} tokens, but the model's context is {self.config.block_size}"
                 )
             position = torch.arange(idx.size(1), device=idx.device)
@@ -306,7 +306,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> "GPT":
-        """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …). Raises InputError if it is
+        """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …). Raises UserError if it is
         none."""
         if not Path(name).exists():
             from support.models import model_folder
@@ -321,7 +321,7 @@ class GPT(nn.Module):
             model.load_state_dict(state, strict=True, assign=True)
         except RuntimeError as error:
             problem = " ".join(str(error).split())
-            raise InputError(f"{name}: weights do not match its config.json: {problem}") from None
+            raise UserError(f"{name}: weights do not match its config.json: {problem}") from None
         return model.requires_grad_(True)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -350,28 +350,28 @@ CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 
 
 def read_pretrained(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """A folder's model, its float32 parameters under our names. Raises InputError if it is no whole
+    """A folder's model, its float32 parameters under our names. Raises UserError if it is no whole
     GPT-2."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise InputError(f"{folder}: no model here (config.json is missing or not JSON)") from None
+        raise UserError(f"{folder}: no model here (config.json is missing or not JSON)") from None
     names = {field.name: CONFIG_NAMES.get(field.name, field.name) for field in fields(GPTConfig)}
     for key, expected in GPT2_MATHS.items():
         value = raw.get(key, expected if key != "model_type" else None)
         same = value == expected or (key == "n_inner" and value == 4 * raw.get("n_embd", 0))
         if not same and key not in names:
-            raise InputError(
+            raise UserError(
                 f"{folder}: not a GPT-2: config.json has {key} = {value!r}, not {expected!r}"
             )
     if missing := [name for name in CONFIG_NAMES.values() if name not in raw]:
-        raise InputError(f"{folder}: config.json lacks {', '.join(missing)}")
+        raise UserError(f"{folder}: config.json lacks {', '.join(missing)}")
     state: dict[str, Tensor] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:
             part = safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
-            raise InputError(
+            raise UserError(
                 f"{path}: damaged or not a weights file ({first_line(error)})"
             ) from None
         for name, t in part.items():
@@ -382,9 +382,9 @@ def read_pretrained(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
                 t = t.t() if CONV1D.search(name) else t
                 state[name] = t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if "wte.weight" not in state:
-        raise InputError(f"{folder}: no model.safetensors of a GPT-2 here")
+        raise UserError(f"{folder}: no model.safetensors of a GPT-2 here")
     if not torch.equal(state.pop("lm_head.weight", state["wte.weight"]), state["wte.weight"]):
-        raise InputError(f"{folder}: not a GPT-2: its head is not tied to its token embedding")
+        raise UserError(f"{folder}: not a GPT-2: its head is not tied to its token embedding")
     return GPTConfig(
         **{ours: raw[theirs] for ours, theirs in names.items() if theirs in raw}
     ), state
@@ -450,13 +450,13 @@ class TokenStream:
     An epoch is the shards in random order, each with its documents in random order; epochs follow
     each other without a gap. A document begins at 50256; a .txt file is cut into passages of 256
     tokens. Without shuffle the order is that of the files. data: folder of shards or .txt file.
-    Raises InputError if it is bad."""
+    Raises UserError if it is bad."""
 
     def __init__(self, data: str | Path, split: str, seed: int = 1337, shuffle: bool = True):
         data = Path(data)
         self._starts: dict[int, np.ndarray] = {}  # shard -> where its documents start
         if not data.exists():
-            raise InputError(
+            raise UserError(
                 f"{data}: no such data; `python fineweb.py` makes shards, or use a .txt file"
             )
         if data.is_dir():
@@ -466,7 +466,7 @@ class TokenStream:
             self.paths, self.shards = [data], [tokenizer.tokenize_text(data, split)]
             self._starts[0] = np.arange(0, len(self.shards[0]), PASSAGE)
         else:
-            raise InputError(
+            raise UserError(
                 f"{data}: neither a folder of shards nor a .txt file; fineweb.py makes shards"
             )
         self.seed, self.shuffle = seed, shuffle
@@ -536,7 +536,7 @@ class TokenStream:
 
 
 class DataLoaderLite:
-    """Batches of next-token pairs from a TokenStream. Raises InputError for bad files.
+    """Batches of next-token pairs from a TokenStream. Raises UserError for bad files.
 
     In each micro-step the ranks take the next B * T tokens each, in rank order. So a step's tokens
     do not depend on ranks and micro-batches, a token is an input once an epoch, and the state is
@@ -583,10 +583,10 @@ class DataLoaderLite:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Moves to a saved position. Raises InputError if it belongs to another stream."""
+        """Moves to a saved position. Raises UserError if it belongs to another stream."""
         for key, value in self.state_dict().items():
             if key != "position" and state[key] != value:
-                raise InputError(
+                raise UserError(
                     f"the data differ from the checkpoint's ({key} {value}, was {state[key]})"
                 )
         self.position = state["position"]
@@ -725,7 +725,7 @@ FIXED = (
 
 def check_config(config: TrainConfig) -> None:
     """Collects every problem that shows without data or devices, and raises them as one
-    InputError."""
+    UserError."""
     problems = []
     positive = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens")
     for name, value in asdict(config).items():
@@ -742,12 +742,12 @@ def check_config(config: TrainConfig) -> None:
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
     if problems:
-        raise InputError("; ".join(problems))
+        raise UserError("; ".join(problems))
 
 
 def read_config(args: list[str] | None = None) -> TrainConfig:
     """The command line as a TrainConfig: the preset's values, overridden by the flags. Raises
-    InputError."""
+    UserError."""
     first = ArgumentParser(
         add_help=False, allow_abbrev=False
     )  # these two flags change other flags' defaults
@@ -843,7 +843,7 @@ class DDPContext:
 
     @classmethod
     def start(cls, config: TrainConfig) -> "DDPContext":
-        """Chooses the device and joins torchrun's process group. Raises InputError."""
+        """Chooses the device and joins torchrun's process group. Raises UserError."""
         rank, local_rank, world_size = cli.torchrun_ranks()
         device, dtype, reason = devices.choose_device(
             config.device, config.dtype, local_rank, world_size
@@ -851,9 +851,7 @@ class DDPContext:
         if (
             device.type == "mps" and dtype == torch.float16
         ):  # its fused AdamW ignores found_inf (PR #186360)
-            raise InputError(
-                "--dtype float16: overflows would ruin the weights on MPS; use float32"
-            )
+            raise UserError("--dtype float16: overflows would ruin the weights on MPS; use float32")
         cuda, patience = (
             device.type == "cuda",
             timedelta(hours=1),
@@ -875,7 +873,7 @@ class DDPContext:
                 )
             store.set(f"kind/{rank}", kind := f"{device.type} in {str(dtype)[6:]}")
             if (first := store.get("kind/0").decode()) != kind:
-                raise InputError(
+                raise UserError(
                     f"this rank would use {kind}, rank 0 {first}: set --device and --dtype"
                 )
             dist.init_process_group(
@@ -920,7 +918,7 @@ def open_log(
     ddp.gather()  # all ranks have read what they need from the folder
     if ddp.rank != 0:
         return lambda step, **values: None
-    log_dir, entries, trackers = Path(config.log_dir), files.run_entries(config.log_dir), []
+    log_dir, entries, trackers = Path(config.log_dir), run_folder.run_entries(config.log_dir), []
     # A run that was stopped before its first checkpoint starts again and writes the same log again.
     again = resuming and not differences(entries[-1]["config"] if entries else {}, config)
     first_step = step if checkpoint or again else None
@@ -933,7 +931,7 @@ def open_log(
         "world_size": ddp.world_size,
         "config": asdict(config) | paths,
     }
-    file = files.begin_run(log_dir, checkpoint is not None, first_step, entry)
+    file = run_folder.begin_run(log_dir, checkpoint is not None, first_step, entry)
     if config.tensorboard or config.wandb:
         from support.trackers import start_trackers
 
@@ -1041,15 +1039,15 @@ def evaluate(
 
 
 def read_training_state(checkpoint: Path) -> dict[str, Any]:
-    """TrainState.state_dict() as saved. Executes nothing in the file. Raises InputError. The
+    """TrainState.state_dict() as saved. Executes nothing in the file. Raises UserError. The
     tensors are mapped, to be copied and dropped: NFS and Windows cannot remove a mapped file."""
     path = checkpoint / "training_state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
+        raise UserError(f"{path}: cannot be read ({first_line(error)})") from None
     if not isinstance(state, dict) or state.get("format") != 1:
-        raise InputError(f"{path}: not a training state of format 1")
+        raise UserError(f"{path}: not a training state of format 1")
     return state
 
 
@@ -1085,11 +1083,11 @@ class TrainState:
         }
 
     def restore(self, checkpoint: Path, config: TrainConfig, ddp: DDPContext) -> None:
-        """Restores everything but the weights. Raises InputError if the checkpoint is another
+        """Restores everything but the weights. Raises UserError if the checkpoint is another
         run's."""
         saved = read_training_state(checkpoint)
         if changes := differences(saved["config"], config):
-            raise InputError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
+            raise UserError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
         self.loader.load_state_dict(saved["loader"])
         self.optimizer.load_state_dict(saved["optimizer"])
         if (
@@ -1114,20 +1112,20 @@ class TrainState:
 
 
 def find_checkpoint(log_dir: Path) -> Path | None:
-    """The newest intact checkpoint; None if there are none at all. Raises InputError if all are
+    """The newest intact checkpoint; None if there are none at all. Raises UserError if all are
     damaged."""
-    checkpoints = files.list_checkpoints(log_dir)
+    checkpoints = run_folder.list_checkpoints(log_dir)
     for checkpoint in reversed(checkpoints):
         try:
-            files.verify_checksums(
+            run_folder.verify_checksums(
                 checkpoint, {"training_state.pt", "model.safetensors", "config.json"}
             )
             read_training_state(checkpoint)
             return checkpoint
-        except InputError as error:
+        except UserError as error:
             print(f"warning: {error}; trying the previous one", file=sys.stderr, flush=True)
     if checkpoints:
-        raise InputError(
+        raise UserError(
             f"{log_dir}: all {len(checkpoints)} checkpoints are damaged; use another --log-dir"
         )
     return None
@@ -1135,7 +1133,7 @@ def find_checkpoint(log_dir: Path) -> Path | None:
 
 def model_card(log_dir: Path, step: int) -> str:
     """README.md of a checkpoint, in the Hub's format."""
-    entry = files.run_entries(log_dir)[-1]
+    entry = run_folder.run_entries(log_dir)[-1]
     config, command = entry["config"], shlex.join(["python", *entry["command"]])
     return f"""---
 library_name: transformers
@@ -1164,19 +1162,19 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ddp: DDPContext) -> 
                 (partial / "README.md").write_text(
                     model_card(log_dir, state.step), encoding="utf-8"
                 )
-                files.write_checksums(partial)
+                run_folder.write_checksums(partial)
         except (OSError, RuntimeError, safetensors.SafetensorError) as error:
             problem = f"{folder}: not written ({first_line(error)})"
             if state.step == config.max_steps:
-                raise InputError(f"{problem}: free some space; --resume continues") from None
+                raise UserError(f"{problem}: free some space; --resume continues") from None
             print(f"error: {problem}; training continues", file=sys.stderr, flush=True)
         # Checkpoints of later steps, if any, are damaged: this run was resumed from before them.
         steps = [
             step
-            for step in map(files.step_of, files.list_checkpoints(log_dir))
+            for step in map(run_folder.step_of, run_folder.list_checkpoints(log_dir))
             if step <= state.step
         ]
-        best, _ = files.best_checkpoint(log_dir)
+        best, _ = run_folder.best_checkpoint(log_dir)
         for step in steps[: -config.keep_checkpoints] if config.keep_checkpoints else []:
             if step != best and not (config.keep_every and step % config.keep_every == 0):
                 files.remove_folder(log_dir / f"step_{step:06d}")
@@ -1199,14 +1197,14 @@ def new_model(config: TrainConfig) -> GPT:
 
 
 def start_model(config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -> GPT:
-    """The model to train, on the device: from a checkpoint, --init, or new. Raises InputError."""
+    """The model to train, on the device: from a checkpoint, --init, or new. Raises UserError."""
     torch.manual_seed(config.seed)
     model, start = None, checkpoint or config.init
     if ddp.rank == 0:  # DDP sends the weights to the others, which hold none on their hosts
         model = new_model(config) if start == "scratch" else GPT.from_pretrained(start)
         context, vocabulary = model.config.block_size, model.config.vocab_size
         if context < config.seq_len or vocabulary != VOCAB_SIZE:
-            raise InputError(
+            raise UserError(
                 f"--init {config.init}: context {context}, vocabulary {vocabulary}; not a GPT-2 "
                 f"for --seq-len {config.seq_len}"
             )
@@ -1216,31 +1214,29 @@ def start_model(config: TrainConfig, checkpoint: Path | None, ddp: DDPContext) -
     model = model.to(ddp.device) if ddp.rank == 0 else model.to_empty(device=ddp.device)
     model.low_memory = config.low_memory
     if ddp.device.type == "cpu" and model.num_parameters() > 50_000_000:
-        from support.plan import return_freed_memory
-
-        return_freed_memory(config.low_memory)
+        devices.return_freed_memory(config.low_memory)
     return model
 
 
 def choose_micro_batch_size(config: TrainConfig, model: GPT, ddp: DDPContext) -> int:
     """B: --micro-batch-size, or the largest power of two that divides a rank's share of a step and
-    fits. Raises InputError if the ranks cannot share a step equally."""
+    fits. Raises UserError if the ranks cannot share a step equally."""
     T, B, total = config.seq_len, config.micro_batch_size, config.total_batch_size
     if total % (unit := T * max(B, 1) * ddp.world_size):
-        raise InputError(
+        raise UserError(
             f"--total-batch-size {total} is not a multiple of {unit} (sequence x micro-batch x "
             f"ranks); the nearest that is: {max(round(total / unit), 1) * unit}"
         )
     sequences = total // (T * ddp.world_size)  # of a step, on each rank
     sizes = [size for size in (128, 64, 32, 16, 8, 4, 2, 1) if sequences % size == 0]
     if not B and ddp.device.type == "cuda":
-        from support.plan import fits
-
         moments = 8 * model.num_parameters() // (ddp.world_size if config.shard_optimizer else 1)
         logits, buckets = config.compile and not config.low_memory, ddp.world_size > 1
         for B in sizes:
             if all(
-                ddp.gather(fits(model, B, T, ddp.dtype, moments, logits, buckets or sequences > B))
+                ddp.gather(
+                    devices.fits(model, B, T, ddp.dtype, moments, logits, buckets or sequences > B)
+                )
             ):
                 return B
     return B or next(
@@ -1251,7 +1247,7 @@ def choose_micro_batch_size(config: TrainConfig, model: GPT, ddp: DDPContext) ->
 def open_data(
     config: TrainConfig, B: int, ddp: DDPContext
 ) -> tuple[DataLoaderLite, DataLoaderLite | None]:
-    """The loaders of both splits (None: no validation). Raises InputError for bad data."""
+    """The loaders of both splits (None: no validation). Raises UserError for bad data."""
     shape, loaders = dict(B=B, T=config.seq_len, rank=ddp.rank, world_size=ddp.world_size), []
     for split, needed in (("train", "total_batch_size"), ("val", "seq_len"))[
         : 2 if config.eval_every else 1
@@ -1261,7 +1257,7 @@ def open_data(
             DataLoaderLite(config.data, split, **shape, seed=config.seed, shuffle=shuffle)
         )
         if (tokens := loaders[-1].stream.total_tokens) <= getattr(config, needed):
-            raise InputError(
+            raise UserError(
                 f"{config.data}: {tokens} {split} tokens, too few for {cli.flag(needed)} "
                 f"{getattr(config, needed)}: lower it, or provide more text"
             )
@@ -1337,7 +1333,7 @@ def conclude(state: TrainState, config: TrainConfig, val: float | None, val_load
         print0(f"curves: {picture}")
     if config.save_every:
         print0(f"model: {config.log_dir}/step_{state.step:06d}/, which Hugging Face loads")
-        best, loss = files.best_checkpoint(Path(config.log_dir))
+        best, loss = run_folder.best_checkpoint(Path(config.log_dir))
         if val is not None and best != state.step:
             print0(
                 f"best: {config.log_dir}/step_{best:06d}/, validation loss {loss:.4f}, and it rose later: "
@@ -1353,7 +1349,7 @@ def conclude(state: TrainState, config: TrainConfig, val: float | None, val_load
 
 def train(config: TrainConfig, ddp: DDPContext) -> int:
     """Trains, evaluates and saves; every rank runs it. Returns the exit status: 0, or 130 / 143
-    after a signal. Raises InputError, and RunError if too many updates are not finite."""
+    after a signal. Raises UserError, and RunError if too many updates are not finite."""
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
         print0(
             f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them): the shakespeare preset"
@@ -1508,7 +1504,7 @@ def main(args: list[str] | None = None) -> int:
         status = train(config, ddp)
     except RuntimeError as error:
         if devices.is_out_of_memory(error):
-            raise InputError(
+            raise UserError(
                 f"out of memory on {ddp.device}: try --micro-batch-size "
                 f"{max(config.micro_batch_size // 2, 1)}, --low-memory, or --shard-optimizer on "
                 "several ranks"

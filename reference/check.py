@@ -17,7 +17,6 @@ whether a run of another seed ends where it should; --make takes the mean of sev
 minus five standard deviations (with five normal values known, a sixth is inside with a probability
 of 99 %), of each validation loss and of the training loss over each 50 steps."""
 
-# ruff: noqa: E402
 import re
 import statistics
 import sys
@@ -29,8 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 from tyro.conf import Positional
 
-from support.cli import InputError, parse_args, run
-from support.files import atomic_write, read_log, run_entries
+from support.cli import UserError, parse_args, run
+from support.files import atomic_write
+from support.run_folder import read_log, run_entries
 
 STRETCH, WIDTH, LEAST = 50, 5.0, 0.01  # steps; standard deviations; nats
 # Rounding, by precision: ten times what ranks, micro-batches and compilation were seen to cause
@@ -50,10 +50,10 @@ class CheckConfig:
 
 
 def last_entry(folder: Path) -> dict:
-    """What the newest start in a log folder recorded. Raises InputError."""
+    """What the newest start in a log folder recorded. Raises UserError."""
     entries = run_entries(folder)
     if not entries or not (folder / "log.txt").exists():
-        raise InputError(f"{folder}: not a run's folder (log.txt, run.json)")
+        raise UserError(f"{folder}: not a run's folder (log.txt, run.json)")
     return entries[-1]
 
 
@@ -77,13 +77,13 @@ def measure(
 
 
 def compare(log_dir: Path, reference: Path) -> tuple[bool, str]:
-    """(whether the run matches, a sentence that says so). Raises InputError."""
+    """(whether the run matches, a sentence that says so). Raises UserError."""
     entry = last_entry(log_dir)
     match = re.search(r"(float32|bfloat16|float16):", entry["device"])
     precision, batch = match[1] if match else "", entry["config"]["total_batch_size"]
     path, checked, points, bounds = reference / "check.txt", 0, [], []
     if not path.exists():
-        raise InputError(
+        raise UserError(
             f"{path}: no such reference; there are reference/shakespeare and reference/gpt2"
         )
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -113,7 +113,7 @@ def compare(log_dir: Path, reference: Path) -> tuple[bool, str]:
                 points.append((int(words[0]), words[1]))
                 bounds.append((float(words[2]), float(words[3])))
         except (ValueError, IndexError):
-            raise InputError(
+            raise UserError(
                 f"{path}: neither `tokens stream low high` nor `first steps precision stream "
                 f"tolerance`: {line}"
             ) from None
@@ -149,7 +149,7 @@ def make(reference: Path, log_dirs: list[Path]) -> None:
     for (tokens, stream), *runs in zip(points, *measured, strict=True):
         values = [value for _, value in runs]
         if None in values or len(values) < 2:
-            raise InputError(
+            raise UserError(
                 f"{reference}: needs two runs or more that all have {stream} at {tokens} tokens"
             )
         mean, margin = statistics.fmean(values), max(WIDTH * statistics.stdev(values), LEAST)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 
-class InputError(Exception):
+class UserError(Exception):
     """Invalid input: exit status 2. The message is one line that says what is wrong and how to fix
     it."""
 
@@ -69,6 +69,16 @@ def parse_args(config_class: type, default: Any = None, args: Sequence[str] | No
         return tyro.cli(config_class, args=args, console_outputs=rank0, **defaults)
 
 
+def check_writable(path: str) -> None:
+    """Call before long work. Raises UserError if the folder of `path` is missing or not
+    writable."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"{path}: there is no folder {Path(path).parent}")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{path}: no write access to its folder; choose another")
+
+
 # System errors that the user can fix, with a hint where the system's own message has none.
 USER_ERRNOS = {number: "" for number in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)}
 USER_ERRNOS |= {
@@ -82,7 +92,7 @@ def user_error(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in USER_ERRNOS:
         name = f"{error.filename}: " if error.filename else ""
         return f"{name}{error.strerror}{USER_ERRNOS[error.errno]}"
-    return str(error) if isinstance(error, InputError) else None
+    return str(error) if isinstance(error, UserError) else None
 
 
 def collect_stop_signals() -> list[int]:

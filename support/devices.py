@@ -2,19 +2,20 @@
 
 import ctypes
 import functools
+import gc
 import os
 import sys
 import time
 
 import torch
 
-from support.cli import InputError, first_line, print0
+from support.cli import UserError, first_line, print0
 
 
 def choose_device(
     device: str, dtype: str, local_rank: int = 0, world_size: int = 1
 ) -> tuple[torch.device, torch.dtype, str]:
-    """(device, dtype, a line with the choice and its reason). Raises InputError."""
+    """(device, dtype, a line with the choice and its reason). Raises UserError."""
     present = {
         "cuda": torch.cuda.is_available(),
         "cpu": True,
@@ -23,12 +24,12 @@ def choose_device(
     kind = next(k for k in ("cuda", "mps", "cpu") if present[k]) if device == "auto" else device
     if not present.get(kind):
         available = ", ".join(k for k in present if present[k])
-        raise InputError(
+        raise UserError(
             f"--device {device}: not available for {world_size} processes (auto, {available})"
         )
     if kind == "cuda":
         if local_rank >= torch.cuda.device_count():
-            raise InputError(
+            raise UserError(
                 f"{torch.cuda.device_count()} GPUs for more than {local_rank} processes: lower "
                 "--nproc_per_node"
             )
@@ -56,15 +57,43 @@ def choose_device(
     return chosen, getattr(torch, best), f"{chosen} ({name}), {best}: {reason}"
 
 
+# Dense 16-bit tensor-core peaks in TFLOP/s with float32 accumulation, by torch.cuda.get_device_name
+# without the vendor. Names are exact, since variants of a chip differ: an H100 NVL is no H100 SXM.
+# Others are measured. Sources: NVIDIA's data sheets (half of what they give "with sparsity"), for
+# GeForce the architecture white papers' tables "FP16 Tensor TFLOPS with FP32 Accumulate" (Ampere
+# GA102, Ada, RTX Blackwell), AMD's MI300X data sheet. NVIDIA publishes no sheet for the H20; 148 is
+# in resellers' sheets. RTX 4090 D: an eighth of NVIDIA's 1,177 "AI TOPS", as 165.2 is of the 4090's
+# 1,321.
+# fmt: off
+PEAK_TFLOPS = {
+    "B200": 2250, "GH200 480GB": 990, "H200": 989, "H200 NVL": 836, "H100 80GB HBM3": 989,
+    "H100 NVL": 836, "H100 PCIe": 756, "H800": 989, "H800 PCIe": 756, "H20": 148,
+    "A100-SXM4-40GB": 312, "A100-SXM4-80GB": 312, "A100-PCIE-40GB": 312, "A100 80GB PCIe": 312,
+    "A800-SXM4-80GB": 312, "A800 80GB PCIe": 312, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,
+    "RTX 6000 Ada Generation": 364, "RTX A6000": 155, "GeForce RTX 5090": 209.5,
+    "GeForce RTX 4090": 165.2, "GeForce RTX 4090 D": 147.1, "GeForce RTX 3090 Ti": 80,
+    "GeForce RTX 3090": 71, "V100-SXM2-16GB": 125, "V100-SXM2-32GB": 125, "V100-PCIE-16GB": 112,
+    "V100-PCIE-32GB": 112, "T4": 65, "AMD Instinct MI300X": 1307,
+}
+# fmt: on
+
+
+def data_sheet_flops(name: str) -> float | None:
+    """16-bit tensor-core FLOP/s by torch.cuda.get_device_name; None for a GPU not in
+    PEAK_TFLOPS."""
+    tflops = PEAK_TFLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
+    return tflops and tflops * 1e12
+
+
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(the FLOP/s that count as 100 % MFU, where the figure comes from) for this device and
     precision."""
+    peak = None
     if device.type == "cuda" and dtype != torch.float32:
-        from support.gpus import data_sheet_flops
-
-        if peak := data_sheet_flops(torch.cuda.get_device_name(device)):
-            return peak, "data sheet"
+        peak = data_sheet_flops(torch.cuda.get_device_name(device))
+    if peak:
+        return peak, "data sheet"
     n = 4096 if device.type == "cuda" else 1024
     return matmul_flops(device, dtype, n), f"measured, {n} x {n} product"
 
@@ -133,3 +162,60 @@ def keep_freed_memory() -> None:
         ):  # glibc's; malloc.h numbers the options
             mallopt(-4, 0)  # M_MMAP_MAX: map no buffer separately
             mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
+
+
+def fits(
+    model: torch.nn.Module,
+    B: int,
+    T: int,
+    dtype: torch.dtype,
+    moments: int,
+    keeps_logits: bool,
+    accumulates: bool,
+) -> bool:
+    """Whether a GPU has the memory for a step with micro-batches of B sequences, by trying an eager
+    forward and backward pass with the chunked loss, which stores no less than a compiled one,
+    beside what else the step holds.
+
+    moments: bytes of the optimizer's state. keeps_logits: a compiled loss keeps 16-bit logits.
+    accumulates: gradients of earlier micro-steps (or DDP's buckets) are there during the backward
+    pass."""
+    loss_function, (V, _), device = (
+        model.loss_function,
+        model.wte.weight.shape,
+        model.wte.weight.device,
+    )
+    try:
+        model.prepare(compiled=False)
+        logits = B * T * (V + -V % 64) * dtype.itemsize if keeps_logits else 0
+        reserved = torch.empty(moments + logits, dtype=torch.uint8, device=device)
+        for p in model.parameters() if accumulates else ():
+            p.grad = torch.zeros_like(p)
+        x = torch.zeros(B, T, dtype=torch.int64, device=device)
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+            model(x, x)[1].backward()
+        del reserved
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        model.loss_function = loss_function
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def return_freed_memory(low_memory: bool) -> None:
+    """On Linux, undoes devices.keep_freed_memory for buffers of 32 MiB and more, when the model
+    turns out to be large.
+
+    For a large model page faults are cheap next to the matmuls, while retained buffers fragment the
+    heap: a fifth of the memory of a 124M step. low_memory: buffers of 1 MiB, too, and no huge
+    pages, which saves a last tenth of the memory for a tenth of the time."""
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        mallopt(-4, 65536)  # M_MMAP_MAX: its default
+        mallopt(-3, 2**20 if low_memory else 2**25)  # M_MMAP_THRESHOLD; 32 MiB is its maximum
+        if low_memory:
+            ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE

@@ -1,18 +1,17 @@
 """Models on the Hugging Face hub, and loading any causal LM for sample.py and hellaswag.py."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from support.cli import InputError, first_line
-from support.files import list_checkpoints
+from support.cli import UserError, first_line
+from support.run_folder import list_checkpoints
 
 
 def model_folder(name: str | Path) -> Path:
     """`name` if it exists; otherwise the hub's model of that name, downloaded once. Raises
-    InputError."""
+    UserError."""
     if Path(name).exists():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -28,25 +27,25 @@ def model_folder(name: str | Path) -> Path:
     except (
         Exception
     ) as error:  # the hub's, its HTTP library's, the socket's: they have no common base
-        raise InputError(
+        raise UserError(
             f"{name}: neither a folder nor found on the Hub ({first_line(error)}); without "
             "a network, give a folder that holds the model"
         ) from None
 
 
 def find_model(name: str) -> Path:
-    """The newest checkpoint of a log folder, or the model called `name`. Raises InputError."""
+    """The newest checkpoint of a log folder, or the model called `name`. Raises UserError."""
     folder = model_folder(name)
     if (folder / "config.json").exists():
         return folder
     if newest := list_checkpoints(folder)[-1:]:
         return newest[0]
-    raise InputError(f"{name}: neither a model (config.json) nor a run with checkpoints (step_*)")
+    raise UserError(f"{name}: neither a model (config.json) nor a run with checkpoints (step_*)")
 
 
 def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[Any, Any]:
     """(model, tokenizer) of any causal language model, by transformers; the tokenizer is None if
-    the folder has none. `options` go to AutoModelForCausalLM. Raises InputError."""
+    the folder has none. `options` go to AutoModelForCausalLM. Raises UserError."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -56,21 +55,9 @@ def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[
             transformers.AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise InputError(
-            f"{folder}: not a model that can be loaded ({first_line(error)})"
-        ) from None
+        raise UserError(f"{folder}: not a model that can be loaded ({first_line(error)})") from None
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError):
         tokenizer = None
     return model, tokenizer
-
-
-def check_writable(path: str) -> None:
-    """Call before long work. Raises InputError if the folder of `path` is missing or not
-    writable."""
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        raise InputError(f"{path}: there is no folder {Path(path).parent}")
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"{path}: no write access to its folder; choose another")

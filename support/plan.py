@@ -1,15 +1,11 @@
 """A run's arithmetic (`--plan`), the micro-batch that fits on a GPU, a large model's memory on a
 CPU."""
 
-import ctypes
-import gc
-import sys
 from pathlib import Path
 
 import torch
 
-from support.devices import is_out_of_memory, peak_flops
-from support.gpus import PEAK_TFLOPS
+from support.devices import PEAK_TFLOPS, peak_flops
 from support.tokenizer import find_shards, open_shard, tokenize_text
 
 ASSUMED_MFU = 0.4
@@ -42,7 +38,7 @@ def estimate_memory(
 
 def count_tokens(data: Path) -> int | None:
     """Training tokens of a folder of shards or a .txt file; None if it does not exist. Raises
-    InputError."""
+    UserError."""
     if data.is_dir():
         return sum(len(open_shard(path)) for path in find_shards(data, "train"))
     return len(tokenize_text(data, "train")) if data.is_file() else None
@@ -102,60 +98,3 @@ def print_plan(
         )
     for name, value in rows.items():
         print(f"{name:>13}: {value}")
-
-
-def fits(
-    model: torch.nn.Module,
-    B: int,
-    T: int,
-    dtype: torch.dtype,
-    moments: int,
-    keeps_logits: bool,
-    accumulates: bool,
-) -> bool:
-    """Whether a GPU has the memory for a step with micro-batches of B sequences, by trying an eager
-    forward and backward pass with the chunked loss, which stores no less than a compiled one,
-    beside what else the step holds.
-
-    moments: bytes of the optimizer's state. keeps_logits: a compiled loss keeps 16-bit logits.
-    accumulates: gradients of earlier micro-steps (or DDP's buckets) are there during the backward
-    pass."""
-    loss_function, (V, _), device = (
-        model.loss_function,
-        model.wte.weight.shape,
-        model.wte.weight.device,
-    )
-    try:
-        model.prepare(compiled=False)
-        logits = B * T * (V + -V % 64) * dtype.itemsize if keeps_logits else 0
-        reserved = torch.empty(moments + logits, dtype=torch.uint8, device=device)
-        for p in model.parameters() if accumulates else ():
-            p.grad = torch.zeros_like(p)
-        x = torch.zeros(B, T, dtype=torch.int64, device=device)
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-            model(x, x)[1].backward()
-        del reserved
-        return True
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    finally:
-        model.loss_function = loss_function
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def return_freed_memory(low_memory: bool) -> None:
-    """On Linux, undoes devices.keep_freed_memory for buffers of 32 MiB and more, when the model
-    turns out to be large.
-
-    For a large model page faults are cheap next to the matmuls, while retained buffers fragment the
-    heap: a fifth of the memory of a 124M step. low_memory: buffers of 1 MiB, too, and no huge
-    pages, which saves a last tenth of the memory for a tenth of the time."""
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-        mallopt(-4, 65536)  # M_MMAP_MAX: its default
-        mallopt(-3, 2**20 if low_memory else 2**25)  # M_MMAP_THRESHOLD; 32 MiB is its maximum
-        if low_memory:
-            ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from support.files import atomic_path, read_log, run_entries
+from support.files import atomic_path
+from support.run_folder import read_log, run_entries
 
 # Published results on the same scales. The validation loss is comparable on FineWeb-Edu alone.
 VAL_BASELINES = {"GPT-2 124M (OpenAI), on FineWeb-Edu": 3.2924}

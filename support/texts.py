@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.cli import InputError
+from support.cli import UserError
 from support.tokenizer import EOT, encode, get_tokenizer
 
 SUFFIXES = (
@@ -47,11 +47,11 @@ class Stream(NamedTuple):
 def explained(
     name: str, problem: str = "cannot be read", remedy: str = "replace the file"
 ) -> Iterator[None]:
-    """Turns any exception of a library into an InputError about `name`; their types share no base
+    """Turns any exception of a library into an UserError about `name`; their types share no base
     class."""
     try:
         yield
-    except InputError:
+    except UserError:
         raise
     except Exception as error:
         line = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
@@ -60,11 +60,11 @@ def explained(
                 "check names and network, then run the same command again; if it is private or gated, "
                 "request access on its Hub page and log in with `hf auth login`"
             )
-        raise InputError(f"{name}: {problem} ({line}); {remedy}") from None
+        raise UserError(f"{name}: {problem} ({line}); {remedy}") from None
 
 
 def template_columns(template: str) -> list[str]:
-    """The columns that a template names; [] if it is empty. Raises InputError."""
+    """The columns that a template names; [] if it is empty. Raises UserError."""
     with explained(
         f"--template {template!r}", "invalid", "put column names in braces, like {text}"
     ):
@@ -76,7 +76,7 @@ def template_columns(template: str) -> list[str]:
 
 def find_files(patterns: tuple[str, ...]) -> list[str]:
     """The files that --input names, in its order; those of a folder or pattern by name. Raises
-    InputError."""
+    UserError."""
     paths: list[str] = []
     for pattern in patterns:
         inside = [path for path in sorted(Path(pattern).rglob("[!.]*")) if path.name != "README.md"]
@@ -87,9 +87,9 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
         paths += found or [pattern]
     for path in paths:
         if not (path.endswith(SUFFIXES) and Path(path).is_file()):
-            raise InputError(f"--input {path}: no such file, or not {', '.join(SUFFIXES)}")
+            raise UserError(f"--input {path}: no such file, or not {', '.join(SUFFIXES)}")
         if re.search(r"::|\[.*\.(gz|zst)$", path):
-            raise InputError(
+            raise UserError(
                 f"--input {path}: `datasets` reads :: and, if compressed, [ as a URL; rename it"
             )
     return paths
@@ -172,7 +172,7 @@ def open_files(
 def open_dataset(
     dataset: str, commit: str | None, config: str, split: str, text_column: str, template: str
 ) -> tuple:
-    """-> (facts, [stream of a validation split or "", stream of the split]). Raises InputError."""
+    """-> (facts, [stream of a validation split or "", stream of the split]). Raises UserError."""
     from datasets import load_dataset_builder
     from huggingface_hub import HfApi
 
@@ -186,7 +186,7 @@ def open_dataset(
         splits = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}
         split = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
         if split not in splits:
-            raise InputError(
+            raise UserError(
                 f"{name}: no split {split!r}; --split names one of: {', '.join(splits)}"
             )
         names = ("validation", "valid", "val", "dev") if split == "train" else ()
@@ -201,7 +201,7 @@ def open_dataset(
         ]
         if not set(columns) <= set(kinds if template else strings):
             listed = ", ".join(f"{key} ({kind})" for key, kind in kinds.items())
-            raise InputError(
+            raise UserError(
                 f"{name}: no text in {', '.join(columns)}; --text-column, --template: {listed}"
             )
         if builder.name == "parquet":  # read no other columns, and little at a time
@@ -225,7 +225,7 @@ def read(
     connection: Connection, opener: Callable, position: list, rank: int, world_size: int
 ) -> None:
     """The reader process: sends the facts, ([stream, its state], Stream, rows) from a position on,
-    and None; or an InputError. Rows are in Arrow's IPC format."""
+    and None; or an UserError. Rows are in Arrow's IPC format."""
     start_child(set_up_datasets)
     import pyarrow
     from datasets.distributed import split_dataset_by_node
@@ -263,7 +263,7 @@ def read(
                     connection.send(([index, state], stream._replace(open=None), rows))
                     state = dataset.state_dict()
         connection.send(None)
-    except InputError as error:
+    except UserError as error:
         connection.send(error)
 
 
@@ -284,7 +284,7 @@ def set_up_tokenizer() -> None:
 
 def tokenize(stream: Stream, rows: bytes) -> tuple[np.ndarray, list[int]]:
     """-> (tokens of the documents, 1-D uint16; number of [nulls, empty texts]). Raises
-    InputError."""
+    UserError."""
     import pyarrow
 
     template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
@@ -308,7 +308,7 @@ def tokenize(stream: Stream, rows: bytes) -> tuple[np.ndarray, list[int]]:
 
 def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
     """Starts reader and workers. Yields the facts, then (position, tokens, skipped). Raises
-    InputError."""
+    UserError."""
     ours, theirs = multiprocessing.Pipe()
     reader = multiprocessing.Process(target=read, args=(theirs, *reader_arguments), daemon=True)
     reader.start()
@@ -320,7 +320,7 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
             os.getpid
         )  # starts all; they load the tokenizer while the reader imports `datasets`
         for message in iter(ours.recv, None):
-            if isinstance(message, InputError):
+            if isinstance(message, UserError):
                 raise message
             if isinstance(message, dict):
                 yield message
@@ -332,7 +332,7 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
         for position, future in pending:
             yield position, *future.result()
     except (BrokenExecutor, EOFError):
-        raise InputError(
+        raise UserError(
             "a process was killed (out of memory?); repeat with fewer --workers"
         ) from None
     finally:

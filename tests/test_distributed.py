@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt2
-from support.cli import InputError, LostRank
+from support.cli import LostRank, UserError
 from tests.conftest import start_ranks, train
 from train_gpt2 import GPT, DDPContext, GPTConfig, choose_micro_batch_size, read_config
 
@@ -26,7 +26,7 @@ def test_ranks_share_a_step_equally():
     assert chosen == [8, 4, 2, 1]
     for world_size, nearest in ((3, 576), (5, 640), (16, 1024)):
         with pytest.raises(
-            InputError, match=f"--total-batch-size 512 .* nearest that is: {nearest}$"
+            UserError, match=f"--total-batch-size 512 .* nearest that is: {nearest}$"
         ):
             choose_micro_batch_size(config, model, on_ranks(world_size))
 
@@ -87,7 +87,7 @@ def test_an_error_of_one_rank_is_one_line_with_its_rank(name, tmp_path, monkeypa
         ),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it"),
-            InputError,
+            UserError,
             "^out of memory on cpu: try --micro-batch-size 1, --low-memory, or --shard-optimizer on several ranks$",
         ),
         (RuntimeError("a bug"), RuntimeError, "^a bug$"),

@@ -29,7 +29,7 @@ import pytest
 
 import fineweb
 from support import texts
-from support.cli import InputError
+from support.cli import UserError
 from support.tokenizer import EOT, get_tokenizer
 from tests.conftest import ROOT, SHARED, posix, script
 
@@ -94,7 +94,7 @@ def make(*args):
 
 
 def refused(*args):
-    with pytest.raises(InputError) as error:
+    with pytest.raises(UserError) as error:
         make(*args)
     assert "\n" not in str(error.value)
     return str(error.value)

@@ -12,8 +12,8 @@ import torch.nn as nn
 
 import train_gpt2
 from examples.document_mask import DocumentGPT
-from support.cli import InputError
-from support.files import write_checksums
+from support.cli import UserError
+from support.run_folder import write_checksums
 from tests.conftest import TINY, losses, read_log, script, train
 from train_gpt2 import GPT, Block, GPTConfig, TrainConfig, read_training_state
 
@@ -37,7 +37,7 @@ def test_a_checkpoint_of_another_version_resumes(text, tmp_path, monkeypatch):
     train(*args, "--max-steps", 4)
     assert len(losses(tmp_path)) == 4
     with pytest.raises(
-        InputError, match=r"--max-lr was 0\.005, is 0\.5, --z-loss was 0\.0, is 0\.5"
+        UserError, match=r"--max-lr was 0\.005, is 0\.5, --z-loss was 0\.0, is 0\.5"
     ):
         train(*args, "--max-steps", 6, "--z-loss", 0.5, "--max-lr", 0.5)
 

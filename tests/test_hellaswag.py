@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import hellaswag
-from support.cli import InputError
+from support.cli import UserError
 from tests.conftest import ROOT
 from train_gpt2 import GPT, GPTConfig
 
@@ -145,7 +145,7 @@ def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
         logits = ours(row)[0][0, -len(ending) :]
         expected = F.cross_entropy(logits, torch.tensor(ending), reduction="sum").item()
         assert score.losses[score.index.index(0), i].item() == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(InputError, match="task 1: an ending exceeds"):
+    with pytest.raises(UserError, match="task 1: an ending exceeds"):
         hellaswag.prepare([short], 4)
 
 
@@ -173,7 +173,7 @@ BAD = [
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(task()) + "\n" + line + "\n")
-    with pytest.raises(InputError, match=r"tasks\.jsonl, line 2: not a HellaSwag task"):
+    with pytest.raises(UserError, match=r"tasks\.jsonl, line 2: not a HellaSwag task"):
         hellaswag.load_examples(path)
 
 
@@ -197,6 +197,6 @@ def test_download_is_retried_and_verified(tmp_path, monkeypatch):
     assert hellaswag.download(path).read_bytes() == good
     path.unlink()
     answers += [None] * 3
-    with pytest.raises(InputError, match=r"download failed .*404.*; --data"):
+    with pytest.raises(UserError, match=r"download failed .*404.*; --data"):
         hellaswag.download(path)
     assert not list(path.parent.iterdir())

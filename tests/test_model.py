@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import train_gpt2
-from support.cli import InputError
+from support.cli import UserError
 from train_gpt2 import (
     CONV1D,
     GPT,
@@ -146,7 +146,7 @@ def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone()
             parameter, std=0.3
         )  # so that what comes next depends on all of the context
     idx, before = tokens(2, 60), torch.get_rng_state()
-    draw = lambda **kw: model.generate(idx, 20, generator=torch.Generator().manual_seed(42), **kw)  # noqa: E731
+    draw = lambda **kw: model.generate(idx, 20, generator=torch.Generator().manual_seed(42), **kw)
     first = draw()
     assert torch.equal(first, draw()) and torch.equal(before, torch.get_rng_state())
     assert first.shape == (2, 80) and torch.equal(first[:, :60], idx) and first.max() < 50257
@@ -168,20 +168,20 @@ def test_what_is_no_gpt2_is_refused(tmp_path):
         ({}, None),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
+        with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
             GPT.from_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     save_file(load_file(weights) | {"lm_head.weight": torch.zeros(50257, 48)}, weights)
-    with pytest.raises(InputError, match="not tied"):
+    with pytest.raises(UserError, match="not tied"):
         GPT.from_pretrained(tmp_path)
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(InputError, match=r"model\.safetensors: damaged"):
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
         GPT.from_pretrained(tmp_path)
     weights.unlink()
     torch.save(
         model.state_dict(), tmp_path / "pytorch_model.bin"
     )  # a pickle, which is never opened
-    with pytest.raises(InputError, match=r"no model\.safetensors of a GPT-2 here"):
+    with pytest.raises(UserError, match=r"no model\.safetensors of a GPT-2 here"):
         GPT.from_pretrained(tmp_path)
 
 

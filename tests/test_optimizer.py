@@ -35,7 +35,7 @@ def test_muon_equals_torchs(dtype, tolerance, monkeypatch):
         monkeypatch.setattr(torch, "bfloat16", torch.float32)
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES.values()]
-    split = lambda tensors: [  # noqa: E731
+    split = lambda tensors: [
         part
         for name, tensor in zip(SHAPES, tensors, strict=True)
         for part in (tensor.chunk(3) if name.endswith("c_attn.weight") else (tensor,))
@@ -65,7 +65,7 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
         muon, adamw = optimizer.optimizers
         assert muon.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     names = {id(p): name for name, p in model.named_parameters()}
-    has = lambda o: {names[id(p)] for group in o.param_groups for p in group["params"]}  # noqa: E731
+    has = lambda o: {names[id(p)] for group in o.param_groups for p in group["params"]}
     matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     assert has(muon) == {name for name in names.values() if name.endswith(matrices)}
     assert has(muon) | has(adamw) == set(names.values()) and not has(muon) & has(adamw)

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import train_gpt2
-from support.cli import InputError, RunError
-from support.files import list_checkpoints, sha256, step_of
+from support.cli import RunError, UserError
+from support.files import sha256
+from support.run_folder import list_checkpoints, step_of
 from tests.conftest import ROOT, TINY, losses, posix, read_log, start_ranks, train, train_on_ranks
 from tests.torture import ARGS, contents, torture
 from train_gpt2 import find_checkpoint, read_training_state
@@ -169,7 +170,7 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
     for folder in (older, newer):
         truncate(folder / "model.safetensors")
     everything = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match="all 2 checkpoints are damaged"):
+    with pytest.raises(UserError, match="all 2 checkpoints are damaged"):
         train(
             "--data", text, "--max-steps", 8, "--save-every", 2, "--log-dir", tmp_path, "--resume"
         )
@@ -278,7 +279,7 @@ def test_a_crafted_training_state_executes_nothing(tmp_path):
     state = tmp_path / "training_state.pt"
     for content in ({"format": Trap()}, [1], {"format": 2}, None):
         torch.save(content, state) if content else state.write_bytes(pickle.dumps(Trap()))
-        with pytest.raises(InputError, match=r"training_state\.pt"):
+        with pytest.raises(UserError, match=r"training_state\.pt"):
             read_training_state(tmp_path)
         assert not (tmp_path / "executed").exists()
 

@@ -9,7 +9,6 @@ times, in turn while it writes a checkpoint, trains and starts up; then it may f
 its training state and its log, except for the timing streams, must equal an undisturbed run's byte
 for byte."""
 
-# ruff: noqa: E402
 import argparse
 import itertools
 import random
@@ -28,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from support.files import read_log
+from support.run_folder import read_log
 
 TIMINGS = ("ms", "tok_per_sec", "mfu")
 ARGS = [

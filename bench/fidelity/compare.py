@@ -22,10 +22,10 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from support.cli import InputError, run  # noqa: E402
-from support.files import read_log  # noqa: E402
-from support.tokenizer import tokenize_text  # noqa: E402
-from train_gpt2 import GPT, GPTConfig, TrainConfig, get_lr  # noqa: E402
+from support.cli import UserError, run
+from support.run_folder import read_log
+from support.tokenizer import tokenize_text
+from train_gpt2 import GPT, GPTConfig, TrainConfig, get_lr
 
 SHAPE = GPTConfig()
 B, T, MICRO_STEPS = 2, 32, 2
@@ -45,7 +45,7 @@ PARTS = {
 
 
 class Peer:
-    """build-nanogpt's training script in pieces. Raises InputError when `script` is not the one we
+    """build-nanogpt's training script in pieces. Raises UserError when `script` is not the one we
     know."""
 
     def __init__(self, script: Path):
@@ -56,7 +56,7 @@ class Peer:
                 or end not in source
                 or not all(text in source for text in EDITS)
             ):
-                raise InputError(
+                raise UserError(
                     f"{script}: not the script this is for (build-nanogpt of June 2024)"
                 )
             text = start + source.split(start)[1].split(end)[0]
@@ -128,7 +128,7 @@ def main() -> None:
         [*sys.argv[1:], "60"] if len(sys.argv) == 2 else sys.argv[1:] or ["", ""]
     )
     if not steps.isdecimal() or int(steps) == 0:
-        raise InputError(
+        raise UserError(
             "compare.py PEER [STEPS] [FLAG …]: a copy of build-nanogpt, and at least 1 step"
         )
     peer, steps = Peer(Path(folder, "train_gpt2.py")), int(steps)

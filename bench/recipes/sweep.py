@@ -22,7 +22,6 @@ one is skipped and a stopped one continues. At the end `table.md` and `curves.pn
 recipe's final loss over the seeds, and after how many tokens its validation loss reached the first
 recipe's final one."""
 
-# ruff: noqa: E402
 import statistics
 import subprocess
 import sys
@@ -37,8 +36,9 @@ import tyro
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from support.cli import InputError, flag, parse_args, run
-from support.files import atomic_path, read_log
+from support.cli import UserError, flag, parse_args, run
+from support.files import atomic_path
+from support.run_folder import read_log
 from train_gpt2 import TrainConfig, read_config
 
 
@@ -55,16 +55,16 @@ class SweepConfig:
 
 
 def read_sweep(path: Path) -> tuple[list[int], dict[str, dict[str, Any]]]:
-    """Seeds, and each recipe's settings with the common ones. Raises InputError for an unknown
+    """Seeds, and each recipe's settings with the common ones. Raises UserError for an unknown
     setting."""
     try:
         sweep = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path}: not TOML ({error})") from None
+        raise UserError(f"{path}: not TOML ({error})") from None
     unknown = sweep.keys() - {"seeds", "common", "recipes"}
     seeds, recipes = sweep.get("seeds"), sweep.get("recipes")
     if unknown or not seeds or not recipes or not all(isinstance(seed, int) for seed in seeds):
-        raise InputError(
+        raise UserError(
             f"{path}: needs seeds = [1, 2, …], [common] and [recipes.NAME], nothing else"
         )
     recipes = {name: {**sweep.get("common", {}), **recipe} for name, recipe in recipes.items()}
@@ -72,7 +72,7 @@ def read_sweep(path: Path) -> tuple[list[int], dict[str, dict[str, Any]]]:
     for name, recipe in recipes.items():
         if foreign := recipe.keys() - known:
             foreign = ", ".join(sorted(foreign))
-            raise InputError(f"{path}: recipe {name}: {foreign} is no setting of train_gpt2.py")
+            raise UserError(f"{path}: recipe {name}: {foreign} is no setting of train_gpt2.py")
     return seeds, recipes
 
 
@@ -89,7 +89,7 @@ def as_flags(recipe: dict[str, Any]) -> list[str]:
 
 def run_one(folder: Path, flags: list[str]) -> None:
     """Starts, continues or skips a run; its output goes to folder/console.txt. Raises
-    InputError."""
+    UserError."""
     folder.mkdir(parents=True, exist_ok=True)
     script = ROOT / "train_gpt2.py"
     with open(folder / "console.txt", "a", encoding="utf-8") as console:
@@ -98,7 +98,7 @@ def run_one(folder: Path, flags: list[str]) -> None:
         )
     if done.returncode:
         output = (folder / "console.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-        raise InputError(
+        raise UserError(
             f"{folder}: stopped with status {done.returncode} ({(output or ['no output'])[-1]})"
         )
     print(f"{folder}: done", flush=True)
@@ -203,7 +203,7 @@ def main(args: list[str] | None = None) -> None:
     for (name, seed), run_config in configs.items():
         validation = read_log(folder / name / str(seed)).get("val")
         if not validation:
-            raise InputError(
+            raise UserError(
                 f"{folder / name / str(seed)}: no validation loss to compare: set eval_every"
             )
         batch = run_config.total_batch_size
