@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from support.devices import PEAK_TFLOPS, peak_flops
+from support.devices import peak_flops
+from support.gpus import PEAK_TFLOPS
 from support.tokenizer import find_shards, open_shard, tokenize_text
 
 ASSUMED_MFU = 0.4

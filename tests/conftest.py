@@ -84,7 +84,7 @@ def train(*args: object, curves: bool = False) -> int:
     ]
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
-        with contextlib.nullcontext() if curves else mock.patch("train_gpt2.subprocess"):
+        with contextlib.nullcontext() if curves else mock.patch("support.run_folder.draw_curves"):
             return train_gpt2.main([*TINY, *map(str, args)])
     finally:
         for number, handler in handlers.items():
@@ -109,7 +109,7 @@ def be_a_rank(
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    train_gpt2.subprocess = mock.Mock()  # no curves
+    train_gpt2.run_folder.draw_curves = mock.Mock()
     exec(disturbance, {})
     run(lambda: train_gpt2.main(args))
 

@@ -4,18 +4,19 @@ stand-ins; --plan's arithmetic against measured peaks, and the micro-batch that 
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 import hellaswag
 import train_gpt2
-from support import devices
+from support import devices, gpus
 from support.cli import RunError, UserError
-from support.devices import data_sheet_flops, fits
+from support.gpus import data_sheet_flops, fits
 from support.plan import estimate_memory
 from tests import no_float64
 from tests.conftest import ROOT, TINY, losses, read_log, train, train_on_ranks
-from train_gpt2 import GPT, DDPContext, GPTConfig, choose_micro_batch_size, read_config
+from train_gpt2 import GPT, GPTConfig, Ranks, choose_micro_batch_size, read_config
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def test_tf32_is_for_runs_in_16_bits_on_a_gpu(device, dtype, expected, monkeypat
     monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
     monkeypatch.setattr(train_gpt2, "start_model", mock.Mock(side_effect=StopIteration))
     with pytest.raises(StopIteration):
-        train_gpt2.train(read_config(TINY), DDPContext(0, 1, torch.device(device), dtype, ""))
+        train_gpt2.train(read_config(TINY), Ranks(0, 1, torch.device(device), dtype, ""))
     assert chosen == expected
 
 
@@ -130,7 +131,7 @@ def test_an_apple_gpu_is_for_one_process_and_trains_in_float32(monkeypatch):
     assert devices.choose_device("auto", "auto")[:2] == (torch.device("mps"), torch.float32)
     assert devices.choose_device("auto", "float16")[:2] == (torch.device("mps"), torch.float16)
     with pytest.raises(UserError, match="--dtype float16: overflows"):
-        DDPContext.start(read_config([*TINY, "--device", "mps", "--dtype", "float16"]))
+        Ranks.start(read_config([*TINY, "--device", "mps", "--dtype", "float16"]))
     assert devices.choose_device("auto", "float32", world_size=2)[0] == torch.device("cpu")
     with pytest.raises(UserError, match="--device mps: not available for 2 processes"):
         devices.choose_device("mps", "auto", world_size=2)
@@ -246,7 +247,7 @@ def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monk
 
     def overflowing(x, wte, targets):
         total = x.float().sum()
-        return None, loss_function(x, wte, targets)[1] + 1e38 * (total - total.detach())
+        return loss_function(x, wte, targets) + 1e38 * (total - total.detach())
 
     monkeypatch.setattr(train_gpt2, "chunked_next_token_loss", overflowing)
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=4.0))
@@ -326,9 +327,11 @@ class OutOfMemoryAbove(GPT):
 def test_what_fits_is_tried(error, monkeypatch):
     """Beside the gradients of earlier micro-steps, if there are; nothing of the trial is left."""
     model = OutOfMemoryAbove(12, error)
-    trial = lambda model, B, accumulates=True: fits(
-        model, B, 4, torch.float32, 8, True, accumulates
-    )
+    autocast = torch.autocast("cpu", enabled=False)
+
+    def trial(model, B, accumulates=True):
+        return fits(model, torch.zeros(B, 4, dtype=torch.int64), autocast, 8, accumulates)
+
     loss_function = model.loss_function
     for accumulates in (True, False):
         assert [trial(model, B, accumulates) for B in (16, 12)] == [False, True]
@@ -339,7 +342,7 @@ def test_what_fits_is_tried(error, monkeypatch):
     with pytest.raises(RuntimeError, match="another problem"):
         trial(OutOfMemoryAbove(0, RuntimeError("another problem")), 1)
 
-    def cannot_reserve(*args, **options):  # a model too large for its optimizer's moments
+    def cannot_reserve(*args, **options):  # the model is too large for the optimizer's moments
         raise error
 
     monkeypatch.setattr(torch, "empty", cannot_reserve)
@@ -360,14 +363,21 @@ def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
 ):
     """moments: bytes a parameter. The other ranks have room for 4 sequences, this one for 8."""
     model, tried = OutOfMemoryAbove(0, RuntimeError()), []
-    others = lambda: [tried[-1][0] <= 4] * (world_size - 1)
-    monkeypatch.setattr(
-        devices, "fits", lambda _, B, T, dtype, *rest: tried.append((B, *rest)) or B <= 8
-    )
-    monkeypatch.setattr(DDPContext, "gather", lambda self, value: [value, *others()])
-    ddp = DDPContext(0, world_size, torch.device("cuda"), torch.bfloat16, "")
+
+    def fits(model, x, autocast, reserve, accumulates):
+        tried.append((len(x), reserve, accumulates))
+        return len(x) <= 8
+
+    def gather(self, value):
+        return [value] + [tried[-1][0] <= 4] * (world_size - 1)
+
+    monkeypatch.setattr(gpus, "fits", fits)
+    monkeypatch.setattr(Ranks, "gather", gather)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: np.zeros(shape))
+    ranks = Ranks(0, world_size, torch.device("cuda"), torch.bfloat16, "")
     config = read_config(
         ["--preset", "gpt2", "--seq-len", "4", "--total-batch-size", "32", *flags.split()]
     )
-    assert choose_micro_batch_size(config, model, ddp) == B
-    assert tried[-1] == (B, moments * model.num_parameters(), keeps_logits, accumulates)
+    assert choose_micro_batch_size(config, model, ranks) == B
+    logits = B * 4 * 50304 * 2 if keeps_logits else 0
+    assert tried[-1] == (B, moments * model.num_parameters() + logits, accumulates)

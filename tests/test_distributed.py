@@ -10,11 +10,11 @@ import torch
 import train_gpt2
 from support.cli import LostRank, UserError
 from tests.conftest import start_ranks, train
-from train_gpt2 import GPT, DDPContext, GPTConfig, choose_micro_batch_size, read_config
+from train_gpt2 import GPT, GPTConfig, Ranks, choose_micro_batch_size, read_config
 
 
-def on_ranks(world_size: int) -> DDPContext:
-    return DDPContext(0, world_size, torch.device("cpu"), torch.float32, "")
+def on_ranks(world_size: int) -> Ranks:
+    return Ranks(0, world_size, torch.device("cpu"), torch.float32, "")
 
 
 def test_ranks_share_a_step_equally():
@@ -95,6 +95,6 @@ def test_an_error_of_one_rank_is_one_line_with_its_rank(name, tmp_path, monkeypa
 )
 def test_a_lost_rank_and_a_lack_of_memory_are_told_from_a_bug(error, kind, message, monkeypatch):
     monkeypatch.setattr(train_gpt2, "train", mock.Mock(side_effect=error))
-    monkeypatch.setattr(DDPContext, "start", lambda config: on_ranks(2))
+    monkeypatch.setattr(Ranks, "start", lambda config: on_ranks(2))
     with pytest.raises(kind, match=message):
         train()

@@ -13,9 +13,9 @@ import torch.nn as nn
 import train_gpt2
 from examples.document_mask import DocumentGPT
 from support.cli import UserError
-from support.run_folder import write_checksums
+from support.run_folder import read_training_state, write_checksums
 from tests.conftest import TINY, losses, read_log, script, train
-from train_gpt2 import GPT, Block, GPTConfig, TrainConfig, read_training_state
+from train_gpt2 import GPT, Block, GPTConfig, TrainConfig
 
 
 def test_a_checkpoint_of_another_version_resumes(text, tmp_path, monkeypatch):

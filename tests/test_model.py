@@ -186,23 +186,23 @@ def test_what_is_no_gpt2_is_refused(tmp_path):
 
 
 def loss_and_gradients(function, V, dtype):
-    """(logits, loss, gradients of x and wte)"""
+    """(loss, gradients of x and wte)"""
     torch.manual_seed(0)
     x, wte = torch.randn(2, 64, 48, requires_grad=True), (torch.randn(V, 48) * 0.1).requires_grad_()
     targets = torch.randint(0, V, (2, 64))
     targets[0, 0] = V - 1  # the last column before the padding
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        logits, loss = function(x, wte, targets)
+        loss = function(x, wte, targets)
         with torch.no_grad():
-            assert function(x, wte, targets)[1].item() == pytest.approx(loss.item(), abs=1e-6)
+            assert function(x, wte, targets).item() == pytest.approx(loss.item(), abs=1e-6)
     (loss * 3).backward()
     assert loss.dtype == x.grad.dtype == wte.grad.dtype == torch.float32
-    return logits, loss.item(), x.grad, wte.grad
+    return loss.item(), x.grad, wte.grad
 
 
 def plain(x, wte, targets):
     logits = x @ wte.t()
-    return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 @pytest.mark.parametrize(
@@ -219,11 +219,9 @@ def test_loss_and_gradients_are_those_of_the_plain_product(
     if padded:
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         assert lm_head(torch.ones(1, 48), torch.ones(V, 48), padded=True).size(1) % 64 == 0
-    logits, loss, *gradients = loss_and_gradients(function, V, dtype)
-    if function is next_token_loss:
-        torch.testing.assert_close(logits, expected[0], atol=1e-5, rtol=rtol)
-    assert loss == pytest.approx(expected[1], abs=1e-5)
-    for ours, theirs in zip(gradients, expected[2:], strict=True):
+    loss, *gradients = loss_and_gradients(function, V, dtype)
+    assert loss == pytest.approx(expected[0], abs=1e-5)
+    for ours, theirs in zip(gradients, expected[1:], strict=True):
         assert (ours - theirs).norm() < rtol * theirs.norm()
         torch.testing.assert_close(ours, theirs, atol=100 * atol, rtol=10 * rtol)
 
@@ -233,7 +231,7 @@ def test_chunked_loss_of_large_logits_is_finite():
         torch.tensor([[[300.0], [300.0]]], requires_grad=True),
         torch.tensor([[1.0], [-1.0], [0.5]]),
     )
-    value = chunked_next_token_loss(x, wte.requires_grad_(), torch.tensor([[1, 0]]))[1]
+    value = chunked_next_token_loss(x, wte.requires_grad_(), torch.tensor([[1, 0]]))
     value.backward()
     assert value.item() == pytest.approx(300.0) and x.grad.isfinite().all()
 
@@ -254,7 +252,7 @@ def test_compiled_loss_ignores_padded_columns(monkeypatch):
     )  # as prepare() sees it
     model.prepare(compiled=True)
     expected = loss_and_gradients(plain, 50257, torch.float32)
-    logits, loss, *gradients = loss_and_gradients(model.loss_function, 50257, torch.float32)
-    assert logits is None and loss == pytest.approx(expected[1], abs=1e-6)
-    for ours, theirs in zip(gradients, expected[2:], strict=True):
+    loss, *gradients = loss_and_gradients(model.loss_function, 50257, torch.float32)
+    assert loss == pytest.approx(expected[0], abs=1e-6)
+    for ours, theirs in zip(gradients, expected[1:], strict=True):
         torch.testing.assert_close(ours, theirs, atol=3e-7, rtol=1e-4)

@@ -8,9 +8,10 @@ import torch
 
 from support.files import sha256
 from support.muon import Muon
+from support.run_folder import read_training_state
 from support.sharding import assign_owners
 from tests.conftest import losses, read_log, train, train_on_ranks
-from train_gpt2 import GPT, GPTConfig, TrainConfig, configure_optimizer, get_lr, read_training_state
+from train_gpt2 import GPT, GPTConfig, TrainConfig, configure_optimizer, get_lr
 
 SHAPES = {
     "0.c_proj.weight": (32, 32),

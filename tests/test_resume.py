@@ -18,10 +18,9 @@ import torch
 import train_gpt2
 from support.cli import RunError, UserError
 from support.files import sha256
-from support.run_folder import list_checkpoints, step_of
+from support.run_folder import find_checkpoint, list_checkpoints, read_training_state, step_of
 from tests.conftest import ROOT, TINY, losses, posix, read_log, start_ranks, train, train_on_ranks
 from tests.torture import ARGS, contents, torture
-from train_gpt2 import find_checkpoint, read_training_state
 
 pytestmark = posix
 
@@ -159,14 +158,14 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
         content = (newer / name).read_bytes()
         for damage in (truncate, flip_a_bit, os.unlink):
             damage(newer / name)
-            assert find_checkpoint(tmp_path) == older
+            assert find_checkpoint(tmp_path)[0] == older
             warning = capsys.readouterr().err
             assert str(newer) in warning and (name in warning or name == "SHA256SUMS"), (
                 name,
                 warning,
             )
             (newer / name).write_bytes(content)
-    assert find_checkpoint(tmp_path) == newer
+    assert find_checkpoint(tmp_path)[0] == newer
     for folder in (older, newer):
         truncate(folder / "model.safetensors")
     everything = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -203,7 +202,8 @@ def test_what_is_kept(text, tmp_path):
     (tmp_path / "step_000008").rename(tmp_path / "step_000009")
     train(*args, "--keep-checkpoints", 1, "--resume")  # from step 6
     assert (
-        steps_of(tmp_path) == [3, 6, 8, 9] and find_checkpoint(tmp_path) == tmp_path / "step_000008"
+        steps_of(tmp_path) == [3, 6, 8, 9]
+        and find_checkpoint(tmp_path)[0] == tmp_path / "step_000008"
     )
 
 
@@ -298,8 +298,7 @@ def poison(monkeypatch, *calls):
     original, count = train_gpt2.chunked_next_token_loss, iter(range(10**9))
 
     def poisoned(*args):
-        logits, loss = original(*args)
-        return logits, loss * (torch.nan if next(count) in calls else 1)
+        return original(*args) * (torch.nan if next(count) in calls else 1)
 
     monkeypatch.setattr(train_gpt2, "chunked_next_token_loss", poisoned)
 
@@ -311,7 +310,7 @@ def test_bad_steps_stop_the_run_or_are_skipped_if_allowed(text, tmp_path, monkey
     with pytest.raises(RunError, match=r"step 5: loss nan, .* on the data from token 640 on"):
         train(*args)
     assert "update skipped, 2 of 2" in capsys.readouterr().out
-    assert find_checkpoint(tmp_path) == tmp_path / "step_000005" and len(losses(tmp_path)) == 5
+    assert find_checkpoint(tmp_path)[0] == tmp_path / "step_000005" and len(losses(tmp_path)) == 5
     weights = [sha256(tmp_path / f"step_{step:06d}/model.safetensors") for step in range(1, 6)]
     assert weights[0] == weights[1] != weights[2] == weights[3] != weights[4]
     states = [read_training_state(tmp_path / f"step_{step:06d}") for step in (3, 4)]
@@ -330,11 +329,11 @@ import os, signal, train_gpt2
 rank, calls, original = os.environ["RANK"], iter(range(10**9)), train_gpt2.chunked_next_token_loss
 
 def disturbed(*args):
-    logits, loss = original(*args)
+    loss = original(*args)
     call = next(calls)  # two before the first step, then two a step
     if rank == "1" and call == LAST:
         os.kill(os.getpid(), signal.SIGKILL)
-    return logits, loss * (float("nan") if rank == "1" and call == 4 else 1)  # step 1
+    return loss * (float("nan") if rank == "1" and call == 4 else 1)  # step 1
 
 train_gpt2.chunked_next_token_loss = disturbed
 """
@@ -444,7 +443,7 @@ def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
 TWO_INTERRUPTS = """
 import os, signal, time, train_gpt2
 interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
-train_gpt2.write_pretrained = lambda folder, *args: folder.mkdir() or interrupt() or time.sleep(9)
+train_gpt2.GPT.save_pretrained = lambda self, folder: folder.mkdir() or interrupt() or time.sleep(9)
 next_batch = train_gpt2.DataLoaderLite.next_batch
 train_gpt2.DataLoaderLite.next_batch = lambda self: (
     interrupt() if self.position == 4 * 128 + 32 else None) or next_batch(self)

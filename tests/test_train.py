@@ -12,7 +12,7 @@ import torch
 import train_gpt2
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, losses, read_log, train, train_on_ranks
-from train_gpt2 import GPT, DDPContext, GPTConfig
+from train_gpt2 import GPT, GPTConfig, Ranks
 
 # What dynamo would do to compiled blocks under DDP, and where the gradients are.
 LOOK = """
@@ -98,7 +98,7 @@ def test_validation_loss_is_the_mean_over_all_tokens(text, monkeypatch):
     tokens = torch.from_numpy(loader.stream.read(0, 161).astype("int64"))
     expected = model(tokens[:-1].view(10, 16), tokens[1:].view(10, 16))[1].item()
     monkeypatch.setattr(train_gpt2, "lm_head", None)
-    alone = DDPContext(0, 1, torch.device("cpu"), torch.float32, "")
+    alone = Ranks(0, 1, torch.device("cpu"), torch.float32, "")
     for loader.B in (1, 3, 8):
         results.append(train_gpt2.validation_loss(model, loader, 160, alone))
     assert results == pytest.approx([expected] * 3, abs=1e-5)
