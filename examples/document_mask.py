@@ -2,11 +2,11 @@
 
     python examples/document_mask.py --data my_shards --log-dir log_masked --resume
 
-takes train_gpt2.py's flags and resumes as exactly. The weights keep GPT-2's names and shapes, so
-that every checkpoint loads in Hugging Face and sample.py. But the mask does not export, since
-transformers' GPT-2 has no setting for it: there, one document has the same logits, while several in
-one window see each other. Resume with this script only: train_gpt2.py would continue without the
-mask."""
+It takes train_gpt2.py's flags and resumes just as exactly. The weights keep GPT-2's names and
+shapes, so every checkpoint loads in Hugging Face and sample.py. The mask is not exported, since
+transformers' GPT-2 has no setting for it: there, a single document gets the same logits, but
+several in one window attend to each other. Resume only with this script: train_gpt2.py would
+continue without the mask."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ class DocumentGPT(train_gpt2.GPT):
     def hidden(
         self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """As in GPT. A mask that the caller brings (HellaSwag's) is used as it is."""
+        """As in GPT. A mask from the caller (HellaSwag's) is used as is."""
         if mask is None:
             document = (idx == train_gpt2.EOT).cumsum(1)  # (B, T): 0 0 0 1 1 2 …
             mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]  # (B, 1, T, T)

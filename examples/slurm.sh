@@ -17,6 +17,6 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=4
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-4}" # from Slurm 22.05 on srun does not inherit --cpus-per-task
-# --kill-on-bad-exit: when one rank fails, end the others, which would wait for it.
+# --kill-on-bad-exit: when one rank fails, end the others, which would otherwise wait for it.
 srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS \
     exec python train_gpt2.py --preset gpt2 --resume'
