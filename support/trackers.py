@@ -11,40 +11,51 @@ Tracker = Callable[[int, dict[str, float]], object]  # called with a step and it
 
 
 def start_trackers(log_dir: Path, first_step: int, tensorboard: bool, wandb: bool) -> list[Tracker]:
-    """A function per tracker, to call at every step. Raises UserError if one is not installed."""
-    trackers: list[Tracker] = []
+    """The trackers asked for. first_step: of this start, 0 unless it resumes from a checkpoint."""
+    trackers = []
     if tensorboard:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError("--tensorboard: not installed; `pip install tensorboard`") from None
-        # purge_step: what an interrupted run logged from this step on will be logged again
-        writer = SummaryWriter(log_dir / "tensorboard", purge_step=first_step)
-        trackers.append(
-            lambda step, values: [writer.add_scalar(k, v, step) for k, v in values.items()]
-        )
+        trackers.append(start_tensorboard(log_dir, first_step))
     if wandb:
-        try:
-            import wandb as weights_and_biases
-        except ImportError:
-            raise UserError("--wandb: not installed; `pip install wandb`") from None
-        entries = run_entries(log_dir)
-        began = next(
-            entry["started"] for entry in reversed(entries) if not (first_step and entry["step"])
-        )
-        name = f"{log_dir.resolve().name}-{re.sub(r'[^0-9]', '', began)}"  # a resumed run keeps its name
-        try:
-            run = weights_and_biases.init(
-                project="gpt2-repro",
-                id=name,
-                name=name,
-                resume="allow",
-                dir=log_dir,
-                config=entries[-1]["config"],
-            )
-        except Exception as error:  # no account, no network
-            raise UserError(
-                f"--wandb: {first_line(error)}; WANDB_MODE=offline needs neither"
-            ) from None
-        trackers.append(lambda step, values: run.log(values, step=step))
+        trackers.append(start_wandb(log_dir, first_step))
     return trackers
+
+
+def start_tensorboard(log_dir: Path, first_step: int) -> Tracker:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("--tensorboard: not installed; `pip install tensorboard`") from None
+    # purge_step: an interrupted run's later steps will be logged again
+    writer = SummaryWriter(log_dir / "tensorboard", purge_step=first_step)
+
+    def track(step: int, values: dict[str, float]) -> None:
+        for stream, value in values.items():
+            writer.add_scalar(stream, value, step)
+
+    return track
+
+
+def start_wandb(log_dir: Path, first_step: int) -> Tracker:
+    """The run is named after the time of its first start, so that a resumed run keeps its name."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--wandb: not installed; `pip install wandb`") from None
+    entries = run_entries(log_dir)
+    first = len(entries) - 1
+    while first > 0 and first_step > 0 and entries[first]["step"] > 0:  # a resumption
+        first -= 1
+    name = f"{log_dir.resolve().name}-{re.sub(r'[^0-9]', '', entries[first]['started'])}"
+    try:
+        run = wandb.init(
+            project="gpt2-repro",
+            id=name,
+            name=name,
+            resume="allow",
+            dir=log_dir,
+            config=entries[-1]["config"],
+        )
+    except Exception as error:  # no account, no network
+        message = f"--wandb: {first_line(error)}; WANDB_MODE=offline needs neither"
+        raise UserError(message) from None
+    return lambda step, values: run.log(values, step=step)
