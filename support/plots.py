@@ -1,5 +1,4 @@
-"""Pictures of what runs logged: for `log/curves.png`, which a run keeps up to date, and for
-play.ipynb."""
+"""Plots of logged runs: `log/curves.png`, which a run keeps up to date, and play.ipynb's."""
 
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 from support.files import atomic_path
 from support.run_folder import read_log, run_entries
 
-# Published results on the same scales. The validation loss is comparable on FineWeb-Edu alone.
+# Published results. The validation loss is comparable only on FineWeb-Edu.
 VAL_BASELINES = {"GPT-2 124M (OpenAI), on FineWeb-Edu": 3.2924}
 HELLASWAG_BASELINES = {"GPT-2 124M (OpenAI)": 0.2955, "GPT-3 Small 124M (OpenAI)": 0.337}
 AXES = {"tokens": "tokens", "hours": "hours of training"}
@@ -25,35 +24,33 @@ Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # stream -> (tokens or hours,
 
 def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
     """The streams of a log folder over `x`: tokens seen, or hours of training."""
-    folder = Path(folder)
     streams = read_log(folder)
     batch = run_entries(folder)[-1]["config"]["total_batch_size"]
-    if x == "hours":
-        taken = np.concatenate([[0.0], np.cumsum(streams.get("ms", ([], []))[1]) / 3.6e6])
-        return {
-            name: (taken[np.minimum(steps, len(taken) - 1)], np.array(v))
-            for name, (steps, v) in streams.items()
-        }
-    return {
-        name: (np.array(steps) * batch, np.array(values))
-        for name, (steps, values) in streams.items()
-    }
+    _, milliseconds = streams.get("ms", ([], []))
+    hours = np.concatenate([[0.0], np.cumsum(milliseconds) / 3.6e6])  # before each step
+    curves = {}
+    for name, (steps, values) in streams.items():
+        where = np.array(steps) * batch
+        if x == "hours":
+            where = hours[np.minimum(steps, len(hours) - 1)]
+        curves[name] = (where, np.array(values))
+    return curves
 
 
 def on_fineweb(folder: str | Path) -> bool:
-    """Whether a run's data are shards, for which VAL_BASELINES may mean something."""
+    """True if a run's data are shards, to which VAL_BASELINES may apply."""
     return not run_entries(folder)[-1]["config"]["data"].endswith(".txt")
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean of the last `width` values, of fewer at the start."""
+    """Mean of the last `width` values, or of fewer at the start."""
     sums = np.cumsum(np.insert(values, 0, 0.0))
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - width, 0)
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def finish(axes: Any, x: str, title: str, ylabel: str = "") -> None:
+def label_axes(axes: Any, x: str, title: str, ylabel: str = "") -> None:
     from matplotlib.ticker import EngFormatter
 
     axes.set(xlabel=AXES[x], title=title, ylabel=ylabel)
@@ -63,43 +60,44 @@ def finish(axes: Any, x: str, title: str, ylabel: str = "") -> None:
 
 
 def draw_baseline(axes: Any, name: str, value: float, right: bool = False) -> None:
-    """A line with its name on it, at the left or at the right."""
+    """A horizontal line, named at its left or right end."""
     axes.axhline(value, color="gray", linestyle=":")
-    place, side = (0.99, "right") if right else (0.01, "left")
     axes.text(
-        place,
+        0.99 if right else 0.01,
         value,
         f"{name}: {value:.5g}",
         transform=axes.get_yaxis_transform(),
         color="dimgray",
         size="small",
         verticalalignment="bottom",
-        horizontalalignment=side,
+        horizontalalignment="right" if right else "left",
     )
 
 
 def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
-    """Training loss, raw (faint) and smoothed, and validation loss; a long run's initial fall is
-    cropped."""
-    start = 0.0
+    """Training loss, raw and smoothed, and validation loss; a long run's initial fall is cropped."""
+    highest = 0.0
     for i, (name, run) in enumerate(runs.items()):
         if "train" in run:
             where, values = run["train"]
             smoothed = smooth(values, max(len(values) // 40, 1))
             axes.plot(where, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
             axes.plot(where, smoothed, color=f"C{i}", label=f"{name}, train")
-            start = max(start, smoothed[len(values) // 20 if len(values) > 2000 else 0])
+            cropped = len(values) // 20 if len(values) > 2000 else 0
+            highest = max(highest, smoothed[cropped])
         if "val" in run:
             axes.plot(*run["val"], "o--", color=f"C{i}", markersize=4, label=f"{name}, validation")
     for name, value in baselines.items():
         draw_baseline(axes, name, value)
-    axes.set_ylim(top=1.05 * max([start, *baselines.values()]) if start else None)
-    finish(axes, x, "Loss", "nats a token")
+        highest = max(highest, value)
+    if any("train" in run for run in runs.values()):
+        axes.set_ylim(top=1.05 * highest)
+    label_axes(axes, x, "Loss", "nats a token")
     axes.legend(loc="upper right")
 
 
 def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
-    """HellaSwag accuracy by mean loss a token, beside GPT-2's and GPT-3's."""
+    """HellaSwag accuracy by mean loss per token, with GPT-2's and GPT-3's."""
     for i, (name, run) in enumerate(runs.items()):
         if "hella" in run:
             axes.plot(*run["hella"], "o-", color=f"C{i}", markersize=3, label=name)
@@ -107,7 +105,7 @@ def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
         draw_baseline(axes, name, value)
     draw_baseline(axes, "guessing", 0.25, right=True)
     axes.set_ylim(0.235, max(axes.get_ylim()[1], 0.35))
-    finish(axes, x, "HellaSwag, acc_norm", "accuracy")
+    label_axes(axes, x, "HellaSwag, acc_norm", "accuracy")
     axes.legend(loc="lower right")
 
 
@@ -116,23 +114,24 @@ def draw_panel(axes: Any, runs: dict[str, Curves], stream: str, x: str) -> None:
         if stream in run:
             axes.plot(*run[stream], color=f"C{i}", linewidth=1, label=name)
     axes.ticklabel_format(axis="y", scilimits=(-2, 4))
-    finish(axes, x, PANELS[stream])
+    label_axes(axes, x, PANELS[stream])
 
 
 def save_curves(log_dir: Path) -> None:
-    """Draws log_dir/curves.png from the log."""
+    """Draws log_dir/curves.png."""
     from matplotlib.figure import Figure
 
-    run = {log_dir.name: read_curves(log_dir)}
+    curves = read_curves(log_dir)
+    run = {log_dir.name: curves}
     figure = Figure(figsize=(12, 7))
     above, below = figure.add_gridspec(
         2, 1, height_ratios=(3, 2), left=0.06, right=0.98, top=0.95, bottom=0.08, hspace=0.3
     )
-    hella = "hella" in run[log_dir.name]
-    loss, *others = above.subgridspec(1, 1 + hella)
-    draw_loss(figure.add_subplot(loss), run, "tokens", VAL_BASELINES if on_fineweb(log_dir) else {})
-    if hella:
-        draw_hellaswag(figure.add_subplot(others[0]), run, "tokens")
+    upper = above.subgridspec(1, 2 if "hella" in curves else 1)
+    baselines = VAL_BASELINES if on_fineweb(log_dir) else {}
+    draw_loss(figure.add_subplot(upper[0]), run, "tokens", baselines)
+    if "hella" in curves:
+        draw_hellaswag(figure.add_subplot(upper[1]), run, "tokens")
     for place, stream in zip(below.subgridspec(1, len(PANELS)), PANELS, strict=True):
         draw_panel(figure.add_subplot(place), run, stream, "tokens")
     with atomic_path(log_dir / "curves.png") as partial:
