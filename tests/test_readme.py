@@ -1,5 +1,4 @@
-"""The commands in the unmarked blocks of README.md and docs/ run in small, or are listed here with
-a reason; the Python blocks run; links lead somewhere."""
+"""README.md and docs/: commands run at a small size, Python blocks run, links lead somewhere."""
 
 import json
 import re
@@ -16,63 +15,50 @@ from tests.conftest import ROOT, TINY
 from train_gpt2 import GPT, GPTConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-PROGRAMS = (
-    "python ",
-    "pip ",
-    "jupyter ",
-    "torchrun ",
-    "sbatch ",
-    "lm_eval ",
-    "llama",
-    "vllm ",
-    "hf ",
-)
-NOT_RUN = {  # beginning of a command, or an argument in it -> why it is not run
-    "pip install": "what every test needs",
-    "jupyter": "tests/test_notebook.py",
-    "sbatch": "a cluster",
-    "torchrun": "GPUs; tests/test_resume.py starts it on the CPU",
-    "python tests/": "minutes",
-    "python hellaswag.py": "a network; tests/test_hellaswag.py has local tasks",
-    "python -m pytest": "this",
-    "python bench": "minutes; tests/test_bench.py and tests/test_sweep.py run small ones",
-    "lm_eval": "not installed; docs/after.md says where it was run",
-    "vllm": "a GPU",
-    "hf ": "the Hub",
-    "python convert_hf_to_gguf.py": "llama.cpp's",
-    "llama": "docs/after.md says what was run",
-    "--dataset": "a network; tests/test_fineweb.py has a server of its own",
+NOT_RUN = {  # how a command begins -> why it is not run
+    "pip ": "every test needs what it installs",
+    "sbatch ": "needs a cluster",
+    "torchrun ": "needs GPUs; tests/test_resume.py starts it on the CPU",
+    "python hellaswag.py": "downloads; tests/test_hellaswag.py has local tasks",
+    "python bench": "takes minutes; tests/test_bench.py and tests/test_sweep.py run small ones",
+    "lm_eval ": "not installed; docs/after.md says where it was run",
+    "vllm ": "needs a GPU",
+    "hf ": "needs the Hub",
+    "python convert_hf_to_gguf.py": "part of llama.cpp; docs/after.md says where it was run",
+    "llama-completion ": "part of llama.cpp",
 }
 
 
 def blocks(language: str) -> list[str]:
     """The code blocks of all pages that are marked with `language`."""
-    texts = [page.read_text(encoding="utf-8") for page in PAGES]
-    found = [re.split("^ *```", text, flags=re.MULTILINE)[1::2] for text in texts]
-    marked = [block.split("\n", 1) for blocks in found for block in blocks]
-    return [code for mark, code in marked if mark == language]
+    found = []
+    for page in PAGES:
+        parts = re.split("^ *```", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        for block in parts[1::2]:
+            mark, code = block.split("\n", 1)
+            if mark == language:
+                found.append(code)
+    return found
 
 
 def commands() -> list[str]:
     """The commands of all unmarked blocks, each once, without comments."""
-    lines = [
-        line for block in blocks("") for line in block.splitlines() if line.startswith(PROGRAMS)
-    ]
-    return list(dict.fromkeys(shlex.join(shlex.split(line, comments=True)) for line in lines))
+    found = {}
+    for block in blocks(""):
+        for line in block.splitlines():
+            if line and not line.startswith("mkdir "):
+                found[shlex.join(shlex.split(line, comments=True))] = None
+    return list(found)
 
 
-def reason(command: str) -> str | None:
-    """Why a command is not run; None if it is."""
-    if (
-        command.startswith("python fineweb.py")
-        and "--input" not in command
-        and "--verify" not in command
-    ):
-        return "a network; tests/test_fineweb.py has a server of its own"
-    found = (
-        why for part, why in NOT_RUN.items() if command.startswith(part) or f" {part}" in command
-    )
-    return next(found, None)
+def reason_not_to_run(command: str) -> str | None:
+    """None if the command is run."""
+    if command.startswith("python fineweb.py") and not re.search("--input|--verify", command):
+        return "downloads; tests/test_fineweb.py has a local server"
+    for beginning, why in NOT_RUN.items():
+        if command.startswith(beginning):
+            return why
+    return None
 
 
 def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, monkeypatch, capsys):
@@ -86,9 +72,8 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     for name in ("my.txt", "a.txt", "input.txt"):
         (tmp_path / name).write_text(words, encoding="utf-8")
     (tmp_path / "notes.jsonl").write_text(json.dumps({"text": words}) + "\n")
-    (tmp_path / "pairs.jsonl").write_text(
-        '{"question": "What is the sea?", "answer": "Wet."}\n' * 20
-    )
+    pair = {"question": "What is the sea?", "answer": "Wet."}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 20)
     (tmp_path / "books").mkdir()
     pq.write_table(pa.table({"text": [words]}), tmp_path / "books" / "one.parquet")
     shutil.copytree(ROOT / "reference", tmp_path / "reference")
@@ -96,31 +81,26 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     for name in ("log/step_000600", "gpt2"):  # a folder comes before the Hub
         GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(tmp_path / name)
     shutil.copytree("log", "log_pairs")
-    fineweb.main(
-        ["--input", "a.txt", "--out", "edu_fineweb10B", "--workers", "1"]
-    )  # as though downloaded
+    # as though downloaded
+    fineweb.main(["--input", "a.txt", "--out", "edu_fineweb10B", "--workers", "1"])
     for name in ("my_shards", "tiny"):
         shutil.copytree("edu_fineweb10B", name)
-    todo = [command for command in commands() if reason(command) is None]
+    todo = [command for command in commands() if reason_not_to_run(command) is None]
     assert len(todo) >= 8
     for i, command in enumerate(todo):
         _, script, *args = shlex.split(command)
         capsys.readouterr()
-        if script == "train_gpt2.py" and "--plan" not in args:
-            assert (
-                train_gpt2.main(
-                    [*args, *TINY, "--dtype", "auto", "--max-steps", "2", "--log-dir", f"run_{i}"]
-                )
-                == 0
-            ), command
-        elif script == "train_gpt2.py":
-            assert train_gpt2.main([*args, "--device", "cpu"]) == 0, command
+        if script == "train_gpt2.py":
+            small = [*TINY, "--dtype", "auto", "--max-steps", "2", "--log-dir", f"run_{i}"]
+            if "--plan" in args:
+                small = ["--device", "cpu"]
+            assert train_gpt2.main([*args, *small]) == 0, command
         elif script == "fineweb.py":
             fineweb.main([*args, "--workers", "1"])
         elif script == "sample.py":
             sample.main([*args, "--max-new-tokens", "4", "--device", "cpu"])
         else:
-            assert script == "reference/check.py", f"{command}: neither run nor listed in NOT_RUN"
+            assert script == "reference/check.py", f"{command}: neither run nor in NOT_RUN"
             assert check.main(args) in (0, 1)
         assert capsys.readouterr().out, command
 
@@ -138,7 +118,7 @@ def test_python_blocks_run(text, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
-def test_the_slurm_script_is_bash():
+def test_the_slurm_script_has_no_syntax_error():
     subprocess.run(["bash", "-n", ROOT / "examples/slurm.sh"], check=True)
 
 
@@ -147,7 +127,7 @@ LINKED = [*PAGES, *ROOT.glob("reference/*.md"), *ROOT.glob("bench/**/*.md")]
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    """Files exist, and a linked heading is one of that page's; `[name]: target` counts, too."""
+    """Linked files and headings exist, also those of `[name]: target`."""
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)]+)\)|^\[[^\]]+\]: (\S+)", text, flags=re.MULTILINE):
         target, _, heading = "".join(target).partition("#")
