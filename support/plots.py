@@ -75,7 +75,7 @@ def draw_baseline(axes: Any, name: str, value: float, right: bool = False) -> No
 
 
 def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
-    """Training loss, raw and smoothed, and validation loss; a long run's initial fall is cropped."""
+    """Training loss (raw, smoothed) and validation loss; a long run's initial fall is cropped."""
     highest = 0.0
     for i, (name, run) in enumerate(runs.items()):
         if "train" in run:
