@@ -38,6 +38,8 @@ from support.tokenizer import EOT, SHA256, open_shard
 SUFFIXES = (".npy", ".bin", ".partial")
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"
+START = {"complete": False, "position": [0, None, 0], "used": 0, "skipped": [0, 0]}
+MAX_SHARD_SIZE = 4 * 10**9  # training numbers a shard's tokens in 32 bits
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class ShardConfig:
         for name in ("workers", "max_shards", "pretokenized", "shard_size"):
             if getattr(self, name) < 0:
                 problems.append(f"{flag(name)} {getattr(self, name)}: must be at least 0")
+        if self.shard_size > MAX_SHARD_SIZE:
+            problems.append(f"--shard-size {self.shard_size}: must be at most {MAX_SHARD_SIZE}")
         for names in (("pretokenized", "input", "dataset"), ("text_column", "template")):
             given = [flag(name) for name in names if getattr(self, name)]
             if len(given) > 1:
@@ -81,14 +85,29 @@ class Folder:
     def __init__(self, out: Path, rank: int = 0, world_size: int = 1):
         self.out, self.rank, self.world_size = out, rank, world_size
         self.path = out / ("manifest.json" if world_size == 1 else f"manifest.{rank}.json")
-        self.manifest = {"complete": False, "position": [0, None], "used": 0, "skipped": [0, 0]}
-        self.manifest["shards"] = []
+        self.manifest = START | {"shards": []}
         if self.path.exists():
             with explained(str(self.path), remedy="move it and its shards away"):
-                self.manifest |= json.loads(self.path.read_text(encoding="utf-8"))
+                stored = json.loads(self.path.read_text(encoding="utf-8"))
+                for key, default in self.manifest.items():
+                    if type(stored.get(key, default)) is not type(default):
+                        raise ValueError(f"{key} is {stored[key]!r}")
+                for shard in stored.get("shards", []):
+                    if not {"name", "tokens", "documents", "sha256"} <= shard.keys():
+                        raise ValueError(f"an incomplete shard: {shard}")
+            self.manifest |= stored
         self.shards: list[dict[str, Any]] = self.manifest["shards"]
-        for shard in self.shards:
-            open_shard(out / shard["name"])
+
+    def check_shards(self) -> None:
+        """Checks that the shards are whole. A missing one and all later ones are made again."""
+        used = 0
+        for index, shard in enumerate(self.shards):
+            path = self.out / shard["name"]
+            if not path.exists():  # read the text again from the start, past the others' tokens
+                del self.shards[index:]
+                self.manifest |= START | {"used": used}
+                break
+            used += len(open_shard(path))
 
     @property
     def next_index(self) -> int:
@@ -105,7 +124,7 @@ class Folder:
         """Checks that the shards here were made with the same options."""
         for key, now in options.items():
             then = self.manifest.get(key)
-            if self.shards and now != then:
+            if now != then and (self.shards or self.manifest["complete"]):
                 raise UserError(
                     f"{self.out}: started with {key} {then!r}, now {now!r}; "
                     "use the original value or a new --out"
@@ -133,22 +152,27 @@ class Folder:
         with atomic_write(self.path, "w") as file:
             json.dump(self.manifest, file, indent=1)
 
-    def write(self, parts: list[np.ndarray]) -> None:
-        """Adds a shard made of parts, each 1-D uint16."""
+    def write(self, parts: list[np.ndarray], state: dict[str, Any]) -> None:
+        """Adds a shard made of parts, each 1-D uint16. state: where the next one begins."""
         length = sum(len(part) for part in parts)
         header = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
-        path, remedy = self.out / self.next_name, "free some space and run the same command again"
-        with explained(str(path), "cannot be written", remedy), atomic_write(path) as file:
-            np.lib.format.write_array_header_1_0(file, header)
-            file.writelines(part.data for part in parts)
-        self.enter(path)
+        path = self.out / self.next_name
+        try:
+            with atomic_write(path) as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                file.writelines(part.data for part in parts)
+        except OSError as error:
+            remedy = "free some space and run the same command again"
+            raise UserError(f"{path}: cannot be written (OSError: {error}); {remedy}") from None
+        self.enter(path, state)
 
-    def enter(self, path: Path) -> None:
+    def enter(self, path: Path, state: dict[str, Any]) -> None:
         """Enters a shard into the manifest."""
         tokens = open_shard(path)
         documents = int(np.count_nonzero(tokens == EOT))  # those that begin in it
         shard = {"name": path.name, "tokens": len(tokens), "documents": documents}
         self.shards.append(shard | {"sha256": sha256(path)})
+        self.manifest |= state
         self.save()
         print(f"{path.name}: {len(tokens):,} tokens, {documents:,} documents", flush=True)
 
@@ -158,7 +182,7 @@ class Folder:
         files = {path.name for path in self.out.glob("*") if path.suffix in SUFFIXES}
         bad = []
         for name in sorted(files | set(listed)):
-            if sha256(self.out / name) != listed.get(name):
+            if name not in files or sha256(self.out / name) != listed.get(name):
                 bad.append(name)
         if bad or not listed:
             names = ", ".join(bad) or "no shards"
@@ -171,6 +195,7 @@ def merge(here: Folder, max_shards: int) -> Folder:
     ranks = [here]
     while len(ranks) < here.world_size:
         folder = Folder(here.out, len(ranks), here.world_size)
+        folder.check_shards()
         if folder.finished(max_shards):
             ranks.append(folder)
         else:
@@ -193,17 +218,17 @@ def write_shards(
     """Writes a rank's shards from batches of (position, tokens, skipped), at most max_shards.
 
     A validation split, stream 0, becomes shard 0."""
-    used = here.manifest["used"]  # tokens of the first batch
+    used = here.manifest["used"]  # tokens of the first batches
     skipped = here.manifest["skipped"]
     parts: list[np.ndarray] = []
     whole = False  # are these parts of a validation split?
 
     def finish(position: tuple, used: int, complete: bool = False) -> bool:
-        here.manifest |= {"position": position, "used": used}
-        here.manifest |= {"skipped": skipped, "complete": complete}
+        state = {"position": position, "used": used, "skipped": skipped, "complete": complete}
         if parts:
-            here.write(parts)
+            here.write(parts, state)
         else:
+            here.manifest |= state
             here.save()
         parts.clear()
         return here.finished(max_shards)
@@ -218,11 +243,18 @@ def write_shards(
             used += len(parts[-1])
             if len(parts[-1]) == room and finish(position, used):
                 return
-        used = 0
+        used -= len(tokens)
         skipped = [skipped[0] + more[0], skipped[1] + more[1]]
     if not (parts or here.shards or here.rank):
         raise UserError("no text in the input: nothing to tokenize")
-    finish((sys.maxsize, None), 0, complete=True)
+    if parts and here.next_index == 0 and not whole:  # leave nine tenths for training
+        text = np.concatenate(parts)
+        tenth = max(len(text) // 10, 1)
+        here.write([text[:tenth]], {"used": tenth})  # a resumed run reads it all again
+        if here.finished(max_shards):
+            return
+        parts = [text[tenth:]]
+    finish((sys.maxsize, None, 0), 0, complete=True)
 
 
 def make_shards(config: ShardConfig, here: Folder) -> None:
@@ -232,17 +264,19 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
     if config.input:
         files = texts.find_files(config.input)
         opener = partial(texts.open_files, files, here.world_size, **columns)
-        options["source"] = "files"
+        options["source"] = source = "files"
     else:
         dataset = config.dataset or FINEWEB
         if not config.dataset:
             options["config"] = config.name
         opener = partial(texts.open_dataset, dataset, here.manifest.get("commit"), **options)
-        options["source"] = "folder" if Path(dataset).is_dir() else dataset
+        options["source"] = source = "folder" if Path(dataset).is_dir() else dataset
     options |= {"world_size": here.world_size, "batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
     here.check(options)
-    if here.finished(config.max_shards):
-        return
+    if config.shard_size:
+        here.check({"shard_size": config.shard_size})
+    if here.finished(config.max_shards) and source not in ("files", "folder"):
+        return  # without the network
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     workers = config.workers or max(cores, 1)
     position = here.manifest["position"]
@@ -251,11 +285,14 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
         tokens = facts["tokens"]
         tenth = int(float(f"{tokens / 10 + 1:.0e}"))  # one digit
         size = config.shard_size or min(tenth, 10**8)
+        options |= {"commit": facts["commit"], "files": facts["files"], "shard_size": size}
+        here.check(options)
+        if here.finished(config.max_shards):
+            return
         if config.max_shards:
             tokens = min(tokens, config.max_shards * size)
         check_disk(here.out, 2 * (tokens - here.next_index * size))
         print0(f"{here.out}: about {tokens / 1e6:,.1f} million tokens in shards of {size:,}")
-        options |= {"commit": facts["commit"], "files": facts["files"], "shard_size": size}
         here.begin(options)
         write_shards(here, batches, size, config.max_shards, facts["validation"])
 
@@ -275,23 +312,27 @@ def fetch_pretokenized(number: int, here: Folder) -> None:
     """Downloads the first shards of PRETOKENIZED, checking each before it appears."""
     from huggingface_hub import HfApi, hf_hub_download
 
-    copies = here.out / ".hub"
-    with explained(f"--dataset {PRETOKENIZED}"):
+    copies, source = here.out / ".hub", f"--dataset {PRETOKENIZED}"
+    with explained(source):
         commit = here.manifest.get("commit") or HfApi().dataset_info(PRETOKENIZED).sha
-        here.begin({"source": PRETOKENIZED, "commit": commit})
-        while here.next_index < number:
-            name = f"finewebedu_{'train' if here.next_index else 'val'}_{here.next_index:06d}.bin"
+    here.begin({"source": PRETOKENIZED, "commit": commit})
+    while here.next_index < number:
+        name = f"finewebedu_{'train' if here.next_index else 'val'}_{here.next_index:06d}.bin"
+        with explained(source):
             path = hf_hub_download(
                 PRETOKENIZED, name, repo_type="dataset", revision=commit, local_dir=copies
             )
-            open_shard(Path(path))
-            os.replace(path, here.out / name)
-            here.enter(here.out / name)
+        open_shard(Path(path))
+        os.replace(path, here.out / name)
+        here.enter(here.out / name, {})
     shutil.rmtree(copies, ignore_errors=True)
 
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(ShardConfig, args=args)
+    for name in ("input", "dataset"):
+        if flag(name) in (sys.argv if args is None else args) and not getattr(config, name):
+            raise UserError(f"{flag(name)}: has no value")
     config.check()
     rank, _, world_size = torchrun_ranks()
     if config.verify or config.pretokenized:  # one process does it
@@ -301,10 +342,12 @@ def main(args: list[str] | None = None) -> None:
     here = Folder(Path(config.out), rank, world_size)
     if config.verify:
         here.verify()
-    elif config.pretokenized:
-        fetch_pretokenized(config.pretokenized, here)
     else:
-        make_shards(config, here)
+        here.check_shards()
+        if config.pretokenized:
+            fetch_pretokenized(config.pretokenized, here)
+        else:
+            make_shards(config, here)
     if rank == 0:
         if world_size > 1:
             here = merge(here, config.max_shards)
@@ -315,6 +358,11 @@ def main(args: list[str] | None = None) -> None:
             f"{here.out}: {len(here.shards)} shards, {tokens:,} tokens, {documents:,} documents "
             f"({nulls:,} nulls and {empties:,} empty texts skipped)"
         )
+        if here.manifest["complete"] and len(here.shards) == 1 and not config.verify:
+            raise UserError(
+                f"{here.out}: the validation shard holds all the text, none is left to train on; "
+                "use a new --out with a smaller --shard-size or another --split"
+            )
 
 
 if __name__ == "__main__":

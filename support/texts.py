@@ -9,8 +9,10 @@ import os
 import re
 import signal
 import string
+import sys
 import threading
-from collections import deque
+import traceback
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -21,13 +23,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.cli import UserError
+from support.cli import UserError, torchrun_ranks
 from support.tokenizer import EOT, encode, get_tokenizer
 
 PLAIN = (".jsonl", ".csv", ".txt", ".md")
 COMPRESSED = tuple(kind + packed for kind in PLAIN for packed in (".gz", ".zst"))
 SUFFIXES = (".parquet", *PLAIN, *COMPRESSED)
 BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use the same
+KILLED = "a process was killed (out of memory?); repeat with fewer --workers"
 HUB_REMEDY = (
     "check names and network, then run the same command again; if it is private or gated, request "
     "access on its Hub page and log in with `hf auth login`"
@@ -52,11 +55,10 @@ def explained(
     """Turns any exception of a library into a UserError; their types share no base class."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
         line = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        if name.startswith("--dataset"):
+        dataset = name.removeprefix("--dataset ")
+        if name != dataset and not Path(dataset).is_dir():
             remedy = HUB_REMEDY
         raise UserError(f"{name}: {problem} ({line}); {remedy}") from None
 
@@ -75,20 +77,36 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
     """The files that --input names, in its order; those of a folder or pattern by name."""
     paths: list[str] = []
     for pattern in patterns:
-        if Path(pattern).is_dir():
-            inside = sorted(Path(pattern).rglob("[!.]*"))
-            found = [path for path in inside if path.name != "README.md"]
-            paths += [str(path) for path in found if path.name.endswith(SUFFIXES)] or [pattern]
+        if pattern and Path(pattern).is_dir():
+            paths += find_in_folder(Path(pattern)) or [pattern]
         elif Path(pattern).is_file():
             paths.append(pattern)
         else:
             paths += sorted(glob.glob(pattern, recursive=True)) or [pattern]
     for path in paths:
-        if not (path.endswith(SUFFIXES) and Path(path).is_file()):
+        if not (path.lower().endswith(SUFFIXES) and Path(path).is_file()):
             raise UserError(f"--input {path}: no such file, or not {', '.join(SUFFIXES)}")
         if re.search(r"::|\[.*\.(gz|zst)$", path):
             taken = "`datasets` reads :: and, if compressed, [ as a URL"
             raise UserError(f"--input {path}: {taken}; rename it")
+    return paths
+
+
+def find_in_folder(folder: Path) -> list[str]:
+    """The usable files of a folder and its subfolders, by name. Says which others it skips."""
+    paths, skipped = [], Counter()
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if hidden or path.is_dir():
+            if path.is_symlink() and not hidden:
+                skipped["linked folder"] += 1
+        elif path.name == "README.md" or not path.name.lower().endswith(SUFFIXES):
+            skipped[path.name if path.name == "README.md" else path.suffix or path.name] += 1
+        else:
+            paths.append(str(path))
+    if skipped and torchrun_ranks()[0] == 0:
+        counts = ", ".join(f"{number} {kind}" for kind, number in skipped.items())
+        print(f"{folder}: skipped {counts}", file=sys.stderr)
     return paths
 
 
@@ -112,14 +130,17 @@ def set_up_datasets() -> None:
     fsspec.compression.register_compression("zstd", open_zstd, "zst", force=True)
 
 
-def facts_about(paths: list[str], commit: str | None, validation: bool) -> dict[str, Any]:
+def facts_about(
+    name: str, paths: list[str], commit: str | None, validation: bool
+) -> dict[str, Any]:
     """The source's commit, or its files' names and sizes; an estimate of its number of tokens."""
     import fsspec
 
-    files = [[Path(path).name, fsspec.core.url_to_fs(path)[0].size(path)] for path in paths]
+    with explained(name):
+        files = [[Path(path).name, fsspec.core.url_to_fs(path)[0].size(path)] for path in paths]
     # bytes of text per byte
     factors = {".parquet": 1.6 if commit else 3, ".gz": 4, ".zst": 4, ".zip": 4}
-    text = sum(size * factors.get(Path(name).suffix, 1) for name, size in files)
+    text = sum(size * factors.get(Path(name).suffix.lower(), 1) for name, size in files)
     return {
         "commit": commit,
         "files": [] if commit else files,
@@ -132,15 +153,17 @@ def open_files(
     paths: list[str], world_size: int, text_column: str, template: str
 ) -> tuple[dict, list[Stream]]:
     """-> (facts, a stream per file, so that errors can name it). Ranks share files if few."""
-    from datasets import load_dataset
+    from datasets import Features, Value, load_dataset
 
     columns = template_columns(template) or [text_column or "text"]
-    # Every value of a .csv is text: otherwise 007 is 7, and NA is a null.
-    csv = {"converters": dict.fromkeys(columns, str), "keep_default_na": False, "chunksize": 1000}
+    # Every value of a .csv is text: otherwise 007 is 7, and NA is a null. index_col=False: if all
+    # rows have one value more than the header, columns must not shift.
+    csv = {"features": Features(dict.fromkeys(columns, Value("string"))), "chunksize": 1000}
+    csv |= {"keep_default_na": False, "index_col": False}
     parquet = {"columns": columns, "batch_size": BATCH_ROWS}
     streams = []
     for path in paths:
-        kind = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
+        kind = Path(path.lower().removesuffix(".gz").removesuffix(".zst")).suffix
         stream = Stream(path, columns, template, kind == ".jsonl", len(paths) < world_size)
         source = {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
         if kind == ".parquet":
@@ -148,19 +171,20 @@ def open_files(
         elif kind == ".csv":
             opener = partial(load_dataset, "csv", **source, **csv)
         elif kind == ".jsonl":
-            opener = partial(load_dataset, "text", **source)
+            opener = partial(load_dataset, "text", **source, encoding="utf-8-sig")
         else:
-            opener = partial(load_dataset, "text", **source, sample_by="document")
+            whole = {"sample_by": "document", "encoding": "utf-8-sig"}
+            opener = partial(load_dataset, "text", **source, **whole)
             stream = stream._replace(columns=["text"], template="")
         streams.append(stream._replace(open=opener))
-    return facts_about(paths, None, validation=False), streams
+    return facts_about("--input", paths, None, validation=False), streams
 
 
 def open_dataset(
     dataset: str, commit: str | None, config: str, split: str, text_column: str, template: str
 ) -> tuple[dict, list[Stream | None]]:
     """-> (facts, [stream of a validation split or None, stream of the split])."""
-    from datasets import load_dataset_builder
+    from datasets import Features, load_dataset_builder
     from huggingface_hub import HfApi
 
     name = f"--dataset {dataset}"
@@ -169,47 +193,55 @@ def open_dataset(
         if not (commit or folder):
             commit = HfApi().dataset_info(dataset).sha
         builder = load_dataset_builder(folder or dataset, config or None, revision=commit)
-        splits = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}
-        if not split:
-            split = "train" if "train" in splits or len(splits) != 1 else next(iter(splits))
-        if split not in splits:
-            known = ", ".join(splits)
-            raise UserError(f"{name}: no split {split!r}; --split names one of: {known}")
-        validation = None
-        if split == "train":
-            names = [key for key in ("validation", "valid", "val", "dev") if key in splits]
-            validation = names[0] if names else None
+        if builder.name == "csv" and builder.config.index_col is None:
+            builder.config.index_col = False  # as in open_files
+    splits = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}
+    if not split:
+        split = "train" if "train" in splits or len(splits) != 1 else next(iter(splits))
+    if split not in splits:
+        raise UserError(f"{name}: no split {split!r}; --split names one of: {', '.join(splits)}")
+    validation = None
+    if split == "train":
+        names = [key for key in ("validation", "valid", "val", "dev") if key in splits]
+        validation = names[0] if names else None
+    with explained(name):
         rows = builder.as_streaming_dataset(split)
         if rows.features:
             schema = rows.features.arrow_schema
         else:
             schema = next(rows.with_format("arrow").iter(1)).schema
-        kinds = {field.name: str(field.type) for field in schema}
-        strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
-        default = strings[0] if len(strings) == 1 else "text"
-        columns = template_columns(template) or [text_column or default]
-        if not set(columns) <= set(kinds if template else strings):
-            listed = ", ".join(f"{key} ({kind})" for key, kind in kinds.items())
-            problem = f"no text in {', '.join(columns)}"
-            raise UserError(f"{name}: {problem}; --text-column, --template: {listed}")
-        if builder.name == "parquet":  # read no other columns, and little at a time
-            builder.config.columns, builder.config.batch_size = columns, BATCH_ROWS
-        opener = builder.as_streaming_dataset
-        stream = Stream(name, columns, template, False, True, partial(opener, split))
-        if not validation:
-            return facts_about(splits[split], commit, validation=False), [None, stream]
-        first = stream._replace(shared=False, open=partial(opener, validation))
-        paths = [*splits[validation], *splits[split]]
-        return facts_about(paths, commit, validation=True), [first, stream]
+    kinds = {field.name: str(field.type) for field in schema}
+    strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
+    default = strings[0] if len(strings) == 1 else "text"
+    columns = template_columns(template) or [text_column or default]
+    if not set(columns) <= set(kinds if template else strings):
+        listed = ", ".join(f"{key} ({kind})" for key, kind in kinds.items())
+        problem = f"no text in {', '.join(columns)}"
+        raise UserError(f"{name}: {problem}; --text-column, --template: {listed}")
+    if builder.name == "parquet":  # read no other columns, and little at a time
+        builder.config.columns, builder.config.batch_size = columns, BATCH_ROWS
+    if builder.name == "csv":  # infer types from the first rows, not again every 10,000 rows
+        features = Features.from_arrow_schema(schema)
+        builder.config.features = Features({column: features[column] for column in columns})
+    opener = builder.as_streaming_dataset
+    stream = Stream(name, columns, template, False, True, partial(opener, split))
+    if not validation:
+        return facts_about(name, splits[split], commit, validation=False), [None, stream]
+    first = stream._replace(shared=False, open=partial(opener, validation))
+    paths = [*splits[validation], *splits[split]]
+    return facts_about(name, paths, commit, validation=True), [first, stream]
 
 
 def read(
     connection: Connection, opener: Callable, position: list, rank: int, world_size: int
 ) -> None:
-    """The reader process: sends the facts, ([stream, its state], Stream, rows) and at last None.
+    """The reader process: sends the facts, (position, Stream, rows) of each batch, and None.
 
-    It starts at `position`. Rows are in Arrow's IPC format. An error is sent as a UserError."""
+    It starts at `position`: a stream's index, its state, and its number of rows before. Rows are in
+    Arrow's IPC format. An error is sent as an exception."""
     start_child(set_up_datasets)
+    import pyarrow
+
     try:
         facts, streams = opener()
         connection.send(facts)
@@ -218,36 +250,42 @@ def read(
                 continue
             if not stream.shared and index % world_size != rank:
                 continue
-            state = position[1] if index == position[0] else None
-            remedy = "replace the file, or name its column with --text-column"
-            with explained(stream.name, remedy=remedy):
-                for start, rows in batches(stream, state, rank, world_size):
-                    connection.send(([index, start], stream._replace(open=None), rows))
+            state, row = None, 0
+            if index == position[0]:
+                state = position[1]
+                row = position[2] if len(position) > 2 else 0  # manifests of earlier versions
+            sent = stream._replace(open=None, shared=stream.shared and world_size > 1)
+            for table, next_state in tables(stream, state, rank, world_size):
+                sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
+                with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+                    writer.write_table(table)
+                connection.send(([index, state, row], sent, sink.getvalue().to_pybytes()))
+                state, row = next_state, row + len(table)
         connection.send(None)
-    except UserError as error:
+    except Exception as error:
+        if not isinstance(error, UserError):
+            error.add_note(traceback.format_exc())
         connection.send(error)
 
 
-def batches(
+def tables(
     stream: Stream, state: dict | None, rank: int, world_size: int
-) -> Iterator[tuple[dict | None, bytes]]:
-    """A rank's rows of a stream from `state` on, each batch with the state before it."""
-    import pyarrow
+) -> Iterator[tuple[Any, dict]]:
+    """A rank's batches of rows from `state` on, each with the state after it."""
     from datasets.distributed import split_dataset_by_node
 
-    dataset = stream.open()
-    if stream.shared and world_size > 1:
-        strategy = "shards" if dataset.num_shards >= world_size else "examples"
-        dataset = split_dataset_by_node(dataset, rank, world_size, strategy=strategy)
-    dataset = dataset.with_format("arrow")
-    dataset.load_state_dict(state)
-    for table in dataset.iter(batch_size=BATCH_ROWS):
-        table = table.select(["text"] if stream.json_lines else stream.columns)
-        sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
-        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-        yield state, sink.getvalue().to_pybytes()
-        state = dataset.state_dict()
+    with explained(
+        stream.name, remedy="replace the file, or name its column with --text-column"
+    ):  # a consumer's exceptions do not pass here
+        dataset = stream.open()
+        if stream.shared and world_size > 1:
+            strategy = "shards" if dataset.num_shards >= world_size else "examples"
+            dataset = split_dataset_by_node(dataset, rank, world_size, strategy=strategy)
+        dataset = dataset.with_format("arrow")
+        dataset.load_state_dict(state)
+        for table in dataset.iter(batch_size=BATCH_ROWS):
+            columns = ["text"] if stream.json_lines else stream.columns
+            yield table.select(columns), dataset.state_dict()
 
 
 def start_child(prepare: Callable[[], Any]) -> None:
@@ -264,35 +302,74 @@ def set_up_tokenizer() -> None:
     get_tokenizer()
 
 
-def tokenize(stream: Stream, rows: bytes) -> tuple[np.ndarray, list[int]]:
-    """-> (tokens of the documents, 1-D uint16; number of [nulls, empty texts])."""
-    import pyarrow
+class Null(str):
+    """A null in a template: an empty text, whatever is taken from it or how it is formatted."""
 
-    parts = [np.zeros(0, dtype=np.uint32)]
-    nulls = empties = 0
-    with explained(stream.name, "a row has no text", "correct it or choose another --text-column"):
-        for row in pyarrow.ipc.open_stream(rows).read_all().to_pylist():
-            if stream.json_lines and not row["text"].strip():
-                continue
-            text = document(stream, json.loads(row["text"]) if stream.json_lines else row)
-            if text is None:
-                nulls += 1
-            elif not text.encode():  # fails for a number, and for half a surrogate pair in JSON
-                empties += 1
-            else:
-                parts += [np.array([EOT], dtype=np.uint32), *encode(text)]
-    return np.concatenate(parts, dtype=np.uint16, casting="unsafe"), [nulls, empties]
+    def __getitem__(self, key: Any) -> "Null":
+        return self
+
+    def __format__(self, spec: str) -> str:
+        return ""
+
+
+def with_nulls(value: Any) -> Any:
+    """The value with Null() for None, at any depth."""
+    if value is None:
+        return Null()
+    if isinstance(value, dict):
+        return {key: with_nulls(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_nulls(item) for item in value]
+    return value
 
 
 def document(stream: Stream, row: dict[str, Any]) -> str | None:
     """A row's text; None if all its columns are null."""
+    if stream.json_lines:
+        row = json.loads(row["text"])
     values = [row[column] for column in stream.columns]
     if all(value is None for value in values):
         return None
-    if not stream.template:
-        return values[0]
-    template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
-    return template.format_map({key: "" if v is None else v for key, v in row.items()})
+    text = values[0]
+    if stream.template:
+        template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
+        text = template.format_map(with_nulls(row))
+    text.encode()  # fails for a number, and for half a surrogate pair in JSON
+    return text
+
+
+def tokenize(stream: Stream, rows: bytes, first: int) -> tuple[np.ndarray, list[int]]:
+    """-> (tokens of the documents, 1-D uint16; number of [nulls, empty texts]).
+
+    first: the number of the stream's rows before these."""
+    import pyarrow
+
+    parts = [np.zeros(0, dtype=np.uint32)]
+    nulls = empties = 0
+    remedy = "correct it or choose another --text-column"
+    with explained(stream.name, "a row has no text", remedy):
+        table = pyarrow.ipc.open_stream(rows).read_all().to_pylist()
+    for number, row in enumerate(table, first + 1):
+        if stream.json_lines and not row["text"].strip():
+            continue
+        place = f"row {number} of this rank" if stream.shared else f"row {number}"
+        with explained(stream.name, f"{place} has no text", remedy):
+            text = document(stream, row)
+        if text is None:
+            nulls += 1
+        elif text == "":
+            empties += 1
+        else:
+            parts += [np.array([EOT], dtype=np.uint32), *encode(text)]
+    return np.concatenate(parts, dtype=np.uint16, casting="unsafe"), [nulls, empties]
+
+
+def receive(connection: Connection) -> Any:
+    """The reader's next message."""
+    try:
+        return connection.recv()
+    except (EOFError, OSError):  # OSError: killed within a message
+        raise UserError(KILLED) from None
 
 
 def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
@@ -305,21 +382,21 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
     pending: deque = deque()
     try:
         pool.submit(os.getpid)  # starts all: they load the tokenizer as the reader its library
-        for message in iter(ours.recv, None):
-            if isinstance(message, UserError):
+        for message in iter(partial(receive, ours), None):
+            if isinstance(message, Exception):
                 raise message
             if isinstance(message, dict):
                 yield message
                 continue
-            pending.append((message[0], pool.submit(tokenize, *message[1:])))
+            position, stream, rows = message
+            pending.append((position, pool.submit(tokenize, stream, rows, position[2])))
             if len(pending) > 2 * workers:
                 position, future = pending.popleft()
                 yield position, *future.result()
         for position, future in pending:
             yield position, *future.result()
-    except (BrokenExecutor, EOFError):
-        message = "a process was killed (out of memory?); repeat with fewer --workers"
-        raise UserError(message) from None
+    except BrokenExecutor:
+        raise UserError(KILLED) from None
     finally:
         pool.shutdown(cancel_futures=True)
         reader.kill()

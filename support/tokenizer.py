@@ -72,9 +72,11 @@ def encode(text: str) -> Iterator[np.ndarray]:
 
 
 def tokenize_text(path: Path, split: str) -> np.ndarray:
-    """A .txt file's tokens as one document, 1-D uint16; the last tenth is for validation."""
+    """A .txt file's tokens as one document, 1-D uint16; the last tenth is for validation.
+
+    As in fineweb.py, every line ends in \\n, and a byte order mark is not text."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from None
     if not text.strip():
@@ -102,7 +104,8 @@ def open_shard(path: Path) -> np.ndarray:
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"{len(tokens)} values, {tokens.ndim}-D {tokens.dtype}")
     except (ValueError, EOFError) as error:
-        message = f"{path}: not a whole shard of uint16 tokens ({error}); rebuild it"
+        message = f"{path}: not a whole shard of uint16 tokens ({error}); "
+        message += "remove it and all later ones, then run the command again that made them"
         raise UserError(message) from None
     for page in (tokens[:2048], tokens[-2048:]):
         check_tokens(page, path)

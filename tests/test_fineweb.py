@@ -7,6 +7,7 @@ import errno
 import gzip
 import io
 import json
+import multiprocessing.connection
 import os
 import random
 import shutil
@@ -30,7 +31,7 @@ import fineweb
 from support import texts
 from support.cli import UserError
 from support.files import sha256
-from support.tokenizer import EOT, get_tokenizer
+from support.tokenizer import EOT, get_tokenizer, tokenize_text
 from tests.conftest import ROOT, SHARED, posix, script
 
 pytestmark = posix
@@ -282,9 +283,10 @@ def test_verify(tmp_path, capsys):
         (shard, whole[:-3] + b"\1" + whole[-2:], f"not as in manifest.json: {shard}"),
         ("x_train_000001.npy", b"", "not as in manifest.json: x_train_000001.npy"),
         ("manifest.json", b'{"complete": ', "manifest.json: cannot be read"),
+        ("manifest.json", b'{"shards": 5}', "manifest.json: cannot be read (ValueError: shards is"),
         ("manifest.json", b"{}", f"not as in manifest.json: {shard}, "),
     ]:
-        folder = shutil.copytree(out, tmp_path / str(len(message)))
+        folder = shutil.copytree(out, tmp_path / f"{name}{content[-5:]}")
         write(folder / name, content)
         assert message in refused("--verify", "--out", folder)
 
@@ -304,13 +306,14 @@ MISTAKES = {  # name: (content, message)
     ),
     "utf.parquet": (parquet(not_utf8), "utf.parquet: a row has no text (UnicodeDecodeError"),
     "column.csv": (b"a,b\n1,2\n", "column.csv: cannot be read (KeyError: "),
+    "ragged.csv": (b"text,n\na,1\nb, c,2\n", "ragged.csv: cannot be read (ParserError"),
     "utf.txt": (b"abc\xff", "utf.txt: cannot be read (UnicodeDecodeError"),
-    "half.jsonl": (b'{"text": "a"}\n{"text', "half.jsonl: a row has no text (JSONDecodeError"),
-    "key.jsonl": (b'{"body": "a"}', "key.jsonl: a row has no text (KeyError: 'text')"),
-    "number.jsonl": (b'{"text": 5}', "number.jsonl: a row has no text"),
+    "half.jsonl": (b'{"text": "a"}\n{"text', "half.jsonl: row 2 has no text (JSONDecodeError"),
+    "key.jsonl": (b'{"body": "a"}', "key.jsonl: row 1 has no text (KeyError: 'text')"),
+    "number.jsonl": (b'{"text": 5}', "number.jsonl: row 1 has no text"),
     "surrogate.jsonl": (
         b'{"text": "\\ud83d"}',
-        "surrogate.jsonl: a row has no text (UnicodeEncodeError",
+        "surrogate.jsonl: row 1 has no text (UnicodeEncodeError",
     ),
     "half.txt.gz": (gzip.compress(b"text" * 99)[:-9], "half.txt.gz: cannot be read"),
     "half.txt.zst": (zstd(b"text" * 99)[:-9], "half.txt.zst: cannot be read"),
@@ -321,6 +324,8 @@ MISTAKES = {  # name: (content, message)
         None,
         "--workers -1: must be at least 0; --config and --split need",
     ),
+    "--shard-size 4000000001": (None, "--shard-size 4000000001: must be at most 4000000000"),
+    "--input": (None, "--input: has no value"),
     "--template {a} --text-column a": (None, "--text-column and --template: choose one"),
     "--template text": (
         None,
@@ -364,7 +369,27 @@ def test_full_disks_and_foreign_shards(tmp_path, monkeypatch):
     assert shard_tokens(out) == expected_tokens(DOCUMENTS)
 
 
-def die(*args):
+def test_missing_and_damaged_shards_are_made_again(tmp_path):
+    """A missing one with all that follow; for a damaged one the message says how."""
+    out, folder = tmp_path / "out", write_folder(tmp_path / "in", dataset("jsonl"))
+    args = ["--dataset", folder, "--shard-size", 100, "--out", out]
+    make(*args)
+    before, paths = contents(out), shard_paths(out)
+    write(paths[2], paths[2].read_bytes()[:-20])
+    message = refused(*args)
+    assert "000002.npy: not a whole shard" in message and "remove it and all later" in message
+    paths[2].unlink()
+    assert "000004.npy: not in manifest.json; remove it" in refused(*args)
+    for path in paths[3:]:
+        path.unlink()
+    make(*args, "--max-shards", 4)
+    make(*args)
+    assert contents(out) == before
+
+
+def die(connection, *args):
+    if isinstance(connection, multiprocessing.connection.Connection):  # within a message
+        os.write(connection.fileno(), (99).to_bytes(4) + b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -373,6 +398,108 @@ def test_a_killed_process(name, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, name, die)
     path = write(tmp_path / "a.txt", b"text")
     assert "a process was killed" in refused("--input", path, "--out", tmp_path / "out")
+
+
+def bug(*args, **options):
+    raise AttributeError("a bug")
+
+
+@pytest.mark.parametrize("name", ["encode", "facts_about"])
+def test_a_bug_keeps_its_traceback(name, tmp_path, monkeypatch):
+    """In a worker as in the reader."""
+    monkeypatch.setattr(texts, name, bug)
+    path = write(tmp_path / "in" / "a.jsonl", b'{"text": "a"}')
+    for source in ("--input", "--dataset"):
+        with pytest.raises(AttributeError, match="a bug") as error:
+            make(source, path.parent, "--out", tmp_path / "out")
+        notes = getattr(error.value, "__notes__", [str(error.value.__cause__)])
+        assert "in bug" in notes[0] and "Traceback" in notes[0]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("source", ["--input", "--dataset"])
+def test_a_finished_folder_takes_no_other_input(source, rank, tmp_path, monkeypatch):
+    """Whether the text or --max-shards ended it; the same command writes nothing."""
+    monkeypatch.setenv("WORLD_SIZE", str(int(rank) + 1))
+    monkeypatch.setenv("RANK", rank)
+    out, line = tmp_path / "out", b'{"text": "a b c d e f g h"}\n'
+    folder = write_folder(tmp_path / "in", {"a.jsonl": line * 9, "b.jsonl": line * 9})
+    args = [source, folder, "--out", out, "--shard-size", 10, "--max-shards"]
+    for shards in (2, 0):
+        make(*args, shards)
+        before = contents(out)
+        make(*args, shards)
+        assert "started with shard_size" in refused(*args, shards, "--shard-size", 11)
+        added = write(folder / "c.jsonl", line)
+        assert "started with files" in refused(*args, shards)
+        added.unlink()
+        assert contents(out) == before
+
+
+@pytest.mark.parametrize("source", ["--input", "--dataset"])
+def test_csv_columns_neither_shift_nor_depend_on_each_other(source, tmp_path):
+    """Rows with a value too many; another column that becomes text after thousands of rows."""
+    for name, more in (("wide", ",more"), ("changing", "")):
+        lines = [f"t{i},{'x' if i > 10_500 else i}{more}" for i in range(10_600)]
+        folder = tmp_path / name
+        write(folder / "a.csv", "\n".join(["text,n", *lines]).encode())
+        make(source, folder, "--text-column", "text", "--out", folder)
+        assert shard_tokens(folder) == expected_tokens([f"t{i}" for i in range(10_600)])
+
+
+@pytest.mark.parametrize("source", ["--input", "--dataset"])
+def test_nulls_in_templates_are_empty(source, tmp_path):
+    rows = [
+        {"t": {"en": None, "de": {"x": "y"}}, "s": 1.25, "u": "a"},
+        {"t": None, "s": None, "u": "b"},
+        {"t": {"en": "c", "de": None}, "s": None, "u": None},
+        {"t": None, "s": None, "u": None},
+    ]
+    lines = "\n".join(json.dumps(row) for row in rows).encode()
+    path, out = write(tmp_path / "in" / "a.jsonl", lines), tmp_path / "out"
+    make(source, path.parent, "--template", "{t[en]}|{t[de][x]}|{s:.1f}|{u!s}", "--out", out)
+    assert shard_tokens(out) == expected_tokens(["|y|1.2|a", "|||b", "c|||"])
+    assert read_manifest(out)["skipped"] == [1, 0]
+
+
+def test_training_has_text(tmp_path, monkeypatch):
+    """If all fits into the validation shard, it is cut; if no text is left, that is an error."""
+    rows = [{"text": f"text {i}", "e": [0.0] * 900} for i in range(50)]
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    args, tokens = ["--input", path, "--out"], expected_tokens(row["text"] for row in rows)
+    make(*args, tmp_path / "whole")
+    assert shard_tokens(tmp_path / "whole") == tokens
+    assert len(np.load(shard_paths(tmp_path / "whole")[0])) == len(tokens) // 10
+    make(*args, tmp_path / "out", "--max-shards", 1)
+    make(*args, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    message = refused(*args, tmp_path / "exact", "--shard-size", len(tokens))
+    assert "holds all the text" in message and "--shard-size" in message
+
+
+def test_which_files_of_a_folder_are_read(tmp_path, capsys):
+    """Hidden ones are not; what else is skipped is counted."""
+    folder, out = tmp_path / "in", tmp_path / "out"
+    names = "a.txt b.TXT c/d.JSONL.gz .hid/e.txt c/.f.txt g.pdf c/h.pdf i.json README.md Makefile"
+    files = {name: name.encode() for name in names.split()}
+    write_folder(folder, files | {"c/d.JSONL.gz": gzip.compress(b'{"text": "d"}')})
+    (folder / "link").symlink_to(write(tmp_path / "other" / "j.txt", b"j").parent)
+    make("--input", folder, "--out", out)
+    assert shard_tokens(out) == expected_tokens(["a.txt", "b.TXT", "d"])
+    error = capsys.readouterr().err
+    for part in ("1 Makefile", "1 README.md", "2 .pdf", "1 .json", "1 linked folder"):
+        assert part in error
+    assert "--input : no such file" in refused("--input", "", "--out", tmp_path / "none")
+
+
+def test_line_ends_and_byte_order_marks(tmp_path):
+    """--input and --data read the same text: lines end in \\n, and a byte order mark is no text."""
+    path = write(tmp_path / "a.txt", b"\xef\xbb\xbfa\r\nb\rc\n")
+    rows = write(tmp_path / "b.jsonl", b'\xef\xbb\xbf{"text": "d\\r\\n"}\n')
+    make("--input", path, rows, "--out", tmp_path / "out")
+    assert shard_tokens(tmp_path / "out") == expected_tokens(["a\nb\nc\n", "d\r\n"])
+    parts = [tokenize_text(path, split).tolist() for split in ("train", "val")]
+    assert parts[0] + parts[1] == expected_tokens(["a\nb\nc\n"])
 
 
 @pytest.mark.parametrize(
@@ -428,6 +555,9 @@ def test_configurations_splits_and_columns(tmp_path):
         assert message in refused(*dataset, *args.split(), "--out", none)
     available = "Please pick one among the available configs: ['one', 'two']"
     assert available in refused(*dataset[:-1], "--out", none)
+    bad = write(tmp_path / "bad" / "a.parquet", damaged).parent
+    message = refused("--dataset", bad, "--out", tmp_path / "damaged")
+    assert "cannot be read" in message and "network" not in message
     empty.mkdir()
     assert "doesn't contain any data files" in refused("--dataset", empty, "--out", none)
     assert not none.exists()
