@@ -1,10 +1,8 @@
 """Turns text into shards of GPT-2 tokens, which train_gpt2.py reads.
 
     python fineweb.py                                # FineWeb-Edu, 10 billion tokens
-    python fineweb.py --max-shards 3                 # a small sample: three shards
     python fineweb.py --input books/*.parquet notes.jsonl a.txt --out my_shards
     python fineweb.py --dataset roneneldan/TinyStories --out tiny    # any text dataset of the Hub
-    torchrun --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 fineweb.py
 
 A document is a row, or a whole .txt or .md file; it becomes 50256 and its tokens. Shard 0 is for
 validation: a dataset's validation split if it has one, otherwise the first documents.
@@ -154,6 +152,10 @@ class Folder:
 
     def write(self, parts: list[np.ndarray], state: dict[str, Any]) -> None:
         """Adds a shard made of parts, each 1-D uint16. state: where the next one begins."""
+        if not parts:
+            self.manifest |= state
+            self.save()
+            return
         length = sum(len(part) for part in parts)
         header = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
         path = self.out / self.next_name
@@ -225,11 +227,7 @@ def write_shards(
 
     def finish(position: tuple, used: int, complete: bool = False) -> bool:
         state = {"position": position, "used": used, "skipped": skipped, "complete": complete}
-        if parts:
-            here.write(parts, state)
-        else:
-            here.manifest |= state
-            here.save()
+        here.write(parts, state)
         parts.clear()
         return here.finished(max_shards)
 
@@ -359,10 +357,8 @@ def main(args: list[str] | None = None) -> None:
             f"({nulls:,} nulls and {empties:,} empty texts skipped)"
         )
         if here.manifest["complete"] and len(here.shards) == 1 and not config.verify:
-            raise UserError(
-                f"{here.out}: the validation shard holds all the text, none is left to train on; "
-                "use a new --out with a smaller --shard-size or another --split"
-            )
+            remedy = "use a new --out and a smaller --shard-size, or another --split"
+            raise UserError(f"{here.out}: the validation shard holds all the text; {remedy}")
 
 
 if __name__ == "__main__":

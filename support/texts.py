@@ -26,9 +26,7 @@ import numpy as np
 from support.cli import UserError, torchrun_ranks
 from support.tokenizer import EOT, encode, get_tokenizer
 
-PLAIN = (".jsonl", ".csv", ".txt", ".md")
-COMPRESSED = tuple(kind + packed for kind in PLAIN for packed in (".gz", ".zst"))
-SUFFIXES = (".parquet", *PLAIN, *COMPRESSED)
+SUFFIX = re.compile(r"\.(parquet|(jsonl|csv|txt|md)(\.gz|\.zst)?)$", re.IGNORECASE)
 BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use the same
 KILLED = "a process was killed (out of memory?); repeat with fewer --workers"
 HUB_REMEDY = (
@@ -84,8 +82,9 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
         else:
             paths += sorted(glob.glob(pattern, recursive=True)) or [pattern]
     for path in paths:
-        if not (path.lower().endswith(SUFFIXES) and Path(path).is_file()):
-            raise UserError(f"--input {path}: no such file, or not {', '.join(SUFFIXES)}")
+        if not (SUFFIX.search(path) and Path(path).is_file()):
+            kinds = ".parquet, .jsonl, .csv, .txt or .md, nor one of the last four as .gz or .zst"
+            raise UserError(f"--input {path}: no such file, or not {kinds}")
         if re.search(r"::|\[.*\.(gz|zst)$", path):
             taken = "`datasets` reads :: and, if compressed, [ as a URL"
             raise UserError(f"--input {path}: {taken}; rename it")
@@ -100,10 +99,12 @@ def find_in_folder(folder: Path) -> list[str]:
         if hidden or path.is_dir():
             if path.is_symlink() and not hidden:
                 skipped["linked folder"] += 1
-        elif path.name == "README.md" or not path.name.lower().endswith(SUFFIXES):
-            skipped[path.name if path.name == "README.md" else path.suffix or path.name] += 1
-        else:
+        elif path.name == "README.md":
+            skipped["README.md"] += 1
+        elif SUFFIX.search(path.name):
             paths.append(str(path))
+        else:
+            skipped[path.suffix or path.name] += 1
     if skipped and torchrun_ranks()[0] == 0:
         counts = ", ".join(f"{number} {kind}" for kind, number in skipped.items())
         print(f"{folder}: skipped {counts}", file=sys.stderr)
@@ -114,10 +115,7 @@ def set_up_datasets() -> None:
     import datasets
     import fsspec.compression
     import pyarrow
-    from tqdm import tqdm
 
-    # tqdm's own lock is shared between processes: one killed while holding it would block all.
-    tqdm.set_lock(threading.RLock())
     datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a request of 3 s for each local file
     datasets.disable_progress_bars()
@@ -130,9 +128,7 @@ def set_up_datasets() -> None:
     fsspec.compression.register_compression("zstd", open_zstd, "zst", force=True)
 
 
-def facts_about(
-    name: str, paths: list[str], commit: str | None, validation: bool
-) -> dict[str, Any]:
+def facts_about(name: str, paths: list[str], commit: str | None) -> dict[str, Any]:
     """The source's commit, or its files' names and sizes; an estimate of its number of tokens."""
     import fsspec
 
@@ -145,8 +141,16 @@ def facts_about(
         "commit": commit,
         "files": [] if commit else files,
         "tokens": int(text / 4.5),  # bytes per token of English
-        "validation": validation,
+        "validation": False,  # has it a validation split?
     }
+
+
+def parquet_options(columns: list[str]) -> dict[str, Any]:
+    """Options that bound memory: with pre_buffer it grows with the file."""
+    from pyarrow.dataset import ParquetFragmentScanOptions
+
+    scan = ParquetFragmentScanOptions(pre_buffer=False)
+    return {"columns": columns, "batch_size": BATCH_ROWS, "fragment_scan_options": scan}
 
 
 def open_files(
@@ -160,24 +164,24 @@ def open_files(
     # rows have one value more than the header, columns must not shift.
     csv = {"features": Features(dict.fromkeys(columns, Value("string"))), "chunksize": 1000}
     csv |= {"keep_default_na": False, "index_col": False}
-    parquet = {"columns": columns, "batch_size": BATCH_ROWS}
     streams = []
     for path in paths:
-        kind = Path(path.lower().removesuffix(".gz").removesuffix(".zst")).suffix
-        stream = Stream(path, columns, template, kind == ".jsonl", len(paths) < world_size)
+        match = SUFFIX.search(path.lower())
+        kind = match[2] or match[1]
+        stream = Stream(path, columns, template, kind == "jsonl", len(paths) < world_size)
         source = {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
-        if kind == ".parquet":
-            opener = partial(load_dataset, "parquet", **source, **parquet)
-        elif kind == ".csv":
+        if kind == "parquet":
+            opener = partial(load_dataset, "parquet", **source, **parquet_options(columns))
+        elif kind == "csv":
             opener = partial(load_dataset, "csv", **source, **csv)
-        elif kind == ".jsonl":
+        elif kind == "jsonl":
             opener = partial(load_dataset, "text", **source, encoding="utf-8-sig")
         else:
-            whole = {"sample_by": "document", "encoding": "utf-8-sig"}
-            opener = partial(load_dataset, "text", **source, **whole)
+            source |= {"sample_by": "document", "encoding": "utf-8-sig"}
+            opener = partial(load_dataset, "text", **source)
             stream = stream._replace(columns=["text"], template="")
         streams.append(stream._replace(open=opener))
-    return facts_about("--input", paths, None, validation=False), streams
+    return facts_about("--input", paths, None), streams
 
 
 def open_dataset(
@@ -218,18 +222,19 @@ def open_dataset(
         listed = ", ".join(f"{key} ({kind})" for key, kind in kinds.items())
         problem = f"no text in {', '.join(columns)}"
         raise UserError(f"{name}: {problem}; --text-column, --template: {listed}")
-    if builder.name == "parquet":  # read no other columns, and little at a time
-        builder.config.columns, builder.config.batch_size = columns, BATCH_ROWS
+    if builder.name == "parquet":
+        for key, value in parquet_options(columns).items():
+            setattr(builder.config, key, value)
     if builder.name == "csv":  # infer types from the first rows, not again every 10,000 rows
         features = Features.from_arrow_schema(schema)
         builder.config.features = Features({column: features[column] for column in columns})
     opener = builder.as_streaming_dataset
     stream = Stream(name, columns, template, False, True, partial(opener, split))
     if not validation:
-        return facts_about(name, splits[split], commit, validation=False), [None, stream]
+        return facts_about(name, splits[split], commit), [None, stream]
     first = stream._replace(shared=False, open=partial(opener, validation))
-    paths = [*splits[validation], *splits[split]]
-    return facts_about(name, paths, commit, validation=True), [first, stream]
+    facts = facts_about(name, [*splits[validation], *splits[split]], commit)
+    return facts | {"validation": True}, [first, stream]
 
 
 def read(
@@ -274,9 +279,8 @@ def tables(
     """A rank's batches of rows from `state` on, each with the state after it."""
     from datasets.distributed import split_dataset_by_node
 
-    with explained(
-        stream.name, remedy="replace the file, or name its column with --text-column"
-    ):  # a consumer's exceptions do not pass here
+    remedy = "replace the file, or name its column with --text-column"
+    with explained(stream.name, remedy=remedy):  # an exception of the caller does not pass here
         dataset = stream.open()
         if stream.shared and world_size > 1:
             strategy = "shards" if dataset.num_shards >= world_size else "examples"
@@ -364,14 +368,6 @@ def tokenize(stream: Stream, rows: bytes, first: int) -> tuple[np.ndarray, list[
     return np.concatenate(parts, dtype=np.uint16, casting="unsafe"), [nulls, empties]
 
 
-def receive(connection: Connection) -> Any:
-    """The reader's next message."""
-    try:
-        return connection.recv()
-    except (EOFError, OSError):  # OSError: killed within a message
-        raise UserError(KILLED) from None
-
-
 def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
     """Starts reader and workers. Yields the facts, then (position, tokens, skipped)."""
     ours, theirs = multiprocessing.Pipe()
@@ -382,7 +378,13 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
     pending: deque = deque()
     try:
         pool.submit(os.getpid)  # starts all: they load the tokenizer as the reader its library
-        for message in iter(partial(receive, ours), None):
+        while True:
+            try:
+                message = ours.recv()
+            except (EOFError, OSError):  # OSError: killed within a message
+                raise UserError(KILLED) from None
+            if message is None:
+                break
             if isinstance(message, Exception):
                 raise message
             if isinstance(message, dict):

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from tqdm import tqdm
 
 import fineweb
 from support import texts
@@ -36,6 +38,7 @@ from tests.conftest import ROOT, SHARED, posix, script
 
 pytestmark = posix
 datasets.config.TORCH_AVAILABLE = False
+tqdm.set_lock(threading.RLock())  # its own is shared with processes that tests kill
 EVERY_PLANE = "".join(chr(plane * 0x10000 + 0x3A9) for plane in range(17))
 DOCUMENTS = [
     "Hello, world!",
