@@ -244,7 +244,8 @@ def read(
 
     It starts at `position`: a stream's index, its state, and its number of rows before. Rows are in
     Arrow's IPC format. An error is sent as an exception."""
-    start_child(set_up_datasets)
+    start_child()
+    set_up_datasets()
     import pyarrow
 
     try:
@@ -292,18 +293,15 @@ def tables(
             yield table.select(columns), dataset.state_dict()
 
 
-def start_child(prepare: Callable[[], Any]) -> None:
+def start_child() -> None:
     """Makes this process exit when its parent does, even after kill -9; Ctrl-C is the parent's."""
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def follow_parent() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    prepare()
-
-
-def set_up_tokenizer() -> None:
-    import pyarrow.ipc  # noqa: F401
-
-    get_tokenizer()
 
 
 class Null(str):
@@ -374,10 +372,10 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
     reader = multiprocessing.Process(target=read, args=(theirs, *reader_arguments), daemon=True)
     reader.start()
     theirs.close()
-    pool = ProcessPoolExecutor(workers, initializer=start_child, initargs=(set_up_tokenizer,))
+    get_tokenizer()  # for forked workers; meanwhile the reader imports `datasets`
+    pool = ProcessPoolExecutor(workers, initializer=start_child)
     pending: deque = deque()
     try:
-        pool.submit(os.getpid)  # starts all: they load the tokenizer as the reader its library
         while True:
             try:
                 message = ours.recv()
