@@ -20,12 +20,13 @@ import hashlib
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -533,8 +534,9 @@ def check_config(config: TrainConfig) -> None:
     for name, value in asdict(config).items():
         if isinstance(value, int | float):
             minimum = 1 if name in positive else 0
-            if value < minimum or not math.isfinite(value):
-                problems.append(f"{cli.flag(name)} {value}: must be at least {minimum}")
+            if not minimum <= value < 2**63:
+                bounds = f"at least {minimum} and below 2**63"
+                problems.append(f"{cli.flag(name)} {value}: must be {bounds}")
     if config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.beta2 >= 1:
@@ -570,7 +572,8 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
 
     A setting that an older version of this script did not have counts as its default."""
     before = asdict(TrainConfig()) | before
-    changed = [name for name in FIXED if getattr(config, name) != before[name]]
+    fixed = FIXED if config.init == "scratch" else (*FIXED, "init")
+    changed = [name for name in fixed if getattr(config, name) != before[name]]
     return [f"{cli.flag(name)} was {before[name]}, is {getattr(config, name)}" for name in changed]
 
 
@@ -619,7 +622,8 @@ def get_lr(step: int, config: TrainConfig) -> float:
     if step >= config.max_steps:
         return config.min_lr
     if config.schedule == "wsd":
-        share = min((config.max_steps - step) / max(config.warmdown_steps, 1), 1.0)
+        warmdown = min(config.warmdown_steps, config.max_steps - config.warmup_steps)
+        share = min((config.max_steps - step) / max(warmdown, 1), 1.0)
     else:
         progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
         share = 0.5 * (1 + math.cos(math.pi * progress))
@@ -690,15 +694,20 @@ class Ranks:
 
 
 @torch.no_grad()
-def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, ranks: Ranks) -> float:
+def validation_loss(
+    model: GPT, loader: DataLoaderLite, tokens: int, ranks: Ranks, received: Sequence[int] = ()
+) -> float | None:
     """Mean loss in nats over the first `tokens` tokens of the split, all with the same weight.
 
     The ranks share the sequences; their losses are summed, then divided, so that neither B nor the
-    number of ranks matters. Full batches use the compiled model if training on a GPU does."""
+    number of ranks matters. Full batches use the compiled model if training on a GPU does. None
+    once a rank has `received` a signal to stop."""
     B, T = loader.B, loader.T
     sequences = min(tokens, loader.stream.total_tokens - 1) // T
     losses, sizes = [torch.zeros((), device=ranks.device)], [0]
     for first in range(ranks.rank * B, sequences, ranks.world_size * B):
+        if received:
+            break
         n = min(B, sequences - first)
         buffer = torch.from_numpy(loader.stream.read(first * T, n * T + 1).astype(np.int64))
         buffer = buffer.to(ranks.device)
@@ -712,14 +721,16 @@ def validation_loss(model: GPT, loader: DataLoaderLite, tokens: int, ranks: Rank
     # The only synchronization. Summed on the host in float64, which not every device has.
     values = torch.stack(losses).tolist()
     total = sum(loss * n for loss, n in zip(values, sizes, strict=True))
-    return ranks.sum(torch.tensor(total, dtype=torch.float64)).item() / sequences
+    total, stop = ranks.sum(torch.tensor([total, len(received)], dtype=torch.float64)).tolist()
+    return None if stop else total / sequences
 
 
 def print_samples(model: GPT, prompt: str, samples: int, length: int, ranks: Ranks) -> None:
     """Prints continuations of `prompt` by `length` tokens."""
     generator = torch.Generator(device=ranks.device)  # separate from the training RNG
     generator.manual_seed(42 + ranks.rank)
-    idx = torch.tensor([get_tokenizer().encode_ordinary(prompt)] * samples, device=ranks.device)
+    tokens = get_tokenizer().encode_ordinary(prompt) or [EOT]
+    idx = torch.tensor([tokens] * samples, device=ranks.device)
     with ranks.autocast():
         idx = model.generate(idx, length, generator=generator)
     for i, tokens in enumerate(idx.tolist()):
@@ -742,32 +753,36 @@ def evaluate(
     config: TrainConfig,
     ranks: Ranks,
     log: Callable,
-) -> float | None:
-    """Does what is due at `step`: validation loss (returned), HellaSwag, samples."""
+    received: Sequence[int],
+) -> bool:
+    """Makes the validation loss, HellaSwag and samples due at `step`. False after a signal."""
     model.eval()  # GPT-2 is trained without dropout, but a fork may have it
-    val, last = None, step == config.max_steps
     if is_due(config.eval_every, step, config):
-        val = validation_loss(model, val_loader, config.eval_tokens, ranks)
+        val = validation_loss(model, val_loader, config.eval_tokens, ranks, received)
+        if val is None:
+            return False
         print0(f"step {step:5d} validation loss {val:.4f}")
         log(step, val=val)
     with torch.compiler.set_stance("force_eager"):  # shapes that occur once aren't worth compiling
         if tasks and is_due(config.hellaswag_every, step, config):
             import hellaswag
 
-            share = (ranks.device, ranks.rank, ranks.world_size)
+            share = (ranks.device, ranks.rank, ranks.world_size, received)
             with ranks.autocast():
                 correct = hellaswag.count_correct(model, tasks, *share)
-            correct = torch.tensor(correct, dtype=torch.float64)
-            accuracy = ranks.sum(correct).item() / len(tasks)
-            print0(f"step {step:5d} HellaSwag {accuracy:.4f}")
-            log(step, hella=accuracy)
+            totals = torch.tensor([correct, len(received)], dtype=torch.float64)
+            correct, stop = ranks.sum(totals).tolist()
+            if stop:
+                return False
+            print0(f"step {step:5d} HellaSwag {correct / len(tasks):.4f}")
+            log(step, hella=correct / len(tasks))
         if step > 0 and is_due(config.sample_every, step, config):
-            if not last:
+            if step < config.max_steps:
                 print_samples(model, config.sample_prompt, 4, 32, ranks)
             elif ranks.rank == 0:
                 print_samples(model, config.sample_prompt, 2, 64, ranks)
     model.train()
-    return val
+    return True
 
 
 # --------------------------------------------------------------------------------------------------
@@ -792,8 +807,8 @@ class TrainState:
         if kind != "cpu":
             random[kind] = torch.get_device_module(kind).get_rng_state()
         saved = {"format": 1, "step": self.step, "elapsed": self.elapsed, "skipped": self.skipped}
-        saved |= {"tokens": self.step * config.total_batch_size, "dtype": str(ranks.dtype)}
-        saved |= {"config": asdict(config), "random": ranks.gather(random)}
+        saved |= {"config": asdict(config), "dtype": str(ranks.dtype)}
+        saved["random"] = ranks.gather(random)
         for name in ("optimizer", "scaler", "loader"):
             saved[name] = getattr(self, name).state_dict()
         return saved
@@ -818,49 +833,50 @@ class TrainState:
         self.step, self.elapsed, self.skipped = saved["step"], saved["elapsed"], saved["skipped"]
 
 
-def save_checkpoint(state: TrainState, config: TrainConfig, ranks: Ranks) -> None:
-    """Writes log_dir/step_*/ atomically; all ranks call it.
+def save_checkpoint(state: TrainState, config: TrainConfig, ranks: Ranks) -> bool:
+    """Writes log_dir/step_*/ atomically; all ranks call it. False if it can't be written.
 
-    A failure (full disk, say) leaves earlier ones intact, and ends a run only at its last step."""
-    saved, log_dir = state.state_dict(config, ranks), Path(config.log_dir)
-    if ranks.rank != 0:
-        return
+    A failure (full disk, say) leaves earlier checkpoints intact, and ends a run only at its end."""
+    saved, log_dir, problem = state.state_dict(config, ranks), Path(config.log_dir), None
     folder = log_dir / f"step_{state.step:06d}"
-    try:
-        files.fsync(log_dir / "log.txt")  # it must not be shorter than the checkpoint
-        with files.atomic_path(folder) as partial:
-            state.model.save_pretrained(partial)
-            torch.save(saved, partial / "training_state.pt")
-            card = run_folder.model_card(log_dir, state.step)
-            (partial / "README.md").write_text(card, encoding="utf-8")
-            run_folder.write_checksums(partial)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        problem = f"{folder}: not written ({first_line(error)})"
-        if state.step == config.max_steps:
-            raise UserError(f"{problem}: free some space; --resume continues") from None
-        print(f"error: {problem}; training continues", file=sys.stderr, flush=True)
+    if ranks.rank == 0:
+        try:
+            files.fsync(log_dir / "log.txt")  # it must not be shorter than the checkpoint
+            with files.atomic_path(folder) as partial:
+                state.model.save_pretrained(partial)
+                torch.save(saved, partial / "training_state.pt")
+                card = run_folder.model_card(config, state.step)
+                (partial / "README.md").write_text(card, encoding="utf-8")
+                run_folder.write_checksums(partial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, RuntimeError) and not re.search(
+                "inline_container|StreamWriter", str(error)
+            ):
+                raise  # a bug
+            problem = f"{folder}: not written ({first_line(error)})"
+    problem = ranks.broadcast(problem)
+    if problem and state.step == config.max_steps:
+        raise UserError(f"{problem}: free some space; --resume continues")
+    if problem and ranks.rank == 0:
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+    return not problem
 
 
-def open_log(config: TrainConfig, checkpoint: Path | None, step: int, ranks: Ranks) -> Callable:
+def start_log(
+    config: TrainConfig, checkpoint: Path | None, resuming: bool, step: int, ranks: Ranks
+) -> Callable:
     """Begins or continues the log of the run: log(step, stream=value, …). Only rank 0 writes."""
-    ranks.gather()  # all ranks have read what they need from the folder
     if ranks.rank != 0:
         return lambda step, **values: None
-    log_dir, first_step = Path(config.log_dir), step if checkpoint else None
+    log_dir = Path(config.log_dir)
     entries = run_folder.run_entries(log_dir)
-    if is_resuming(config) and not differences(entries[-1]["config"] if entries else {}, config):
-        first_step = step  # stopped before its first checkpoint, it restarts and overwrites its log
-    paths = {
-        name: cli.shown(getattr(config, name)) for name in ("data", "log_dir", "hellaswag_data")
-    }
+    if resuming and checkpoint is None:
+        # A run that was stopped before its first checkpoint restarts and overwrites its log.
+        resuming = bool(entries) and not differences(entries[-1]["config"], config)
+    paths = ("data", "log_dir", "hellaswag_data")
+    settings = asdict(config) | {name: cli.shown(getattr(config, name)) for name in paths}
     entry = {"step": step, "device": ranks.description, "world_size": ranks.world_size}
-    entry["config"] = asdict(config) | paths
-    return run_folder.open_log(log_dir, checkpoint is not None, first_step, entry)
-
-
-def is_resuming(config: TrainConfig) -> bool:
-    """True with --resume, and after a restart by torchrun."""
-    return config.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return run_folder.open_log(log_dir, entry | {"config": settings}, checkpoint, resuming)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -916,13 +932,15 @@ def choose_micro_batch_size(config: TrainConfig, model: GPT, ranks: Ranks) -> in
         if ranks.device.type == "cuda":
             from support import gpus
 
+            x = torch.zeros(size, T, dtype=torch.int64, device=ranks.device)
             reserve = 8 * model.num_parameters()  # the optimizer's moments
             if config.shard_optimizer:
                 reserve //= ranks.world_size
-            if config.compile and not config.low_memory:
-                reserve += size * T * (VOCAB_SIZE + 47) * ranks.dtype.itemsize  # padded logits
+            if config.compile and not config.low_memory:  # the padded logits and their gradient
+                reserve += 2 * x.numel() * (VOCAB_SIZE + 47) * ranks.dtype.itemsize
+            if ranks.world_size > 1:
+                reserve += 2**30  # NCCL's buffers: an allowance
             accumulates = ranks.world_size > 1 or sequences > size
-            x = torch.zeros(size, T, dtype=torch.int64, device=ranks.device)
             if all(ranks.gather(gpus.fits(model, x, ranks.autocast(), reserve, accumulates))):
                 return size
         elif size * T <= 4096:  # enough for the cores of a CPU
@@ -930,24 +948,19 @@ def choose_micro_batch_size(config: TrainConfig, model: GPT, ranks: Ranks) -> in
     return 1
 
 
-def open_data(
-    config: TrainConfig, B: int, ranks: Ranks
-) -> tuple[DataLoaderLite, DataLoaderLite | None]:
+def open_data(config: TrainConfig, B: int, ranks: Ranks) -> list[DataLoaderLite | None]:
     """The loaders of both splits; None without validation."""
-
-    def open_split(split: str, needed: str, shuffle: bool) -> DataLoaderLite:
-        shape = (B, config.seq_len, ranks.rank, ranks.world_size)
-        loader = DataLoaderLite(config.data, split, *shape, config.seed, shuffle)
-        tokens, minimum = loader.stream.total_tokens, getattr(config, needed)
-        if tokens <= minimum:
-            problem = f"{tokens} {split} tokens, too few for {cli.flag(needed)} {minimum}"
-            raise UserError(f"{config.data}: {problem}: lower it, or provide more text")
-        return loader
-
-    train_loader = open_split("train", "total_batch_size", config.shuffle)
-    if not config.eval_every:
-        return train_loader, None
-    return train_loader, open_split("val", "seq_len", shuffle=False)
+    shape = (B, config.seq_len, ranks.rank, ranks.world_size, config.seed)
+    loader = DataLoaderLite(config.data, "train", *shape, config.shuffle)
+    val_loader = None
+    if config.eval_every:
+        val_loader = DataLoaderLite(config.data, "val", *shape, shuffle=False)
+    for split, needed in ((loader, "total_batch_size"), (val_loader, "seq_len")):
+        if split and split.stream.total_tokens <= getattr(config, needed):
+            problem = f"{split.stream.total_tokens} tokens, too few for {cli.flag(needed)}"
+            name = "training" if split is loader else "validation"
+            raise UserError(f"{config.data}: {name} has {problem} {getattr(config, needed)}")
+    return [loader, val_loader]
 
 
 def wrap_in_ddp(model: GPT, B: int, T: int, ranks: Ranks) -> nn.Module:
@@ -963,7 +976,8 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ranks: Ranks) -> nn.Module:
         for _ in range(2):
             ddp_model.zero_grad(set_to_none=True)
             with ranks.autocast():
-                ddp_model(x, x)[1].backward()
+                _, loss = ddp_model(x, x)
+            loss.backward()
     ddp_model.zero_grad(set_to_none=False)
     return ddp_model
 
@@ -972,40 +986,41 @@ def announce(state: TrainState, config: TrainConfig, resumed: Path | None, ranks
     """Prints what is about to be trained."""
     loader, batch, tokens = state.loader, config.total_batch_size, state.loader.stream.total_tokens
     micro_steps = batch // (loader.B * loader.T * ranks.world_size)
+    parameters = f"{state.model.num_parameters():,} parameters"
     flops = state.model.flops_per_token(config.seq_len)
     peak, source = devices.peak_flops(ranks.device, ranks.dtype)
     epochs = config.max_steps * batch / tokens
-    print0(
-        f"model: {state.model.num_parameters():,} parameters, {flops / 1e6:,.0f} MFLOP per token"
-    )
+    shape = f"{loader.B} x {loader.T} tokens"
+    folder = f"{config.log_dir}/" + (f", resumed from {resumed}" if resumed else "")
+    print0(f"model: {parameters}, {flops / 1e6:,.0f} MFLOP per token")
     print0(f"speed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s per device ({source})")
     print0(f"data: {cli.shown(config.data)}, {tokens:,} training tokens")
     print0(f"steps: {config.max_steps:,} of {batch:,} tokens, {epochs:.3f} epochs")
-    shape = f"{loader.B} x {loader.T} tokens"
     print0(f"batch: {shape} x {micro_steps} micro-steps x {ranks.world_size} ranks")
-    print0(
-        f"log and checkpoints: {config.log_dir}/" + (f", resumed from {resumed}" if resumed else "")
-    )
+    print0(f"log and checkpoints: {folder}")
+    rest = config.max_steps - config.warmup_steps
+    if config.schedule == "wsd" and config.warmdown_steps > rest:
+        print0(f"schedule: the warm-down follows the warm-up at once, for {rest} steps")
 
 
-def conclude(state: TrainState, config: TrainConfig, val: float | None, val_loader: Any) -> None:
+def conclude(state: TrainState, config: TrainConfig, val_loader: DataLoaderLite | None) -> None:
     """Prints the last lines of a run."""
     log_dir = Path(config.log_dir)
-    if val is not None:  # per character, to compare with other tokenizers
+    steps, losses = run_folder.read_log(log_dir).get("val", ([], []))
+    evaluated = steps[-1:] == [state.step]
+    if evaluated and val_loader:  # per character, to compare with other tokenizers
         sequences = min(config.eval_tokens, val_loader.stream.total_tokens - 1) // config.seq_len
         tokens = val_loader.stream.read(1, sequences * config.seq_len)
         characters = len(get_tokenizer().decode(tokens[tokens != EOT].tolist()))
-        per_character = val * len(tokens) / characters
-        print0(
-            f"\nvalidation loss: {val:.4f} nats per token, {per_character:.4f} nats per character"
-        )
+        per_character = f"{losses[-1] * len(tokens) / characters:.4f} nats per character"
+        print0(f"\nvalidation loss: {losses[-1]:.4f} nats per token, {per_character}")
     print0(f"done: {state.step:,} steps, {state.elapsed / 60:.1f} minutes of training")
     if (log_dir / "curves.png").exists():
         print0(f"curves: {log_dir / 'curves.png'}")
     if config.save_every:
         print0(f"model: {log_dir}/step_{state.step:06d}/, in Hugging Face format")
         best, loss = run_folder.best_checkpoint(log_dir)
-        if val is not None and best != state.step:
+        if evaluated and best != state.step:
             advice = "the loss rose afterwards: train for fewer steps, or on more text"
             print0(f"best: {log_dir}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
         script = cli.shown(run_folder.ROOT / "sample.py")
@@ -1028,12 +1043,12 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     if ranks.device.type == "cuda" and ranks.dtype != torch.float32:
         torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
 
-    log_dir = Path(config.log_dir)
-
     # Model, data and optimizer: new, or as a checkpoint has them.
-    checkpoint, saved = None, None
-    if is_resuming(config) and ranks.rank == 0:
-        checkpoint, saved = run_folder.find_checkpoint(log_dir)
+    log_dir, resuming, checkpoint, saved = Path(config.log_dir), config.resume, None, None
+    if ranks.rank == 0:
+        resuming = resuming or run_folder.is_restart(log_dir)
+        if resuming:
+            checkpoint, saved = run_folder.find_checkpoint(log_dir)
     checkpoint = ranks.broadcast(checkpoint)
     model = start_model(config, checkpoint, ranks)
     B, T = choose_micro_batch_size(config, model, ranks), config.seq_len
@@ -1056,12 +1071,11 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
             raise UserError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
         state.load_state_dict(saved, ranks)
         del saved
-        if state.step >= config.max_steps:
-            print0(
-                f"{checkpoint}: already trained {state.step} steps; to continue, raise --max-steps"
-            )
+        if ranks.broadcast(run_folder.is_finished(log_dir, state.step, config.max_steps)):
+            done = f"already trained {state.step} steps"
+            print0(f"{checkpoint}: {done}; to continue, raise --max-steps")
             return 0
-    log = open_log(config, checkpoint, state.step, ranks)
+    log = start_log(config, checkpoint, resuming, state.step, ranks)
 
     # Evaluation and checkpoints use `model`; training calls `ddp_model`, with the same weights.
     compiled = config.compile and devices.can_compile(ranks.device)
@@ -1069,22 +1083,30 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     ddp_model = wrap_in_ddp(model, B, T, ranks) if ranks.world_size > 1 else model
     announce(state, config, checkpoint, ranks)
     peak, _ = devices.peak_flops(ranks.device, ranks.dtype)
-    full_speed = (
-        ranks.world_size * peak / model.flops_per_token(T)
-    )  # tokens per second at 100 % MFU
-    start, val = state.step, None
+    full_speed = ranks.world_size * peak / model.flops_per_token(T)  # tokens per second
     received = cli.collect_stop_signals()
-    # Once more than there are updates: the last round only evaluates and saves.
+    start, stop = state.step, False
+    # One round more than there are updates: the last only saves and evaluates.
     for step in range(start, config.max_steps + 1):
         last = step == config.max_steps
-        val = evaluate(step, model, val_loader, tasks, config, ranks, log)
-        if is_due(config.save_every, step, config) and (step > start or last):
-            save_checkpoint(state, config, ranks)
-            if ranks.rank == 0:
-                run_folder.prune_checkpoints(
-                    log_dir, step, config.keep_checkpoints, config.keep_every
-                )
-                run_folder.draw_curves(log_dir, wait=last)
+        # Save before evaluating, which may fail; what a signal interrupts, --resume makes up for.
+        new = step > start or (last and checkpoint is None)
+        due = new and config.save_every > 0 and (stop or is_due(config.save_every, step, config))
+        lost = due and not save_checkpoint(state, config, ranks)
+        if not stop:
+            stop = not evaluate(step, model, val_loader, tasks, config, ranks, log, received)
+            if stop and new and not due and config.save_every:
+                lost = not save_checkpoint(state, config, ranks)
+        if ranks.rank == 0 and config.save_every and (due or last):
+            keep = (config.keep_checkpoints, config.keep_every)
+            run_folder.prune_checkpoints(log_dir, step, *keep)
+            run_folder.draw_curves(log_dir, wait=last)
+        if stop and lost:
+            raise RunError(f"stopped by a signal, and step {step} could not be saved")
+        if stop:
+            hint = "--resume continues" if config.save_every else "--save-every 0: nothing is saved"
+            print0(f"stopped by a signal after {step} updates; {hint}")
+            return 130 if received[:1] == [signal.SIGINT] else 143
         if last:
             break
 
@@ -1115,7 +1137,10 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         norm_tensor = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         # The one synchronization with the device. All ranks get the same sums, and so decide alike.
         stop_flag = torch.full((), float(bool(received)), device=ranks.device)
-        total_loss, stop = ranks.sum(torch.stack([loss_sum, stop_flag])).tolist()
+        sums = torch.stack([loss_sum, stop_flag])
+        if ranks.world_size > 1:
+            dist.all_reduce(sums)
+        total_loss, stop = sums.tolist()
         loss, norm = total_loss / (grad_accum_steps * ranks.world_size), norm_tensor.item()
         # A bad step, one whose gradient is not finite, would ruin weights and moments. float16's
         # scaler skips it and halves the scale; at 1 or below, the gradient itself is not finite.
@@ -1143,13 +1168,9 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         print0(f"step {step:5d} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} {speed}")
         ms = seconds * 1e3
         log(step, train=loss, lr=lr, norm=norm, tok_per_sec=rate, mfu=mfu, ms=ms)
-        if stop:
-            if config.save_every:
-                save_checkpoint(state, config, ranks)
-            print0(f"stopped by a signal after step {step}; --resume continues")
-            return 130 if received[:1] == [signal.SIGINT] else 143
     if ranks.rank == 0:
-        conclude(state, config, val, val_loader)
+        conclude(state, config, val_loader)
+        run_folder.mark_finished(log_dir, state.step)
     return 0
 
 
@@ -1165,12 +1186,10 @@ def main(args: list[str] | None = None) -> int:
         return 0
     ranks = Ranks.start(config)
     try:
-        status = train(config, ranks)
+        with run_folder.lock(Path(config.log_dir), ranks.rank):
+            status = train(config, ranks)
     except RuntimeError as error:
-        problem = devices.explain(error, ranks.device, ranks.world_size, config.micro_batch_size)
-        if problem is None:
-            raise
-        raise problem from None
+        raise devices.explain(error, ranks.device, config.micro_batch_size) from None
     if dist.is_initialized():
         dist.destroy_process_group()
     return status

@@ -1,5 +1,6 @@
 """Flags, errors, signals and exit status: what every script here shares."""
 
+import atexit
 import contextlib
 import errno
 import io
@@ -13,8 +14,7 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Invalid input: exit status 2. The message is one line that says what is wrong and how to fix
-    it."""
+    """What the user can fix, with exit status 2. One line says what is wrong and the way out."""
 
 
 class RunError(Exception):
@@ -26,18 +26,34 @@ class LostRank(RunError):
 
 
 def torchrun_ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) in a plain
-    process."""
-    rank, local_rank, world_size = (
-        os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    )
-    return int(rank or 0), int(local_rank or 0), int(world_size or 1)
+    """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) without."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    found = [os.environ.get(name, "") for name in names]
+    if not found[0] and not found[2]:
+        return 0, 0, 1
+    rank, local_rank, world_size = (int(x) if x.isdecimal() else -1 for x in found)
+    addressed = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    if min(rank, local_rank) < 0 or rank >= world_size or not addressed:
+        values = ", ".join(f"{name}={value}" for name, value in zip(names, found, strict=True))
+        remedy = "start with torchrun, which sets them, or unset RANK and WORLD_SIZE"
+        raise UserError(f"{values} and MASTER_ADDR, MASTER_PORT don't describe a rank: {remedy}")
+    return rank, local_rank, world_size
 
 
 def print0(message: str) -> None:
-    """Prints on rank 0 only."""
-    if torchrun_ranks()[0] == 0:
-        print(message, flush=True)
+    """Prints on rank 0 only. A full disk under the output doesn't end the run."""
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            print(message, flush=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+
+def warn(message: str) -> None:
+    """Prints a warning; it must not be what ends the run."""
+    with contextlib.suppress(OSError):
+        print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def first_line(error: BaseException) -> str:
@@ -47,9 +63,8 @@ def first_line(error: BaseException) -> str:
 
 def shown(path: str | Path) -> str:
     """A path relative to the working folder if it is inside it; unchanged otherwise."""
-    return str(
-        Path(path).relative_to(Path.cwd()) if Path(path).is_relative_to(Path.cwd()) else path
-    )
+    inside = Path(path).is_relative_to(Path.cwd())
+    return str(Path(path).relative_to(Path.cwd()) if inside else path)
 
 
 def flag(field_name: str) -> str:
@@ -58,21 +73,23 @@ def flag(field_name: str) -> str:
 
 
 def parse_args(config_class: type, default: Any = None, args: Sequence[str] | None = None) -> Any:
-    """Reads the command line (`args`, or sys.argv[1:]) into `config_class`, with `default` in place
-    of its own defaults. tyro reports a wrong flag itself, and exits with status 2."""
+    """Reads the command line (`args`, or sys.argv[1:]) into `config_class`.
+
+    `default` replaces its own defaults. tyro reports a wrong flag itself, and exits with 2."""
     import tyro
 
-    defaults, rank0 = {} if default is None else {"default": default}, torchrun_ranks()[0] == 0
-    with contextlib.redirect_stderr(
-        sys.stderr if rank0 else io.StringIO()
-    ):  # it misses some errors
+    defaults = {} if default is None else {"default": default}
+    rank0 = torchrun_ranks()[0] == 0
+    # console_outputs=False still prints some errors
+    with contextlib.redirect_stderr(sys.stderr if rank0 else io.StringIO()):
         return tyro.cli(config_class, args=args, console_outputs=rank0, **defaults)
 
 
 def check_writable(path: str) -> None:
-    """Call before long work. Raises UserError if the folder of `path` is missing or not
-    writable."""
+    """Call before long work: raises UserError if a file cannot be written to `path`."""
     folder = Path(path).absolute().parent
+    if Path(path).is_dir():
+        raise UserError(f"{path}: a folder; name a file in it")
     if not folder.is_dir():
         raise UserError(f"{path}: there is no folder {Path(path).parent}")
     if not os.access(folder, os.W_OK):
@@ -81,14 +98,12 @@ def check_writable(path: str) -> None:
 
 # System errors that the user can fix, with a hint where the system's own message has none.
 USER_ERRNOS = {number: "" for number in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)}
-USER_ERRNOS |= {
-    number: "; choose a writable place" for number in (errno.EACCES, errno.EPERM, errno.EROFS)
-}
-USER_ERRNOS |= {number: "; free some space" for number in (errno.ENOSPC, errno.EDQUOT)}
+USER_ERRNOS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; choose a writable place")
+USER_ERRNOS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space")
 
 
 def user_error(error: BaseException) -> str | None:
-    """The line to show for an error that the user can fix; None for a bug of ours."""
+    """The line to show for an error that the user can fix; None if it is a bug."""
     if isinstance(error, OSError) and error.errno in USER_ERRNOS:
         name = f"{error.filename}: " if error.filename else ""
         return f"{name}{error.strerror}{USER_ERRNOS[error.errno]}"
@@ -96,8 +111,9 @@ def user_error(error: BaseException) -> str | None:
 
 
 def collect_stop_signals() -> list[int]:
-    """From now on SIGINT, SIGTERM and SIGUSR1 (Slurm's, before the time limit) do not end the
-    process, but are appended to the returned list; a second SIGINT exits at once."""
+    """From now on appends SIGINT, SIGTERM and SIGUSR1 (Slurm's) to the list that it returns.
+
+    They no longer end the process; a second SIGINT exits at once."""
     received: list[int] = []
 
     def note(number: int, frame: Any) -> None:
@@ -112,34 +128,46 @@ def collect_stop_signals() -> list[int]:
 
 
 def run(main: Callable[[], int | None]) -> None:
-    """Calls main() and exits: with its result, or after one `error: ` line with 2 (invalid input)
-    or 1 (RunError). Any other exception is a bug, and keeps its traceback.
+    """Calls main() and exits: with its result, or after one `error: ` line with 2 or 1 (RunError).
 
-    In a torchrun job an error that all ranks share appears once: rank 0 prints it and exits at
-    once, upon which torchrun ends the other ranks while they wait. A rank that failed alone prints
-    after two seconds."""
-    # So that `> file` can be followed, and takes any character where its encoding is not UTF-8
-    # (Windows).
+    Any other exception is a bug, and keeps its traceback. In a torchrun job an error that all ranks
+    share appears once: rank 0 prints it and exits at once, upon which torchrun ends the others
+    while they wait. A rank that failed alone prints after two seconds."""
+    if sys.stdout is None:  # closed by whoever started us
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    # So that `> file` can be followed, and takes any character where it is not UTF-8 (Windows).
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
-    rank, _, world_size = torchrun_ranks()
+    rank, world_size = 0, 1
     try:
-        sys.exit(main() or 0)
+        rank, _, world_size = torchrun_ranks()
+        leave(main() or 0)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader, `head` say, has closed
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the flush at exit would fail, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails
         sys.exit(1)
     except Exception as error:
-        message, status = (str(error), 1) if isinstance(error, RunError) else (user_error(error), 2)
+        message, status = user_error(error), 2
+        if isinstance(error, RunError):
+            message, status = str(error), 1
         if message is None:
             raise
         wait = world_size > 1 and (rank > 0 or isinstance(error, LostRank))
     if wait:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(2)
-    print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
+    name = f"rank {rank}: " if rank else ""
+    print(f"error: {name}{message}", file=sys.stderr, flush=True)
     if world_size > 1:  # a normal exit would wait for collectives that no longer complete
+        os._exit(status)
+    sys.exit(status)
+
+
+def leave(status: int) -> None:
+    """Exits; a rank without the interpreter's clean-up, in which gloo's threads can abort it."""
+    if "RANK" in os.environ:
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         os._exit(status)
     sys.exit(status)

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from support.cli import LostRank, UserError, first_line, print0
+from support.cli import LostRank, RunError, UserError, first_line, print0
 
 
 def choose_device(
@@ -135,22 +135,27 @@ def round_length(length: int, device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an operation ran out of memory, judging by the message."""
-    message = str(error).lower()  # "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
-    return isinstance(error, RuntimeError) and ("out of memory" in message or "alloc" in message)
+    """Whether an operation ran out of memory: by type, or judging by the texts of torch."""
+    texts = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    known = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return isinstance(error, torch.OutOfMemoryError) or (known and "NCCL" not in str(error))
 
 
-def explain(
-    error: RuntimeError, device: torch.device, world_size: int, B: int
-) -> UserError | LostRank | None:
-    """What to raise for an error that is not a bug: out of memory, or another rank's exit."""
+def explain(error: RuntimeError, device: torch.device, B: int) -> Exception:
+    """What to raise for an error of torch: out of memory, a failed exchange, or itself if a bug."""
+    message = str(error)
     if is_out_of_memory(error):
         smaller = f"--micro-batch-size {max(B // 2, 1)}"
+        if not B:
+            smaller = "a --micro-batch-size below the one in the line `batch:`"
         options = f"{smaller}, --low-memory, or --shard-optimizer on several ranks"
         return UserError(f"out of memory on {device}: try {options}")
-    if world_size > 1 and re.search("Connection (closed|reset) by peer|NCCL", str(error)):
+    if re.search(r"Connection (closed|reset) by peer|remote process exit|was aborted", message):
         return LostRank("another rank has exited; see its error line, or torchrun's report")
-    return None
+    if "NCCL" in message:
+        cause = re.search(r"Last error:\s*(.+)", message)
+        return RunError(f"NCCL failed: {first_line(error)} {cause[1] if cause else ''}".strip())
+    return error
 
 
 # Of glibc; malloc.h numbers the options. Other C libraries lack it.

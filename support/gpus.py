@@ -51,7 +51,8 @@ def fits(
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
         with autocast:
-            model(x, x)[1].backward()
+            _, loss = model(x, x)
+        loss.backward()
         del reserved
         return True
     except RuntimeError as error:

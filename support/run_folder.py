@@ -1,24 +1,57 @@
 """A run's folder: log.txt, run.json and checkpoints. Bad files raise UserError."""
 
 import contextlib
+import functools
 import json
 import math
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from support.cli import UserError, first_line, shown
+from support.cli import UserError, first_line, shown, warn
 from support.files import remove_folder, sha256, write_text
 
 ROOT = Path(__file__).parents[1]
+
+
+@contextlib.contextmanager
+def lock(log_dir: Path, rank: int) -> Iterator[None]:
+    """Makes the folder and keeps other runs out of it; an empty one is removed at the end."""
+    if rank > 0:
+        yield
+        return
+    log_dir.mkdir(parents=True, exist_ok=True)
+    folder = None
+    if os.name != "nt":
+        import fcntl
+
+        folder = os.open(log_dir, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(folder)
+            raise UserError(
+                f"{log_dir}: another run is using it; choose another --log-dir"
+            ) from None
+        except OSError:  # a network mount without locks
+            pass
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            log_dir.rmdir()
+        if folder is not None:
+            os.close(folder)
+
 
 # --------------------------------------------------------------------------------------------------
 # run.json: what each start recorded
@@ -35,69 +68,107 @@ def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
         raise UserError(f"{path}: not JSON; move it away") from None
 
 
-def describe_start() -> dict[str, Any]:
-    """The time, command, commit (with a + if files have changed since) and versions of a start."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=40"]
-    commit = None
-    with contextlib.suppress(OSError):  # no git on this machine
-        done = subprocess.run([*git, "--exclude=*"], capture_output=True, text=True)
-        commit = done.stdout.strip() or None
-    versions = {name: version(name) for name in ("torch", "numpy", "tiktoken", "safetensors")}
-    return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": [shown(word) for word in sys.argv],  # don't leak local paths
-        "git_commit": commit,
-        "versions": versions | {"python": sys.version.split()[0]},
-    }
+def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
+    write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
+
+
+@functools.cache
+def git_commit() -> str | None:
+    """The full hash, with a + if files have changed since; None without git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=40"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True)
+        return done.stdout.strip() or None
+    return None
+
+
+def torchrun_job() -> str | None:
+    """Names the job of this process, the same after a restart by torchrun; None without it."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"process {os.getppid()}" if name == "none" else name
+
+
+def is_restart(log_dir: Path) -> bool:
+    """Whether torchrun has restarted the job whose start was recorded last."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+        return False
+    entries = run_entries(log_dir)
+    return bool(entries) and entries[-1].get("job") == torchrun_job()
+
+
+def is_finished(log_dir: Path, step: int, max_steps: int) -> bool:
+    """Whether a run has all its steps, and its last evaluation."""
+    entries = run_entries(log_dir)
+    evaluated = bool(entries) and entries[-1].get("finished") == step
+    return step > max_steps or (step == max_steps and evaluated)
+
+
+def mark_finished(log_dir: Path, step: int) -> None:
+    """Records that a run has made its last evaluation."""
+    try:
+        entries = run_entries(log_dir)
+        entries[-1]["finished"] = step
+        write_entries(log_dir, entries)
+    except (OSError, UserError, LookupError) as error:
+        warn(f"{log_dir}/run.json: end not recorded ({first_line(error)})")
 
 
 def open_log(
-    log_dir: Path, resumed: bool, first_step: int | None, entry: dict[str, Any]
+    log_dir: Path, entry: dict[str, Any], checkpoint: Path | None, continues: bool
 ) -> Callable[..., None]:
-    """Prepares a run's folder and adds `entry` to run.json. -> log(step, stream=value, …)
+    """Adds `entry` to run.json and prepares the folder. -> log(step, stream=value, …)
 
-    What a killed process left half written is removed; unless `resumed`, an earlier run's
-    checkpoints are moved. The last run's lines from first_step on are removed, since they will be
-    written again; with None, a new run begins."""
-    log_dir.mkdir(parents=True, exist_ok=True)
+    What a killed process left half written is removed, and an earlier run's checkpoints are moved,
+    unless one of them is resumed. If the last run continues, its lines from entry["step"] on are
+    removed, since they will be written again, all but the evaluations at that step."""
     for remainder in log_dir.glob(".*.partial"):
         if remainder.is_dir():
             shutil.rmtree(remainder, ignore_errors=True)
         else:
             remainder.unlink()
-    if not resumed:
-        move_checkpoints(log_dir)
-    entries = [*run_entries(log_dir), describe_start() | entry]
-    write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
-    path, config = log_dir / "log.txt", entry["config"]
-    if path.exists():
-        lines = log_lines(path)
-        if first_step is not None:
-            begin = last_start(lines)
-            lines[begin:] = [line for line in lines[begin:] if int(line.split()[0]) < first_step]
-        write_text(path, "".join(line + "\n" for line in lines))
-    file = open(path, "a", encoding="utf-8", newline="\n", buffering=1)
-    trackers = []
+    others = [] if checkpoint else list_checkpoints(log_dir)
+    if others:
+        move_checkpoints(log_dir, others)
+    path, step, config = log_dir / "log.txt", entry["step"], entry["config"]
+    lines, kept, entries = log_lines(path), set(), run_entries(log_dir)
+    begin = len(lines)
+    if continues:
+        recorded = entries[-1].get("log_lines") if entries else None
+        begin = last_start(lines) if recorded is None else min(recorded, begin)
+        for line in lines[begin:]:
+            if line[0] == step and line[1] in EVALUATIONS:
+                kept.add(line[1])
+        lines[begin:] = [x for x in lines[begin:] if x[0] < step or (x[0] == step and x[1] in kept)]
+    names = ("torch", "numpy", "tiktoken", "safetensors")
+    start = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": [shown(word) for word in sys.argv],  # don't leak local paths
+        "job": torchrun_job(),
+        "git_commit": git_commit(),
+        "versions": {name: version(name) for name in names} | {"python": sys.version.split()[0]},
+        "log_lines": begin,
+    }
+    write_entries(log_dir, [*entries, start | entry])
+    write_text(path, "".join(f"{step} {stream} {value}\n" for step, stream, value in lines))
+    file, trackers = LogFile(path), []
     if config["tensorboard"] or config["wandb"]:
         from support.trackers import start_trackers
 
-        start = first_step or 0
-        trackers = start_trackers(log_dir, start, config["tensorboard"], config["wandb"])
+        first_step = step if continues else 0
+        trackers = start_trackers(log_dir, first_step, config["tensorboard"], config["wandb"])
 
-    def log(step: int, **values: float) -> None:
-        lines = [f"{step} {name} {value:{FORMATS[name]}}\n" for name, value in values.items()]
-        file.write("".join(lines))
+    def log(at: int, **values: float) -> None:
+        if at == step:  # evaluations that were made before this start
+            values = {name: value for name, value in values.items() if name not in kept}
+        file.write("".join(f"{at} {name} {x:{FORMATS[name]}}\n" for name, x in values.items()))
         for track in trackers:
-            track(step, values)
+            track(at, values)
 
     return log
 
 
-def move_checkpoints(log_dir: Path) -> None:
+def move_checkpoints(log_dir: Path, checkpoints: list[Path]) -> None:
     """Moves the checkpoints of an earlier run to earlier_1/, or the next number that is free."""
-    checkpoints = list_checkpoints(log_dir)
-    if not checkpoints:
-        return
     number = 1
     while (log_dir / f"earlier_{number}").exists():
         number += 1
@@ -118,30 +189,52 @@ FORMATS = {
     "mfu": ".4f", "ms": ".2f",
 }
 # fmt: on
+EVALUATIONS = ("val", "hella")
+LINE = re.compile(r"(\d+) (\w+) (-?\d+(?:\.\d+)?(?:e[-+]\d+)?|-?inf|nan)")
+
+
+class LogFile:
+    """A log that a full disk does not stop: lines are kept, and written when there is space."""
+
+    def __init__(self, path: Path):
+        self.path, self.pending, self.failed = path, b"", False
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+
+    def write(self, text: str) -> None:
+        self.pending += text.encode()
+        try:
+            while self.pending:
+                self.pending = self.pending[self.file.write(self.pending) :]
+        except OSError as error:
+            if not self.failed:
+                warn(f"{self.path}: {error.strerror}; lines are kept until they can be written")
+            self.failed = True
 
 
 def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
     """The streams of the last run in a log folder: {"train": (steps, values), "val": …}."""
     streams: dict[str, tuple[list[int], list[float]]] = {}
     lines = log_lines(Path(log_dir) / "log.txt")
-    for line in lines[last_start(lines) :]:
-        step, stream, value = line.split()
+    for step, stream, value in lines[last_start(lines) :]:
         steps, values = streams.setdefault(stream, ([], []))
-        steps.append(int(step))
+        steps.append(step)
         values.append(float(value))
     return streams
 
 
-def log_lines(path: Path) -> list[str]:
-    """The complete lines of a log; a kill may have cut the last one short."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [line for line in lines if re.fullmatch(r"\d+ \w+ \S+", line)]
+def log_lines(path: Path) -> list[tuple[int, str, str]]:
+    """(step, stream, value) of the complete lines; a kill may have cut the last one short."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    found = [LINE.fullmatch(line) for line in text.splitlines()]
+    return [(int(match[1]), match[2], match[3]) for match in found if match]
 
 
-def last_start(lines: list[str]) -> int:
+def last_start(lines: list[tuple[int, str, str]]) -> int:
     """The index of the last run's first line: steps only fall where a run starts."""
-    steps = [int(line.split()[0]) for line in lines]
-    return max((i for i in range(1, len(steps)) if steps[i] < steps[i - 1]), default=0)
+    falls = [i for i in range(1, len(lines)) if lines[i][0] < lines[i - 1][0]]
+    return falls[-1] if falls else 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -209,15 +302,21 @@ def prune_checkpoints(log_dir: Path, step: int, keep: int, keep_every: int) -> N
     if keep:
         for old in steps[:-keep]:
             if old != best and not (keep_every and old % keep_every == 0):
-                remove_folder(log_dir / f"step_{old:06d}")
+                try:
+                    remove_folder(log_dir / f"step_{old:06d}")
+                except OSError as error:
+                    warn(f"{log_dir}/step_{old:06d}: not removed ({error.strerror})")
 
 
 def draw_curves(log_dir: Path, wait: bool) -> None:
     """Draws curves.png in a process of its own, for which only the end of a run waits."""
     command = [sys.executable, "-m", "support.plots", log_dir.resolve()]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    if wait:
-        process.wait()
+    try:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        if wait:
+            process.wait()
+    except OSError as error:
+        warn(f"{log_dir}/curves.png: not drawn ({error.strerror})")
 
 
 def write_checksums(folder: Path) -> None:
@@ -239,18 +338,16 @@ def verify_checksums(folder: Path, required: set[str]) -> None:
         raise UserError(f"{folder}: damaged checkpoint ({', '.join(damaged)})")
 
 
-def model_card(log_dir: Path, step: int) -> str:
-    """README.md of a checkpoint, in the Hub's format."""
-    entry = run_entries(log_dir)[-1]
-    config, command = entry["config"], shlex.join(["python", *entry["command"]])
+def model_card(config: Any, step: int) -> str:
+    """README.md of a checkpoint, in the Hub's format. config: a TrainConfig"""
+    command = shlex.join(["python", *map(shown, sys.argv)])
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [gpt2]
 ---
-A GPT-2 after {step:,} steps of {config["total_batch_size"]:,} tokens of
-`{Path(config["data"]).name}`, from {config["init"]}, trained by gpt2-repro
-at commit {entry["git_commit"]}: `{command}`
+A GPT-2 after {step:,} steps of {config.total_batch_size:,} tokens of `{Path(config.data).name}`,
+from {shown(config.init)}, trained by gpt2-repro at commit {git_commit()}: `{command}`
 
 It continues text; it was not trained to follow instructions, and what it writes may be false.
 """

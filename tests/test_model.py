@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import train_gpt2
 from support.cli import UserError
+from support.pretrained import CONV1D
 from train_gpt2 import (
-    CONV1D,
     GPT,
     ChunkedLoss,
     GPTConfig,

@@ -188,7 +188,9 @@ def test_what_a_run_prints_and_leaves_at_its_end(text, tmp_path, monkeypatch, ca
     model = GPT.from_pretrained("my log/step_000002")
     assert val == pytest.approx(model(x[:-1].view(6, 16), x[1:].view(6, 16))[1].item(), abs=1e-5)
     per_character = val * 96 / len(get_tokenizer().decode(x[1:].tolist()))
-    assert f"validation loss: {val:.4f} nats a token, {per_character:.4f} nats a character" in end
+    assert (
+        f"validation loss: {val:.4f} nats per token, {per_character:.4f} nats per character" in end
+    )
     for part in (
         "\ndone: 2 steps, ",
         f"curves: {Path('my log/curves.png')}",
@@ -206,7 +208,7 @@ def test_what_a_run_prints_and_leaves_at_its_end(text, tmp_path, monkeypatch, ca
         assert "train_gpt2.py" in content and str(tmp_path) not in content
     before = read_log("my log")
     train(*args, "--resume")  # there is nothing left to do
-    assert "has all its 2 steps" in capsys.readouterr().out and before == read_log("my log")
+    assert "already trained 2 steps" in capsys.readouterr().out and before == read_log("my log")
 
 
 def test_a_new_start_keeps_what_an_earlier_one_left(text, tmp_path):
