@@ -20,8 +20,6 @@ import hashlib
 import json
 import math
 import os
-import re
-import shlex
 import signal
 import sys
 import time
@@ -37,13 +35,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
-from support import cli, devices, files, pretrained, run_folder, tokenizer
-from support.cli import RunError, UserError, first_line, print0
+from support import cli, devices, pretrained, run_folder, tokenizer
+from support.cli import RunError, UserError, print0
 from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
 
 # --------------------------------------------------------------------------------------------------
@@ -109,8 +106,7 @@ def lm_head(x: Tensor, wte: Tensor, padded: bool = False) -> Tensor:
     """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
 
     On a GPU it adds columns up to a multiple of 64 (50,304), for the tensor cores. A bias makes
-    them -inf, so that a softmax over all columns (`padded`) needs no slice: fewer kernels
-    (bench/kernels/README.md)."""
+    them -inf, so that a softmax over all columns (`padded`) needs no slice (bench/kernels)."""
     V, bias = wte.size(0), None
     if x.is_cuda:
         bias = F.pad(wte.new_zeros(V), (0, -V % 64), value=-math.inf)
@@ -128,8 +124,8 @@ def next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
 class ChunkedLoss(torch.autograd.Function):
     """next_token_loss and its gradient in one pass, for 1,024 tokens at a time.
 
-    All logits of a micro-batch, (B, T, 50257), would be larger than the weights of GPT-2 (124M). In
-    chunks they take less memory everywhere, and less time on a CPU (bench/NOTES.md)."""
+    All logits of a micro-batch can be larger than GPT-2 (124M). In chunks they take less memory
+    everywhere, and less time on a CPU (bench/NOTES.md)."""
 
     CHUNK = 1024  # tokens
 
@@ -187,8 +183,8 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
 
-        # GPT-2's initialization: normal with std 0.02, biases 0, LayerNorms 1 and 0. What a block
-        # adds to the residual stream is scaled down, or its variance would grow with depth.
+        # GPT-2's initialization: std 0.02, biases 0, LayerNorms 1 and 0. What blocks add to the
+        # residual stream is scaled down, or its variance would grow with depth.
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
@@ -200,8 +196,8 @@ class GPT(nn.Module):
     def prepare(self, compiled: bool = False, low_memory: bool = False) -> None:
         """Chooses how training computes; results match to within rounding.
 
-        Blocks are compiled one by one, so that they share code. The plain loss, compiled, makes the
-        fewest passes over the logits: best on a GPU."""
+        Blocks are compiled one by one and share code. Of the losses the plain one, compiled, makes
+        the fewest passes over the logits: best on a GPU."""
         self.low_memory = low_memory
         self.loss_function = chunked_next_token_loss
         if compiled:
@@ -213,14 +209,13 @@ class GPT(nn.Module):
     def hidden(
         self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """The input of the head (B, T, C) for tokens idx (B, T).
+        """Tokens (B, T) -> the input of the head (B, T, C)
 
-        position (B, T) or (T,): by default 0 … T-1. mask (B, 1, T, T) bool: by default a token
-        attends to itself and earlier ones."""
+        position (B, T) or (T,): by default 0 … T-1. mask (B, 1, T, T) bool: by default causal."""
         if position is None:
             if idx.size(1) > self.config.block_size:
-                limit = f"the context of the model is {self.config.block_size}"
-                raise UserError(f"{idx.size(1)} tokens, but {limit}")
+                context = self.config.block_size
+                raise UserError(f"{idx.size(1)} tokens, but the model's context is {context}")
             position = torch.arange(idx.size(1), device=idx.device)
         x = self.wte(idx) + self.wpe(position)  # (B, T, C)
         for block in self.h:
@@ -267,16 +262,15 @@ class GPT(nn.Module):
             idx = torch.cat([idx, candidates.gather(1, choice)], dim=1)
         return idx
 
-    def num_parameters(self, position_embeddings: bool = True) -> int:
-        total = sum(parameter.numel() for parameter in self.parameters())
-        return total if position_embeddings else total - self.wpe.weight.numel()
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, T: int) -> int:
         """Training FLOPs per token: 6 N + 12 L C T (PaLM, Chowdhery et al. 2022, appendix B).
 
-        N is without position embeddings, which are in no matmul. Recomputation and causality do not
-        count."""
-        return 6 * self.num_parameters(False) + 12 * self.config.n_layer * self.config.n_embd * T
+        N is without position embeddings, which no matmul uses. Recomputation does not count."""
+        N = self.num_parameters() - self.wpe.weight.numel()
+        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> "GPT":
@@ -285,11 +279,7 @@ class GPT(nn.Module):
         settings, weights = pretrained.read_pretrained(name, names)
         with torch.device("meta"):  # neither memory nor initialization: the files have the weights
             model = cls(GPTConfig(**settings))
-        try:
-            model.load_state_dict(weights, assign=True)
-        except RuntimeError as error:
-            problem = " ".join(str(error).split())
-            raise UserError(f"{name}: weights do not match config.json: {problem}") from None
+        pretrained.load_weights(model, weights, name)
         return model
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -314,20 +304,11 @@ class TokenStream:
 
     An epoch is the shards in random order, each with its documents in random order; epochs run back
     to back. A document begins at 50256; a .txt file is cut into passages of 256 tokens. Without
-    shuffle the order is that of the files. data: folder of shards, or .txt file."""
+    shuffle the order is the files'. data: folder of shards, or .txt file."""
 
     def __init__(self, data: str | Path, split: str, seed: int = 1337, shuffle: bool = True):
-        data = Path(data)
-        if not data.exists():
-            raise UserError(f"{data}: no such data; `python fineweb.py` makes shards")
-        if data.is_dir():
-            self.paths = tokenizer.find_shards(data, split)
-            self.shards = [tokenizer.open_shard(path) for path in self.paths]
-        elif data.suffix == ".txt":
-            self.paths, self.shards = [data], [tokenizer.tokenize_text(data, split)]
-        else:
-            raise UserError(f"{data}: neither .txt nor a folder of shards; fineweb.py makes these")
-        self.passages = data.suffix == ".txt"
+        self.paths, self.shards = tokenizer.open_split(Path(data), split)
+        self.passages = Path(data).suffix == ".txt"
         self.seed, self.shuffle = seed, shuffle
         self.lengths = np.array([len(shard) for shard in self.shards])
         self.total_tokens = int(self.lengths.sum())
@@ -376,9 +357,9 @@ class TokenStream:
 class DataLoaderLite:
     """Batches of next-token pairs from a TokenStream.
 
-    In each micro-step the ranks take the next B * T tokens each, in rank order. So the tokens of a
-    step do not depend on ranks and micro-batches, each token is an input once per epoch, and the
-    state is one position."""
+    In each micro-step the ranks take the next B * T tokens each, in rank order. So a step has the
+    same tokens for any number of ranks, each token is an input once per epoch, and the state is one
+    position."""
 
     def __init__(
         self,
@@ -407,8 +388,9 @@ class DataLoaderLite:
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order of tokens depends on."""
         stream = self.stream
-        names = [path.name for path in stream.paths]
-        shards = list(zip(names, stream.lengths.tolist(), strict=True))
+        shards = [
+            [path.name, len(shard)] for path, shard in zip(stream.paths, stream.shards, strict=True)
+        ]
         digest = hashlib.sha256(json.dumps(shards).encode()).hexdigest()
         order = {"seed": stream.seed, "shuffle": stream.shuffle, "shards": digest}
         return {"position": self.position} | order
@@ -528,7 +510,7 @@ FIXED = (
 
 
 def check_config(config: TrainConfig) -> None:
-    """Collects every error detectable from the flags, and raises them as one UserError."""
+    """Raises one UserError for every error detectable from the flags."""
     problems = []
     positive = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens")
     for name, value in asdict(config).items():
@@ -568,9 +550,9 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
 
 
 def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
-    """Settings of `config` that differ from `before`, those of a checkpoint, and may not.
+    """Settings of `config` that differ from a checkpoint's, `before`, and may not.
 
-    A setting that an older version of this script did not have counts as its default."""
+    One that an older version of this script lacked counts as its default."""
     before = asdict(TrainConfig()) | before
     fixed = FIXED if config.init == "scratch" else (*FIXED, "init")
     changed = [name for name in fixed if getattr(config, name) != before[name]]
@@ -582,15 +564,13 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
 
 
 def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """AdamW that decays matrices and embeddings only; with --optimizer muon, Muon for the blocks.
+    """AdamW that decays matrices and embeddings only; --optimizer muon: Muon for the blocks.
 
-    The betas are GPT-3's unless --beta2 says otherwise (Brown et al. 2020, appendix B). dtype: of
-    matmuls, for Muon's own."""
-    by_muon = []
+    The default betas are GPT-3's (Brown et al. 2020, appendix B). dtype: of Muon's matmuls."""
+    by_muon = {}
     if config.optimizer == "muon":
-        by_muon = [(name, p) for name, p in model.h.named_parameters() if p.dim() == 2]
-    taken = {id(p) for _, p in by_muon}
-    others = [p for p in model.parameters() if id(p) not in taken]
+        by_muon = {name: p for name, p in model.h.named_parameters() if p.dim() == 2}
+    others = [p for name, p in model.named_parameters() if name.removeprefix("h.") not in by_muon]
     groups = [
         {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
@@ -602,7 +582,7 @@ def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = to
         from support.muon import Muon, Optimizers
 
         dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        muon = Muon(by_muon, config.max_lr, config.weight_decay, dtype=dtype)
+        muon = Muon(by_muon.items(), config.max_lr, config.weight_decay, dtype=dtype)
         optimizer = Optimizers(muon, optimizer)
     if config.shard_optimizer and dist.is_initialized():
         from support.sharding import shard_state
@@ -614,9 +594,8 @@ def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = to
 def get_lr(step: int, config: TrainConfig) -> float:
     """Learning rate of update `step` (from 0): linear warm-up to max_lr, then down to min_lr.
 
-    cosine is GPT-3's (Brown et al. 2020, appendix B). wsd ends in a linear warm-down; nothing
-    before it depends on max_steps, so a run can be extended (Hägele et al. 2024,
-    arXiv:2405.18392)."""
+    cosine is GPT-3's (Brown et al. 2020, appendix B). wsd ends in a linear warm-down; before it
+    nothing depends on max_steps: runs can be extended (Hägele et al. 2024, arXiv:2405.18392)."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
     if step >= config.max_steps:
@@ -650,14 +629,7 @@ class Ranks:
         rank, local_rank, world_size = cli.torchrun_ranks()
         chosen = devices.choose_device(config.device, config.dtype, local_rank, world_size)
         device, dtype, description = chosen
-        if device.type == "cpu":
-            devices.keep_freed_memory()
-        if device.type == "mps" and dtype == torch.float16:
-            # Its fused AdamW ignores found_inf (PR #186360).
-            raise UserError("--dtype float16: overflows would ruin the weights on MPS; use float32")
-        if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matmul
-            torch.use_deterministic_algorithms(True)
+        devices.prepare_training(device, dtype, config.deterministic)
         if "RANK" in os.environ:
             devices.join_process_group(rank, world_size, device, dtype)
         return cls(rank, world_size, device, dtype, description)
@@ -699,9 +671,9 @@ def validation_loss(
 ) -> float | None:
     """Mean loss in nats over the first `tokens` tokens of the split, all with the same weight.
 
-    The ranks share the sequences; their losses are summed, then divided, so that neither B nor the
-    number of ranks matters. Full batches use the compiled model if training on a GPU does. None
-    once a rank has `received` a signal to stop."""
+    The ranks share the sequences and sum their losses, so that neither B nor their number matters.
+    Full batches use the compiled model if training on a GPU does. None if a rank has `received` a
+    signal to stop."""
     B, T = loader.B, loader.T
     sequences = min(tokens, loader.stream.total_tokens - 1) // T
     losses, sizes = [torch.zeros((), device=ranks.device)], [0]
@@ -820,7 +792,7 @@ class TrainState:
         if ranks.device.type == "cpu":  # clone: the tensors are memory-mapped
             for moments in self.optimizer.state.values():
                 moments.update({key: tensor.clone() for key, tensor in moments.items()})
-        if saved["scaler"]:  # only float16 has one; a run that switches to it starts a new scale
+        if saved["scaler"]:  # float16's
             self.scaler.load_state_dict(saved["scaler"])
         if saved["dtype"] != str(ranks.dtype):
             print0(f"precision: {saved['dtype']} so far, {ranks.dtype} from here on")
@@ -836,24 +808,11 @@ class TrainState:
 def save_checkpoint(state: TrainState, config: TrainConfig, ranks: Ranks) -> bool:
     """Writes log_dir/step_*/ atomically; all ranks call it. False if it can't be written.
 
-    A failure (full disk, say) leaves earlier checkpoints intact, and ends a run only at its end."""
-    saved, log_dir, problem = state.state_dict(config, ranks), Path(config.log_dir), None
-    folder = log_dir / f"step_{state.step:06d}"
+    Then earlier checkpoints are intact, and the run goes on, unless it is at its end."""
+    saved, problem = state.state_dict(config, ranks), None
     if ranks.rank == 0:
-        try:
-            files.fsync(log_dir / "log.txt")  # it must not be shorter than the checkpoint
-            with files.atomic_path(folder) as partial:
-                state.model.save_pretrained(partial)
-                torch.save(saved, partial / "training_state.pt")
-                card = run_folder.model_card(config, state.step)
-                (partial / "README.md").write_text(card, encoding="utf-8")
-                run_folder.write_checksums(partial)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, RuntimeError) and not re.search(
-                "inline_container|StreamWriter", str(error)
-            ):
-                raise  # a bug
-            problem = f"{folder}: not written ({first_line(error)})"
+        write_model, log_dir = state.model.save_pretrained, Path(config.log_dir)
+        problem = run_folder.write_checkpoint(log_dir, write_model, saved, config)
     problem = ranks.broadcast(problem)
     if problem and state.step == config.max_steps:
         raise UserError(f"{problem}: free some space; --resume continues")
@@ -873,10 +832,8 @@ def start_log(
     if resuming and checkpoint is None:
         # A run that was stopped before its first checkpoint restarts and overwrites its log.
         resuming = bool(entries) and not differences(entries[-1]["config"], config)
-    paths = ("data", "log_dir", "hellaswag_data")
-    settings = asdict(config) | {name: cli.shown(getattr(config, name)) for name in paths}
     entry = {"step": step, "device": ranks.description, "world_size": ranks.world_size}
-    return run_folder.open_log(log_dir, entry | {"config": settings}, checkpoint, resuming)
+    return run_folder.open_log(log_dir, entry | {"config": asdict(config)}, checkpoint, resuming)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -911,7 +868,6 @@ def start_model(config: TrainConfig, checkpoint: Path | None, ranks: Ranks) -> G
         devices.return_freed_memory(config.low_memory)
         if config.dtype == "auto" and devices.bfloat16_speedup() >= 1.3:
             print0("  (matmuls are much faster with --dtype bfloat16)")
-    model.low_memory = config.low_memory
     return model
 
 
@@ -932,16 +888,12 @@ def choose_micro_batch_size(config: TrainConfig, model: GPT, ranks: Ranks) -> in
         if ranks.device.type == "cuda":
             from support import gpus
 
-            x = torch.zeros(size, T, dtype=torch.int64, device=ranks.device)
-            reserve = 8 * model.num_parameters()  # the optimizer's moments
-            if config.shard_optimizer:
-                reserve //= ranks.world_size
-            if config.compile and not config.low_memory:  # the padded logits and their gradient
-                reserve += 2 * x.numel() * (VOCAB_SIZE + 47) * ranks.dtype.itemsize
-            if ranks.world_size > 1:
-                reserve += 2**30  # NCCL's buffers: an allowance
+            shards = ranks.world_size if config.shard_optimizer else 1
+            keeps_logits = config.compile and not config.low_memory
             accumulates = ranks.world_size > 1 or sequences > size
-            if all(ranks.gather(gpus.fits(model, x, ranks.autocast(), reserve, accumulates))):
+            how = (config.low_memory, ranks.autocast(), ranks.world_size > 1)
+            fits = gpus.fits(model, size, T, *how, shards, keeps_logits, accumulates)
+            if all(ranks.gather(fits)):
                 return size
         elif size * T <= 4096:  # enough for the cores of a CPU
             return size
@@ -968,9 +920,8 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ranks: Ranks) -> nn.Module:
     torch._dynamo.config.optimize_ddp = False  # it splits graphs, but ours are single blocks
     gpu = [ranks.device.index] if ranks.device.type == "cuda" else []
     ddp_model = DistributedDataParallel(model, device_ids=gpu or None, gradient_as_bucket_view=True)
-    # After its first backward pass DDP rebuilds its buckets in order of arrival, which changes the
-    # order of summation; trigger that before step 0, so that a resumed run sums as before. The
-    # second pass fills the new buckets.
+    # After its first backward pass DDP rebuilds its buckets, which changes the order of summation:
+    # trigger that now, so that a resumed run sums as before. The second pass fills the new ones.
     x = torch.zeros(B, T, dtype=torch.int64, device=ranks.device)
     with torch.random.fork_rng(gpu):  # dropout in a fork must not advance the RNG
         for _ in range(2):
@@ -1007,8 +958,7 @@ def conclude(state: TrainState, config: TrainConfig, val_loader: DataLoaderLite 
     """Prints the last lines of a run."""
     log_dir = Path(config.log_dir)
     steps, losses = run_folder.read_log(log_dir).get("val", ([], []))
-    evaluated = steps[-1:] == [state.step]
-    if evaluated and val_loader:  # per character, to compare with other tokenizers
+    if val_loader and steps[-1:] == [state.step]:  # per character, to compare with other tokenizers
         sequences = min(config.eval_tokens, val_loader.stream.total_tokens - 1) // config.seq_len
         tokens = val_loader.stream.read(1, sequences * config.seq_len)
         characters = len(get_tokenizer().decode(tokens[tokens != EOT].tolist()))
@@ -1018,14 +968,8 @@ def conclude(state: TrainState, config: TrainConfig, val_loader: DataLoaderLite 
     if (log_dir / "curves.png").exists():
         print0(f"curves: {log_dir / 'curves.png'}")
     if config.save_every:
-        print0(f"model: {log_dir}/step_{state.step:06d}/, in Hugging Face format")
-        best, loss = run_folder.best_checkpoint(log_dir)
-        if evaluated and best != state.step:
-            advice = "the loss rose afterwards: train for fewer steps, or on more text"
-            print0(f"best: {log_dir}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
-        script = cli.shown(run_folder.ROOT / "sample.py")
-        command = shlex.join(["python", script, config.log_dir, config.sample_prompt])
-        print0(f"sample: {command}")
+        for line in run_folder.describe_result(log_dir, state.step, config.sample_prompt):
+            print0(line)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1035,13 +979,11 @@ def conclude(state: TrainState, config: TrainConfig, val_loader: DataLoaderLite 
 def train(config: TrainConfig, ranks: Ranks) -> int:
     """Trains, evaluates and saves; every rank runs it. Returns the exit status.
 
-    That is 0, or 130 / 143 after a signal. Raises RunError if too many updates are not finite."""
+    That is 0, or 130 / 143 after a signal. RunError: too many updates are not finite."""
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
         hint = "`python fineweb.py` builds them"
         print0(f"no shards in {SHARDS_FOLDER}/ ({hint}): the shakespeare preset")
     print0(f"device: {ranks.description}")
-    if ranks.device.type == "cuda" and ranks.dtype != torch.float32:
-        torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
 
     # Model, data and optimizer: new, or as a checkpoint has them.
     log_dir, resuming, checkpoint, saved = Path(config.log_dir), config.resume, None, None
@@ -1142,8 +1084,8 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
             dist.all_reduce(sums)
         total_loss, stop = sums.tolist()
         loss, norm = total_loss / (grad_accum_steps * ranks.world_size), norm_tensor.item()
-        # A bad step, one whose gradient is not finite, would ruin weights and moments. float16's
-        # scaler skips it and halves the scale; at 1 or below, the gradient itself is not finite.
+        # A gradient that is not finite would ruin weights and moments. float16's scaler skips such
+        # steps and halves the scale; at 1 or below, the gradient itself is not finite.
         if math.isfinite(loss) and (math.isfinite(norm) or scaler.get_scale() > 1):
             scaler.step(optimizer)
         else:

@@ -51,6 +51,20 @@ def choose_device(
     return chosen, getattr(torch, best), f"{chosen} ({name}), {best}: {reason}"
 
 
+def prepare_training(device: torch.device, dtype: torch.dtype, deterministic: bool) -> None:
+    """Settings to be made before the first tensor."""
+    if device.type == "cpu":
+        keep_freed_memory()
+    if device.type == "mps" and dtype == torch.float16:
+        # Its fused AdamW ignores found_inf (PR #186360).
+        raise UserError("--dtype float16: overflows would ruin the weights on MPS; use float32")
+    if device.type == "cuda" and dtype != torch.float32:
+        torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matmul
+        torch.use_deterministic_algorithms(True)
+
+
 def join_process_group(
     rank: int, world_size: int, device: torch.device, dtype: torch.dtype
 ) -> None:

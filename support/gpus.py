@@ -33,20 +33,32 @@ def data_sheet_flops(name: str) -> float | None:
 
 def fits(
     model: torch.nn.Module,
-    x: torch.Tensor,
+    B: int,
+    T: int,
+    low_memory: bool,
     autocast: torch.autocast,
-    reserve: int,
+    several_ranks: bool,
+    shards: int,
+    keeps_logits: bool,
     accumulates: bool,
 ) -> bool:
-    """Tries whether a GPU has the memory for a step with micro-batches like x (B, T).
+    """Tries whether a GPU has the memory for a step with micro-batches of B sequences.
 
     Runs an eager forward and backward pass with the chunked loss, which stores no less than a
-    compiled one. reserve: bytes that the step needs beside it. accumulates: gradients of earlier
-    micro-steps (or DDP's buckets) exist during the backward pass."""
+    compiled one, beside what else a step needs: the optimizer's moments, divided by `shards`;
+    buffers for several ranks; keeps_logits: those of a compiled loss, and their gradient;
+    accumulates: gradients of earlier micro-steps (or DDP's buckets) during the backward pass."""
+    weight, (V, _) = model.wte.weight, model.wte.weight.shape
+    reserve = 8 * model.num_parameters() // shards
+    if keeps_logits:
+        reserve += 2 * B * T * (V + -V % 64) * autocast.fast_dtype.itemsize
+    if several_ranks:
+        reserve += 2**30  # an allowance for NCCL
     loss_function = model.loss_function
     try:
-        model.prepare(low_memory=model.low_memory)
-        reserved = torch.empty(reserve, dtype=torch.uint8, device=x.device)
+        model.prepare(low_memory=low_memory)
+        x = torch.zeros(B, T, dtype=torch.int64, device=weight.device)
+        reserved = torch.empty(reserve, dtype=torch.uint8, device=weight.device)
         if accumulates:
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)

@@ -12,7 +12,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from support import files
 from support.cli import UserError, first_line
@@ -82,6 +82,15 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     if not torch.equal(head, state["wte.weight"]):
         raise UserError(f"{folder}: not a GPT-2: its head is not tied to its token embedding")
     return state
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor], name: str | Path) -> None:
+    """Makes `weights` the parameters of a model of the same shapes."""
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"{name}: weights do not match config.json: {problem}") from None
 
 
 def write_pretrained(folder: Path, settings: dict[str, Any], state: dict[str, Tensor]) -> None:

@@ -18,7 +18,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 from support.cli import UserError, first_line, shown, warn
-from support.files import remove_folder, sha256, write_text
+from support.files import atomic_path, fsync, remove_folder, sha256, write_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -130,6 +130,8 @@ def open_log(
     if others:
         move_checkpoints(log_dir, others)
     path, step, config = log_dir / "log.txt", entry["step"], entry["config"]
+    for name, value in config.items():
+        config[name] = shown(value) if isinstance(value, str) else value  # don't leak local paths
     lines, kept, entries = log_lines(path), set(), run_entries(log_dir)
     begin = len(lines)
     if continues:
@@ -142,7 +144,7 @@ def open_log(
     names = ("torch", "numpy", "tiktoken", "safetensors")
     start = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": [shown(word) for word in sys.argv],  # don't leak local paths
+        "command": [shown(word) for word in sys.argv],
         "job": torchrun_job(),
         "git_commit": git_commit(),
         "versions": {name: version(name) for name in names} | {"python": sys.version.split()[0]},
@@ -293,6 +295,33 @@ def read_training_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def write_checkpoint(
+    log_dir: Path, write_model: Callable[[Path], None], state: dict[str, Any], config: Any
+) -> str | None:
+    """Writes log_dir/step_*/ atomically. -> what prevented it (a full disk, say), or None
+
+    write_model(folder) writes the model. config: a TrainConfig."""
+    import torch
+    from safetensors import SafetensorError
+
+    folder = log_dir / f"step_{state['step']:06d}"
+    try:
+        fsync(log_dir / "log.txt")  # it must not be shorter than the checkpoint
+        with atomic_path(folder) as partial:
+            write_model(partial)
+            torch.save(state, partial / "training_state.pt")
+            card = model_card(config, state["step"])
+            (partial / "README.md").write_text(card, encoding="utf-8")
+            write_checksums(partial)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if type(error) is RuntimeError and not re.search(
+            "inline_container|StreamWriter", str(error)
+        ):
+            raise  # a bug
+        return f"{folder}: not written ({first_line(error)})"
+    return None
+
+
 def prune_checkpoints(log_dir: Path, step: int, keep: int, keep_every: int) -> None:
     """Deletes all but the newest `keep` (0: none), the best, and multiples of keep_every steps.
 
@@ -317,6 +346,17 @@ def draw_curves(log_dir: Path, wait: bool) -> None:
             process.wait()
     except OSError as error:
         warn(f"{log_dir}/curves.png: not drawn ({error.strerror})")
+
+
+def describe_result(log_dir: Path, step: int, prompt: str) -> list[str]:
+    """What a finished run leaves: lines for the console."""
+    lines = [f"model: {log_dir}/step_{step:06d}/, in Hugging Face format"]
+    best, loss = best_checkpoint(log_dir)
+    if best not in (None, step):
+        advice = "the loss rose afterwards: train for fewer steps, or on more text"
+        lines.append(f"best: {log_dir}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
+    command = shlex.join(["python", shown(ROOT / "sample.py"), str(log_dir), prompt])
+    return [*lines, f"sample: {command}"]
 
 
 def write_checksums(folder: Path) -> None:

@@ -130,6 +130,18 @@ def find_shards(folder: Path, split: str) -> list[Path]:
     return paths
 
 
+def open_split(data: Path, split: str) -> tuple[list[Path], list[np.ndarray]]:
+    """The files of a split and their tokens: shards of a folder, or a part of a .txt file."""
+    if not data.exists():
+        raise UserError(f"{data}: no such data; `python fineweb.py` makes shards")
+    if data.is_dir():
+        paths = find_shards(data, split)
+        return paths, [open_shard(path) for path in paths]
+    if data.suffix == ".txt":
+        return [data], [tokenize_text(data, split)]
+    raise UserError(f"{data}: neither .txt nor a folder of shards; fineweb.py makes these")
+
+
 def check_tokens(tokens: np.ndarray, path: Path) -> None:
     """Checks that every token is in GPT-2's vocabulary."""
     if tokens.max(initial=0) >= VOCAB_SIZE:
