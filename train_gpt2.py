@@ -416,7 +416,7 @@ class TrainConfig:
 
     # defaults of the flags; auto: gpt2 if edu_fineweb10B/ holds shards, else shakespeare
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "shakespeare"] = "auto"
-    log_dir: str = "log"  # folder for log.txt, run.json and checkpoints
+    log_dir: str = "log"  # folder for the log and checkpoints
     init: str = "scratch"  # scratch, a Hub name (gpt2, gpt2-medium, …), or the folder of a GPT-2
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
@@ -785,8 +785,11 @@ class TrainState:
             saved[name] = getattr(self, name).state_dict()
         return saved
 
-    def load_state_dict(self, saved: dict[str, Any], ranks: Ranks) -> None:
+    def load_state_dict(self, saved: dict[str, Any], config: TrainConfig, ranks: Ranks) -> None:
         """Restores everything but the weights."""
+        changes = differences(saved["config"], config)
+        if changes:
+            raise UserError(f"--resume: {config.log_dir} holds another run: {', '.join(changes)}")
         self.loader.load_state_dict(saved["loader"])
         self.optimizer.load_state_dict(saved["optimizer"])
         if ranks.device.type == "cpu":  # clone: the tensors are memory-mapped
@@ -867,7 +870,7 @@ def start_model(config: TrainConfig, checkpoint: Path | None, ranks: Ranks) -> G
     if ranks.device.type == "cpu" and model.num_parameters() > 50_000_000:
         devices.return_freed_memory(config.low_memory)
         if config.dtype == "auto" and devices.bfloat16_speedup() >= 1.3:
-            print0("  (matmuls are much faster with --dtype bfloat16)")
+            print0("  (--dtype bfloat16 is much faster here)")
     return model
 
 
@@ -981,8 +984,8 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
 
     That is 0, or 130 / 143 after a signal. RunError: too many updates are not finite."""
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
-        hint = "`python fineweb.py` builds them"
-        print0(f"no shards in {SHARDS_FOLDER}/ ({hint}): the shakespeare preset")
+        missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
+        print0(f"{missing}: the shakespeare preset")
     print0(f"device: {ranks.description}")
 
     # Model, data and optimizer: new, or as a checkpoint has them.
@@ -1000,28 +1003,22 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     if config.hellaswag_every:
         import hellaswag
 
-        block_size = model.config.block_size
-        tasks = hellaswag.prepare_for_training(config.hellaswag_data, block_size, ranks.gather)
+        arguments = (config.hellaswag_data, model.config.block_size, ranks.gather)
+        tasks = hellaswag.prepare_for_training(*arguments)
     optimizer = configure_optimizer(model, config, ranks.dtype)
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
     state = TrainState(model, optimizer, scaler, loader)
     if checkpoint:
-        if saved is None:  # on other ranks
-            saved = run_folder.read_training_state(checkpoint)
-        changes = differences(saved["config"], config)
-        if changes:
-            raise UserError(f"--resume from {checkpoint}: not the same run: {', '.join(changes)}")
-        state.load_state_dict(saved, ranks)
-        del saved
+        saved = saved or run_folder.read_training_state(checkpoint)
+        state.load_state_dict(saved, config, ranks)
+        saved = None  # it maps the file
         if ranks.broadcast(run_folder.is_finished(log_dir, state.step, config.max_steps)):
-            done = f"already trained {state.step} steps"
-            print0(f"{checkpoint}: {done}; to continue, raise --max-steps")
+            print0(f"already trained {state.step} steps; to continue, raise --max-steps")
             return 0
     log = start_log(config, checkpoint, resuming, state.step, ranks)
 
     # Evaluation and checkpoints use `model`; training calls `ddp_model`, with the same weights.
-    compiled = config.compile and devices.can_compile(ranks.device)
-    model.prepare(compiled, config.low_memory)
+    model.prepare(config.compile and devices.can_compile(ranks.device), config.low_memory)
     ddp_model = wrap_in_ddp(model, B, T, ranks) if ranks.world_size > 1 else model
     announce(state, config, checkpoint, ranks)
     peak, _ = devices.peak_flops(ranks.device, ranks.dtype)
@@ -1046,8 +1043,10 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         if stop and lost:
             raise RunError(f"stopped by a signal, and step {step} could not be saved")
         if stop:
-            hint = "--resume continues" if config.save_every else "--save-every 0: nothing is saved"
-            print0(f"stopped by a signal after {step} updates; {hint}")
+            saved = (
+                "--resume continues" if config.save_every else "--save-every 0: nothing is saved"
+            )
+            print0(f"stopped by a signal after {step} updates; {saved}")
             return 130 if received[:1] == [signal.SIGINT] else 143
         if last:
             break
@@ -1066,7 +1065,7 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
                 y = y.pin_memory().to(ranks.device, non_blocking=True)
             else:
                 x, y = x.to(ranks.device), y.to(ranks.device)
-            # Gradients add up locally; DDP exchanges them once, in the last micro-step.
+            # DDP exchanges the gradients once, in the last micro-step.
             ddp_model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with ranks.autocast():  # the backward pass takes the precisions of the forward pass
                 _, micro_loss = ddp_model(x, y)
@@ -1095,8 +1094,7 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
             if state.skipped > config.skip_bad_steps:
                 skip = f"skip this update with --resume --skip-bad-steps {state.skipped}"
                 raise RunError(f"{bad}; the weights are unchanged. Lower --max-lr, or {skip}")
-            count = f"{state.skipped} of {config.skip_bad_steps}"
-            print0(f"warning: {bad}: update skipped, {count}")
+            print0(f"warning: {bad}: update skipped, {state.skipped} of {config.skip_bad_steps}")
         scaler.update()
         # Under DDP gradients are views of its buckets: zero them in place, or they'd be copies.
         optimizer.zero_grad(set_to_none=ranks.world_size == 1)
