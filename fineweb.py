@@ -86,14 +86,10 @@ class Folder:
         self.manifest = START | {"shards": []}
         if self.path.exists():
             with explained(str(self.path), remedy="move it and its shards away"):
-                stored = json.loads(self.path.read_text(encoding="utf-8"))
-                for key, default in self.manifest.items():
-                    if type(stored.get(key, default)) is not type(default):
-                        raise ValueError(f"{key} is {stored[key]!r}")
-                for shard in stored.get("shards", []):
+                self.manifest |= json.loads(self.path.read_text(encoding="utf-8"))
+                for shard in self.manifest["shards"]:
                     if not {"name", "tokens", "documents", "sha256"} <= shard.keys():
                         raise ValueError(f"an incomplete shard: {shard}")
-            self.manifest |= stored
         self.shards: list[dict[str, Any]] = self.manifest["shards"]
 
     def check_shards(self) -> None:
@@ -219,7 +215,7 @@ def write_shards(
 ) -> None:
     """Writes a rank's shards from batches of (position, tokens, skipped), at most max_shards.
 
-    A validation split, stream 0, becomes shard 0."""
+    A validation split, stream 0, becomes shard 0. If shard 0 would hold all text, it is cut."""
     used = here.manifest["used"]  # tokens of the first batches
     skipped = here.manifest["skipped"]
     parts: list[np.ndarray] = []
@@ -245,7 +241,7 @@ def write_shards(
         skipped = [skipped[0] + more[0], skipped[1] + more[1]]
     if not (parts or here.shards or here.rank):
         raise UserError("no text in the input: nothing to tokenize")
-    if parts and here.next_index == 0 and not whole:  # leave nine tenths for training
+    if parts and here.next_index == 0 and not whole:
         text = np.concatenate(parts)
         tenth = max(len(text) // 10, 1)
         here.write([text[:tenth]], {"used": tenth})  # a resumed run reads it all again
@@ -270,9 +266,9 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
         opener = partial(texts.open_dataset, dataset, here.manifest.get("commit"), **options)
         options["source"] = source = "folder" if Path(dataset).is_dir() else dataset
     options |= {"world_size": here.world_size, "batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
-    here.check(options)
     if config.shard_size:
-        here.check({"shard_size": config.shard_size})
+        options["shard_size"] = config.shard_size
+    here.check(options)
     if here.finished(config.max_shards) and source not in ("files", "folder"):
         return  # without the network
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -41,7 +41,7 @@ class Stream(NamedTuple):
     name: str  # for messages
     columns: list[str]
     template: str  # joins the columns
-    json_lines: bool  # is a row a line of JSON?
+    kind: str  # "parquet", "csv", "jsonl", "txt" or "md"; of a dataset "dataset"
     shared: bool  # does every rank read a part? Otherwise one reads it all
     open: Any = None  # () -> datasets.IterableDataset
 
@@ -56,8 +56,8 @@ def explained(
     except Exception as error:
         line = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         dataset = name.removeprefix("--dataset ")
-        if name != dataset and not Path(dataset).is_dir():
-            remedy = HUB_REMEDY
+        if dataset != name:
+            remedy = "check names and files" if Path(dataset).is_dir() else HUB_REMEDY
         raise UserError(f"{name}: {problem} ({line}); {remedy}") from None
 
 
@@ -168,17 +168,16 @@ def open_files(
     for path in paths:
         match = SUFFIX.search(path.lower())
         kind = match[2] or match[1]
-        stream = Stream(path, columns, template, kind == "jsonl", len(paths) < world_size)
+        stream = Stream(path, columns, template, kind, len(paths) < world_size)
         source = {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
         if kind == "parquet":
             opener = partial(load_dataset, "parquet", **source, **parquet_options(columns))
         elif kind == "csv":
             opener = partial(load_dataset, "csv", **source, **csv)
         elif kind == "jsonl":
-            opener = partial(load_dataset, "text", **source, encoding="utf-8-sig")
-        else:
-            source |= {"sample_by": "document", "encoding": "utf-8-sig"}
             opener = partial(load_dataset, "text", **source)
+        else:
+            opener = partial(load_dataset, "text", **source, sample_by="document")
             stream = stream._replace(columns=["text"], template="")
         streams.append(stream._replace(open=opener))
     return facts_about("--input", paths, None), streams
@@ -229,7 +228,7 @@ def open_dataset(
         features = Features.from_arrow_schema(schema)
         builder.config.features = Features({column: features[column] for column in columns})
     opener = builder.as_streaming_dataset
-    stream = Stream(name, columns, template, False, True, partial(opener, split))
+    stream = Stream(name, columns, template, "dataset", True, partial(opener, split))
     if not validation:
         return facts_about(name, splits[split], commit), [None, stream]
     first = stream._replace(shared=False, open=partial(opener, validation))
@@ -289,7 +288,7 @@ def tables(
         dataset = dataset.with_format("arrow")
         dataset.load_state_dict(state)
         for table in dataset.iter(batch_size=BATCH_ROWS):
-            columns = ["text"] if stream.json_lines else stream.columns
+            columns = ["text"] if stream.kind == "jsonl" else stream.columns
             yield table.select(columns), dataset.state_dict()
 
 
@@ -305,7 +304,7 @@ def start_child() -> None:
 
 
 class Null(str):
-    """A null in a template: an empty text, whatever is taken from it or how it is formatted."""
+    """A null in a template: it and all its items are empty, in any format."""
 
     def __getitem__(self, key: Any) -> "Null":
         return self
@@ -327,7 +326,7 @@ def with_nulls(value: Any) -> Any:
 
 def document(stream: Stream, row: dict[str, Any]) -> str | None:
     """A row's text; None if all its columns are null."""
-    if stream.json_lines:
+    if stream.kind == "jsonl":
         row = json.loads(row["text"])
     values = [row[column] for column in stream.columns]
     if all(value is None for value in values):
@@ -335,7 +334,7 @@ def document(stream: Stream, row: dict[str, Any]) -> str | None:
     text = values[0]
     if stream.template:
         template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
-        text = template.format_map(with_nulls(row))
+        text = template.format_map({key: with_nulls(row[key]) for key in stream.columns})
     text.encode()  # fails for a number, and for half a surrogate pair in JSON
     return text
 
@@ -352,7 +351,9 @@ def tokenize(stream: Stream, rows: bytes, first: int) -> tuple[np.ndarray, list[
     with explained(stream.name, "a row has no text", remedy):
         table = pyarrow.ipc.open_stream(rows).read_all().to_pylist()
     for number, row in enumerate(table, first + 1):
-        if stream.json_lines and not row["text"].strip():
+        if number == 1 and stream.kind in ("jsonl", "txt", "md"):
+            row["text"] = row["text"].removeprefix("\ufeff")  # a byte order mark
+        if stream.kind == "jsonl" and not row["text"].strip():
             continue
         place = f"row {number} of this rank" if stream.shared else f"row {number}"
         with explained(stream.name, f"{place} has no text", remedy):
