@@ -120,7 +120,7 @@ class Folder:
             then = self.manifest.get(key)
             if now != then and (self.shards or self.manifest["complete"]):
                 raise UserError(
-                    f"{self.out}: started with {key} {then!r}, now {now!r}; "
+                    f"{self.out}: started with {key} {then!r:.300}, now {now!r:.300}; "
                     "use the original value or a new --out"
                 )
 
