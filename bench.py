@@ -2,16 +2,15 @@
 
     python bench.py                          # ceilings, speed, MFU, peak memory, time by part
     python bench.py --rung ours --steps 20   # one rung of the ladder; prints JSON with "ms"
-    python bench.py --ladder                 # from plain float32 up to train_gpt2.py, with a picture
-    python bench.py --report bench/h100      # everything, into a folder; continues where it was interrupted
-    python bench.py -- --preset gpt2 --micro-batch-size 2 --no-compile    # after --: flags of train_gpt2.py
-    torchrun --standalone --nproc_per_node=8 bench.py                     # a step on eight ranks
+    python bench.py --ladder                 # from plain float32 up to train_gpt2.py
+    python bench.py --report bench/h100      # everything, into a folder; continues after a stop
+    python bench.py -- --preset gpt2 --micro-batch-size 2    # after --: flags of train_gpt2.py
+    torchrun --standalone --nproc_per_node=8 bench.py        # a step on eight ranks
 
-A measurement is a training run in a temporary folder: one micro-batch of B x T tokens per rank and
-step, no evaluation, no checkpoints. ms, tok_per_sec and mfu are medians of what log.txt says of
---steps steps, after a warm-up of 10 steps on a GPU and 3 elsewhere. The ladder and the report start
-a process for each. The model: preset gpt2 with CUDA, B = 16; elsewhere shakespeare, for a report 2
-layers of 32 channels and 128 tokens."""
+A measurement is a training run of --steps steps after 10 warm-up steps, of one micro-batch of B x T
+tokens per rank; ms, tok/s and MFU are medians from its log.txt. Ladder and report start a process
+for each. The model: preset gpt2 with B = 16 on CUDA, elsewhere shakespeare with 512 tokens per
+step, in a report 128."""
 
 import ctypes
 import io
@@ -32,9 +31,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from unittest import SkipTest
-from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,70 +43,64 @@ import train_gpt2
 from support import cli, devices, files
 from support.cli import RunError, UserError
 from support.run_folder import list_checkpoints, read_log
-from train_gpt2 import GPT, ROOT, SHAKESPEARE, SHARDS_FOLDER, VOCAB_SIZE, CausalSelfAttention
+from support.tokenizer import VOCAB_SIZE
+from train_gpt2 import GPT, CausalSelfAttention
 
-# name: (what it changes, ms per step on one A100 with B = 16, T = 1024 as published by Karpathy
-# 2024, "Let's reproduce GPT-2 (124M)"). Each rung keeps the changes of the rungs before it, except
-# ours.
-RUNGS: dict[str, tuple[str, int | None]] = {
-    "float32": ("matmuls in float32", 1000),
-    "bf16": ("autocast to bfloat16", 300),
-    "compile": ("torch.compile of the whole model", 130),
-    "flash": ("fused attention", 96),
-    "padded": ("vocabulary padded to 50,304", 93),
-    "fused": ("fused AdamW", 90),
-    "ours": ("train_gpt2.py", None),
+ROOT = Path(__file__).parent
+# ms per step on an A100 with B = 16, T = 1024, from Karpathy 2024, "Let's reproduce GPT-2 (124M)".
+# Each rung keeps the changes of the rungs before it, except ours.
+RUNGS: dict[str, int | None] = {
+    "float32": 1000,  # matmuls in float32
+    "bf16": 300,  # autocast to bfloat16
+    "compile": 130,  # torch.compile of the whole model
+    "flash": 96,  # fused attention
+    "padded": 93,  # vocabulary padded to 50,304
+    "fused": 90,  # fused AdamW
+    "ours": None,  # train_gpt2.py
 }
-OFF = [
-    word for part in ("eval", "hellaswag", "sample", "save") for word in (f"--{part}-every", "0")
-]
+OFF = ["--eval-every", "0", "--hellaswag-every", "0", "--sample-every", "0", "--save-every", "0"]
+WARMUP = 10  # steps
 PADDED = VOCAB_SIZE + -VOCAB_SIZE % 64
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Benchmarks GPT-2 training, by default a step and ceilings. After `--` come train_gpt2.py's
-    flags."""
+    """Benchmarks GPT-2 training. After -- come flags of train_gpt2.py."""
 
     rung: Literal[*RUNGS] | None = None  # measure one rung of the ladder and print JSON
-    ladder: bool = False  # measure every rung; draws bench_ladder.png
+    ladder: bool = False  # measure every rung
     report: str = ""  # folder for a report on this machine; an interrupted one is continued
     only: str = ""  # comma-separated: only these jobs of the report, or rungs of the ladder
-    minutes: float = 0.0  # begin no job after this many minutes; 0: no limit
+    minutes: float = 0.0  # start no new job after this many minutes; 0: no limit
     steps: int = 20  # steps to measure, after the warm-up
     json: str = ""  # file for the results
 
 
 def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
-    """The command line, and train_gpt2.py's flags for the run to measure. Raises UserError."""
+    """The flags of this script, and those of train_gpt2.py for the run to measure."""
     end = args.index("--") if "--" in args else len(args)
     config, given = cli.parse_args(BenchConfig, args=args[:end]), args[end + 1 :]
     if config.steps < 1:
         raise UserError(f"--steps {config.steps}: must be at least 1")
-    if cli.torchrun_ranks()[2] > 1 and (
-        config.ladder or config.report or config.rung not in (None, "ours")
-    ):
-        raise UserError(
-            "--ladder, --report and lower rungs are for one device: start them without torchrun"
-        )
+    one_device = config.ladder or config.report or config.rung not in (None, "ours")
+    if one_device and cli.torchrun_ranks()[2] > 1:
+        raise UserError("--ladder, --report and lower rungs measure one device: without torchrun")
     if config.json:
         cli.check_writable(config.json)
-    cuda = torch.cuda.is_available() and train_gpt2.read_config(given).device in ("auto", "cuda")
-    small = (
-        ["--n-layer", "2", "--n-head", "2", "--n-embd", "32"] if config.report and not cuda else []
-    )
-    data = (
-        SHARDS_FOLDER
-        if any(Path(SHARDS_FOLDER).glob("*_train_*"))
-        else cli.shown(SHAKESPEARE["data"])
-    )
-    given = ["--preset", "gpt2" if cuda else "shakespeare", "--data", data, *small, *OFF, *given]
-    run = train_gpt2.read_config(given)
+    gpu, data = uses_gpu(given), cli.shown(train_gpt2.read_config([]).data)  # a bare run's data
+    preset = "gpt2" if gpu else "shakespeare"
+    flags = ["--preset", preset, "--data", data, *OFF, *given]
+    run = train_gpt2.read_config(flags)
     if not Path(run.data).exists():
         raise UserError(f"--data {run.data}: does not exist")
-    B = 16 if cuda else max((128 if config.report else 512) // run.seq_len, 1)
-    return config, with_batch(given, run.micro_batch_size or B)
+    B = 16 if gpu else max((128 if config.report else 512) // run.seq_len, 1)
+    return config, with_batch(flags, run.micro_batch_size or B)
+
+
+def uses_gpu(flags: list[str]) -> bool:
+    """Whether train_gpt2.py would train on a CUDA device."""
+    return torch.cuda.is_available() and train_gpt2.read_config(flags).device in ("auto", "cuda")
 
 
 def with_batch(flags: list[str], B: int) -> list[str]:
@@ -117,13 +109,16 @@ def with_batch(flags: list[str], B: int) -> list[str]:
     return [*flags, "--micro-batch-size", str(B), "--total-batch-size", str(tokens)]
 
 
+# --------------------------------------------------------------------------------------------------
+# One measurement
+
+
 class PlainAttention(CausalSelfAttention):
     """The same attention with its (T, T) matrices in memory. (B, T, C) -> (B, T, C)"""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (
-            self.c_attn(x).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
-        )  # (B, nh, T, hs)
+        qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, nh, hs)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
         weights = q @ k.mT / q.size(-1) ** 0.5  # (B, nh, T, T)
         future = torch.ones(weights.shape[2:], dtype=torch.bool, device=x.device).triu(1)
         y = weights.masked_fill(future, -torch.inf).softmax(-1) @ v  # (B, nh, T, hs)
@@ -131,203 +126,173 @@ class PlainAttention(CausalSelfAttention):
 
 
 def plain_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (B, T, V) and their mean cross-entropy in nats. x (B, T, C), wte (V, C), targets (B,
-    T)"""
+    """Logits (B, T, V), mean cross-entropy in nats. x (B, T, C), wte (V, C), targets (B, T)"""
     logits = F.linear(x, wte)
-    return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return logits, loss
 
 
 def plain_model(model: GPT, changes: list[str]) -> GPT:
-    """Turns train_gpt2.py's model into that of a lower rung; `changes`: this rung's and those
-    before it."""
-    for block in model.h if "flash" not in changes else ():
-        block.attn.__class__ = PlainAttention  # with the same parameters
+    """Turns train_gpt2.py's model into that of a rung with these changes."""
+    if "flash" not in changes:
+        for block in model.h:
+            block.attn.__class__ = PlainAttention  # with the same parameters
     if "padded" in changes:
         model.wte = nn.Embedding(PADDED, model.config.n_embd)
         nn.init.normal_(model.wte.weight, std=0.02)
     model.loss_function = plain_loss
-    model.prepare = lambda compiled: model.compile(dynamic=False) if "compile" in changes else None
+    model.prepare = lambda *_, **__: None  # it would choose another loss
+    if "compile" in changes:
+        model.compile(dynamic=False)
     return model
 
 
-def left_out(flags: list[str]) -> dict[str, str]:
-    """The rungs that do not apply to this device, with the reason. Raises UserError."""
-    run = train_gpt2.read_config(flags)
-    dtype = devices.choose_device(run.device, run.dtype, cli.torchrun_ranks()[1])[1]
-    reasons = (
-        {}
-        if dtype == torch.bfloat16
-        else {"bf16": f"train_gpt2.py computes in {str(dtype)[6:]} here"}
-    )
-    return reasons if run.compile else reasons | {"compile": "train_gpt2.py does not compile here"}
+def rungs_of(flags: list[str]) -> list[str]:
+    """The rungs that apply: bf16 and compile only where train_gpt2.py uses them on this device."""
+    run, names = train_gpt2.read_config(flags), list(RUNGS)
+    if devices.choose_device(run.device, run.dtype)[1] != torch.bfloat16:
+        names.remove("bf16")
+    if not run.compile:
+        names.remove("compile")
+    return names
 
 
 def measure(flags: list[str], rung: str, steps: int) -> Row:
-    """Trains and reads log.txt; ranks other than 0 exit. Raises UserError.
+    """Trains in this process and reads log.txt; ranks other than 0 exit.
 
-    ms, tok_per_sec (of all ranks) and mfu are medians. peak_memory: in bytes, of tensors on a CUDA
-    device, elsewhere of the process; None if unknown. parts_ms, for ours alone: time by part of two
-    more steps."""
-    absent, names = left_out(flags), list(RUNGS)
-    if rung in absent:
-        raise UserError(f"--rung {rung}: {absent[rung]}")
-    changes = [
-        name for name in names[: names.index(rung) + 1] if name not in absent and rung != "ours"
-    ]
-    if changes:
-        flags = [
-            *flags,
-            "--dtype",
-            "bfloat16" if "bf16" in changes else "float32",
-            "--compile" if "compile" in changes else "--no-compile",
-        ]
-    run = train_gpt2.read_config(flags)
-    warmup = 10 if torch.cuda.is_available() and run.device in ("auto", "cuda") else 3
-    last, found = warmup + steps, {}
-    profiler = profile(
-        schedule=schedule(wait=0, warmup=1, active=2), record_shapes=True, acc_events=True
-    )
-    new_model, configure_optimizer = train_gpt2.new_model, train_gpt2.configure_optimizer
+    It replaces functions of train_gpt2 for good, so each process measures one rung."""
+    names, ours, changes = rungs_of(flags), rung == "ours", []
+    if rung not in names:
+        raise UserError(f"--rung {rung}: train_gpt2.py does not use it on this device")
+    if not ours:
+        changes = names[: names.index(rung) + 1]
+        dtype = "bfloat16" if "bf16" in changes else "float32"
+        flags = [*flags, "--no-compile", "--dtype", dtype]
+    run, (rank, local_rank, world_size) = train_gpt2.read_config(flags), cli.torchrun_ranks()
+    device, dtype, name = devices.choose_device(run.device, run.dtype, local_rank, world_size)
+    last, two_steps = WARMUP + steps, schedule(wait=0, warmup=1, active=2)
+    profiler = profile(schedule=two_steps, record_shapes=True, acc_events=True)
+    result = {"rung": rung, "changes": changes, "device": name, "world_size": world_size}
+    result |= {"B": run.micro_batch_size, "T": run.seq_len, "steps": steps}
 
-    def optimizer_of(*args: Any) -> Any:
-        optimizer = configure_optimizer(*args)
-        for group in optimizer.param_groups if changes and "fused" not in changes else ():
-            group["fused"] = None  # AdamW's default
+    def before_step(step: int, model: GPT, *_: Any, **__: Any) -> None:
+        if step == last:
+            result["parameters"] = model.num_parameters()
+            result["flops_per_token"] = model.flops_per_token(run.seq_len)
+            result["peak_memory"] = peak_memory()
+        if ours and step == last:
+            profiler.start()
+        elif ours and step > last:
+            profiler.step()
+
+    def new_optimizer(*args: Any, **options: Any) -> Any:
+        optimizer = configure_optimizer(*args, **options)
+        if "fused" not in changes:
+            for group in optimizer.param_groups:
+                group["fused"] = None  # AdamW's default
         return optimizer
 
-    def before_step(
-        step: int, model: GPT, *rest: Any
-    ) -> None:  # instead of evaluate: nothing of it is due
-        ddp, status = rest[3], Path("/proc/self/status")
-        if step == last:
-            memory = re.search(r"VmHWM:\s+(\d+)", status.read_text() if status.exists() else "")
-            peak, source = devices.peak_flops(ddp.device, ddp.dtype)
-            found.update(
-                device=ddp.description,
-                world_size=ddp.world_size,
-                parameters=model.num_parameters(),
-                flops_per_token=model.flops_per_token(run.seq_len),
-                peak_memory=torch.cuda.max_memory_allocated() or (memory and 1024 * int(memory[1])),
-                mfu_of=f"{peak / 1e12:,.3g} TFLOP/s ({source})",
-            )
-        if step >= last and not changes:
-            profiler.start() if step == last else profiler.step()
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        redirect_stdout(io.StringIO()),
-        patch.multiple(
-            train_gpt2,
-            evaluate=before_step,
-            configure_optimizer=optimizer_of,
-            new_model=lambda config: (
-                plain_model(new_model(config), changes) if changes else new_model(config)
-            ),
-        ),
-    ):
-        flags = [*flags, "--max-steps", str(last if changes else last + 3), "--log-dir", folder]
-        if (status := train_gpt2.main(flags)) or cli.torchrun_ranks()[0]:
-            sys.exit(status)  # after a signal, or another rank's
+    new_model, configure_optimizer = train_gpt2.new_model, train_gpt2.configure_optimizer
+    train_gpt2.evaluate = before_step  # called before every step; no evaluation is due
+    if not ours:
+        train_gpt2.new_model = lambda config: plain_model(new_model(config), changes)
+        train_gpt2.configure_optimizer = new_optimizer
+    with tempfile.TemporaryDirectory() as folder:
+        max_steps = last + 3 if ours else last
+        with redirect_stdout(io.StringIO()):
+            status = train_gpt2.main([*flags, "--max-steps", str(max_steps), "--log-dir", folder])
+        if status or rank:
+            sys.exit(status)  # after a signal; or not rank 0
         log = {stream: values for stream, (_, values) in read_log(folder).items()}
-    result = {
-        "rung": rung,
-        "changes": changes,
-        "B": run.micro_batch_size,
-        "T": run.seq_len,
-        "steps": steps,
-        "warmup": warmup,
-        "torch": torch.__version__,
-        **found,
-    }
-    result |= {
-        stream: statistics.median(log[stream][warmup:last])
-        for stream in ("ms", "tok_per_sec", "mfu")
-    }
-    result["ms_quartiles"] = statistics.quantiles(
-        2 * log["ms"][warmup:last], n=4, method="inclusive"
-    )[::2]
-    if not changes:
-        result["parts_ms"] = time_by_part(
-            profiler.events(), statistics.mean(log["ms"][-2:]), run.n_embd
-        )
+    peak, source = devices.peak_flops(device, dtype)
+    result["mfu_of"] = f"{peak / 1e12:,.3g} TFLOP/s ({source})"
+    for stream in ("tok_per_sec", "mfu"):
+        result[stream] = statistics.median(log[stream][WARMUP:last])
+    low, result["ms"], high = np.percentile(log["ms"][WARMUP:last], [25, 50, 75]).tolist()
+    result["ms_quartiles"] = [low, high]
+    if ours:
+        step_ms = statistics.mean(log["ms"][-2:])
+        result["parts_ms"] = time_by_part(profiler.events(), step_ms, run.n_embd)
     return result
 
 
+def peak_memory() -> int | None:
+    """Peak bytes: of tensors on a CUDA device, otherwise of the process; None if unknown."""
+    status = Path("/proc/self/status")
+    if torch.cuda.is_available() or not status.exists():
+        return torch.cuda.max_memory_allocated() or None
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])
+
+
 def part_of(event: Any, C: int) -> str:
-    """The part of a step that a profiled operation belongs to, by names and shapes of it and its
-    callers."""
+    """The part of a step that a profiled operation belongs to: by its name, shapes and callers."""
     if event is None:
         return "other"
-    name, sizes = event.name, set(map(int, re.findall(r"\d+", str(event.input_shapes))))
-    parts = {  # the embedding counts as head and loss; of the other matmuls those with 4 C are the MLP's
-        "optimizer": re.search(r"^Optimizer\.|_foreach_|linalg_vector_norm|_fused_adam", name),
-        "head and loss": sizes & {VOCAB_SIZE, PADDED}
-        or re.search("ChunkedLoss|softmax|nll_loss", name),
-        "MLP": re.search("gelu|triton.*tanh", name) or (4 * C in sizes and name.endswith("mm")),
-        "attention": re.search(r"attention|flash|fmha|::(b|baddb|add|)mm$", name),
-    }
-    caller = part_of(event.cpu_parent, C)
-    return (
-        caller if caller == "optimizer" else next((part for part in parts if parts[part]), caller)
-    )
+    caller, name = part_of(event.cpu_parent, C), event.name
+    sizes = {int(size) for size in re.findall(r"\d+", str(event.input_shapes))}
+    optimizer = r"^Optimizer\.|_foreach_|linalg_vector_norm|_fused_adam"
+    if caller == "optimizer" or re.search(optimizer, name):
+        return "optimizer"
+    # The embedding counts as head and loss. Of the other matmuls those with 4 C are the MLP's.
+    if sizes & {VOCAB_SIZE, PADDED} or re.search("ChunkedLoss|softmax|nll_loss", name):
+        return "head and loss"
+    if re.search("gelu|triton.*tanh", name) or (4 * C in sizes and name.endswith("mm")):
+        return "MLP"
+    if re.search(r"attention|flash|fmha|::(b|baddb|add|)mm$", name):
+        return "attention"
+    return caller
 
 
 def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
-    """Milliseconds per step by part, from the events of two steps: that of an operation's kernels,
-    on a CPU its own in the main thread. Waiting is the rest: for Python, launches and data."""
+    """Milliseconds per step by part, from the events of two steps.
+
+    Of kernels; on a CPU of the main thread. The rest is waiting for Python, launches and data."""
     events = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]
     gpu = any(e.self_device_time_total for e in events)
-    main = next(e.thread for e in events if e.name.startswith("Optimizer."))
+    main_thread = next(e.thread for e in events if e.name.startswith("Optimizer."))
     parts = dict.fromkeys(("attention", "MLP", "head and loss", "optimizer", "other"), 0.0)
     for e in events:
-        if not e.name.startswith("ProfilerStep") and (gpu or e.thread == main):
-            parts[part_of(e, C)] += (
-                e.self_device_time_total if gpu else e.self_cpu_time_total
-            ) / 2e3
+        if not e.name.startswith("ProfilerStep") and (gpu or e.thread == main_thread):
+            microseconds = e.self_device_time_total if gpu else e.self_cpu_time_total
+            parts[part_of(e, C)] += microseconds / 2e3
     return parts | {"waiting": max(step_ms - sum(parts.values()), 0.0)}
 
 
-def measure_machine(flags: list[str]) -> dict[str, str]:
-    """What the machine is, and its ceilings. Matmuls of random square matrices: the best of up to
-    20 within a second; copies: the median over 0.2 s."""
+def measure_machine(flags: list[str]) -> Row:
+    """The machine and its ceilings: products of random square matrices, and a copy."""
     run = train_gpt2.read_config(flags)
-    device, _, description = devices.choose_device(run.device, run.dtype)
-    cuda, cpuinfo = device.type == "cuda", Path("/proc/cpuinfo")
-    n, size = (8192, 2**30) if cuda else (1024, 2**28)
+    device, dtype, description = devices.choose_device(run.device, run.dtype)
+    cpuinfo = Path("/proc/cpuinfo")
     name = re.search(r"model name\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "")
-    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     machine = {
         "device": description,
-        "CPU": f"{name[1] if name else '?'}, {os.cpu_count()} cores{load}",
+        "CPU": f"{name[1] if name else '?'}, {os.cpu_count()} cores",
         "software": f"torch {torch.__version__}, Python {platform.python_version()}",
     }
-    for name in (
-        "float32",
-        "float16" if device.type == "mps" else "bfloat16",
-        *("float16", "TF32") * cuda,
-    ):
-        torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
-        rate = devices.matmul_flops(device, getattr(torch, name, torch.float32), n)
-        machine[f"{name} matmul, {n} x {n}"] = f"{rate / 1e12:,.3g} TFLOP/s"
-    torch.set_float32_matmul_precision("highest")
+    n, size = (8192, 2**30) if device.type == "cuda" else (1024, 2**28)
+    for precision in {torch.float32, dtype}:
+        rate = devices.matmul_flops(device, precision, n)
+        machine[f"{precision} matmul, {n} x {n}"] = f"{rate / 1e12:,.3g} TFLOP/s"
     a, b = torch.zeros(2, size // 4, device=device)
     timer = Timer("b.copy_(a)", globals=dict(a=a, b=b), num_threads=torch.get_num_threads())
     rate = 2e-9 * size / timer.blocked_autorange().median
     return machine | {"memory copy": f"{rate:,.1f} GB/s, read plus written"}
 
 
+# --------------------------------------------------------------------------------------------------
+# Ladder and report: a list of jobs
+
+
 def run_process(*args: Any, limit: float = 600) -> str:
-    """The output of `python ARGS`, which on Linux dies with this process. RunError has its last
-    line."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    """The output of `python ARGS`; a RunError has its last line."""
+    die_with_us = None
+    if sys.platform == "linux":
+        die_with_us = partial(ctypes.CDLL(None).prctl, 1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    command = [sys.executable, *map(str, args)]
     try:
         done = subprocess.run(
-            [sys.executable, *map(str, args)],
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            preexec_fn=libc and (lambda: libc.prctl(1, 9)),
-        )  # PDEATHSIG
+            command, capture_output=True, text=True, timeout=limit, preexec_fn=die_with_us
+        )
     except subprocess.TimeoutExpired:
         raise RunError(f"killed after {limit:.0f} s") from None
     if done.returncode:
@@ -336,165 +301,113 @@ def run_process(*args: Any, limit: float = 600) -> str:
     return done.stdout
 
 
+def job_tests() -> Row:
+    output = run_process("-m", "pytest", "-o", "addopts=", ROOT / "tests" / "test_gpu.py")
+    return {"result": output.splitlines()[-1].strip("= ")}
+
+
 def job_rung(flags: list[str], rung: str, steps: int) -> Row:
-    if reason := left_out(flags).get(rung):
-        raise SkipTest(reason)
-    return json.loads(
-        run_process(ROOT / "bench.py", "--rung", rung, "--steps", steps, "--", *flags)
-    )
+    args = ["--rung", rung, "--steps", steps, "--", *flags]
+    return json.loads(run_process(ROOT / "bench.py", *args))
 
 
-def job_compare(flags: list[str], steps: int, bound: float, *flags_of: list[str]) -> Row:
-    """Compares the losses of two runs. Resumed, the second begins halfway through the first, and
-    norms count, too. Raises RunError if a difference exceeds `bound`."""
-    resumed, logs = "--resume" in flags_of[1], []
+def job_compare(flags: list[str], steps: int, bound: float, *runs: list[str]) -> Row:
+    """Compares the losses of two runs; a second with --resume repeats the first one's last half."""
+    curves = []
+    flags = [*flags, "--max-steps", steps, "--warmup-steps", 3, "--save-every", steps // 2]
     with tempfile.TemporaryDirectory() as folder:
-        flags = [
-            *flags,
-            "--max-steps",
-            steps,
-            "--save-every",
-            steps // 2 * resumed,
-            "--log-dir",
-            folder,
-        ]
-        for more in flags_of:
-            output = run_process(ROOT / "train_gpt2.py", *flags, "--warmup-steps", 3, *more)
-            logs.append(read_log(folder))
-            shutil.rmtree(Path(folder, f"step_{steps:06d}"), ignore_errors=True)
+        for more in runs:
+            output = run_process(ROOT / "train_gpt2.py", *flags, *more, "--log-dir", folder)
             if "does not work on this machine" in output:
-                raise SkipTest("torch.compile does not work on this machine")
-    one, two = ([*log["train"][1], *(log["norm"][1] if resumed else ())] for log in logs)
-    largest = max(abs(a - b) for a, b in zip(one, two, strict=True))
+                return {"result": "torch.compile does not work on this machine"}
+            curves.append(read_log(folder)["train"][1])
+            shutil.rmtree(Path(folder, f"step_{steps:06d}"))
+    largest = max(abs(a - b) for a, b in zip(*curves, strict=True))
     text = f"largest difference in {steps} steps {largest:.1e}, allowed {bound}"
-    if not largest <= bound:
+    if largest > bound:
         raise RunError(text)
-    return {"result": f"{text}; {statistics.median(logs[0]['ms'][1]):,.1f} ms per step"}
+    return {"result": text}
 
 
 def job_run(flags: list[str], log_dir: Path) -> Row:
-    """300 steps of training, on a GPU of 524,288 tokens; continues where it was interrupted."""
-    run, cuda = train_gpt2.read_config(flags), torch.cuda.is_available()
-    tokens = (524_288 if Path(run.data).is_dir() else 262_144) if cuda else run.total_batch_size
-    flags = [
-        *flags,
-        "--total-batch-size",
-        tokens,
-        "--max-steps",
-        300,
-        "--log-dir",
-        log_dir,
-        "--resume",
-    ]
-    more = [
-        "--warmup-steps",
-        30,
-        "--eval-every",
-        100,
-        "--eval-tokens",
-        max(tokens, 4096),
-        "--save-every",
-        50,
-    ]
-    run_process(ROOT / "train_gpt2.py", *flags, *more, limit=3600)
+    """Trains 300 steps with the largest micro-batch; continues where it was interrupted."""
+    tokens = 262_144 if uses_gpu(flags) else train_gpt2.read_config(flags).total_batch_size
+    more = f"--micro-batch-size 0 --total-batch-size {tokens} --max-steps 300 --warmup-steps 30"
+    more += f" --save-every 50 --eval-every 100 --eval-tokens {max(tokens, 4096)} --resume"
+    command = [*flags, *more.split(), "--log-dir", log_dir]
+    run_process(ROOT / "train_gpt2.py", *command, limit=3600)
     for checkpoint in list_checkpoints(log_dir):
         shutil.rmtree(checkpoint)
     log = read_log(log_dir)
-    ms, rate = (statistics.median(log[name][1]) for name in ("ms", "tok_per_sec"))
-    return {
-        "steps": f"300 of {tokens:,} tokens",
-        "speed": f"{ms:,.1f} ms per step, {rate:,.0f} tok/s",
-    } | {
-        f"validation loss, step {step}": f"{loss:.4f}"
-        for step, loss in zip(*log["val"], strict=True)
+    ms, rate = statistics.median(log["ms"][1]), statistics.median(log["tok_per_sec"][1])
+    result = {"speed": f"{ms:,.1f} ms per step of {tokens:,} tokens, {rate:,.0f} tok/s"}
+    for step, loss in zip(*log["val"], strict=True):
+        result[f"validation loss, step {step}"] = f"{loss:.4f}"
+    return result
+
+
+def jobs_of(config: BenchConfig, flags: list[str]) -> dict[str, Callable[[], Row]]:
+    """The jobs by name, in order."""
+    names, steps = rungs_of(flags), config.steps
+    ladder = {f"ladder/{name}": partial(job_rung, flags, name, steps) for name in names}
+    if config.ladder:
+        return ladder
+    B = train_gpt2.read_config(flags).micro_batch_size
+    compiled, exact = (50, 0.02) if uses_gpu(flags) else (10, 1e-3), ["--deterministic"]
+    jobs = {
+        "machine": partial(measure_machine, flags),
+        "right/tests": job_tests,
+        "right/compiled": partial(job_compare, flags, *compiled, ["--compile"], ["--no-compile"]),
+        "right/resume": partial(job_compare, flags, 8, 0, exact, [*exact, "--resume"]),
     }
+    for size in (4 * B, B, 2 * B, 8 * B):
+        jobs[f"speed/B={size}"] = partial(job_rung, with_batch(flags, size), "ours", steps)
+    return jobs | ladder | {"run": partial(job_run, flags, Path(config.report, "run"))}
 
 
-def jobs_of(
-    config: BenchConfig, flags: list[str], rows: dict[str, Row]
-) -> dict[str, Callable[[], Row]]:
-    """The jobs by name, in order. On a GPU only --deterministic makes a resumed run exact."""
-    B, cuda, steps = (
-        train_gpt2.read_config(flags).micro_batch_size,
-        torch.cuda.is_available(),
-        config.steps,
-    )
-    compare, bound = partial(partial, job_compare, flags), 0.02 if cuda else 1e-3
-    pytest = ["-m", "pytest", "-o", "addopts=", ROOT / "tests" / "test_gpu.py"]
-
-    def fastest() -> list[str]:
-        done = [
-            row["result"]
-            for name, row in rows.items()
-            if "speed/" in name and row["status"] == "done"
-        ]
-        return with_batch(
-            flags, max(done, key=lambda result: result["tok_per_sec"])["B"] if done else B
-        )
-
-    ladder = {f"ladder/{name}": partial(job_rung, flags, name, steps) for name in RUNGS}
-    return (
-        ladder
-        if config.ladder
-        else {
-            "machine": partial(measure_machine, flags),
-            "right/tests": lambda: {"result": run_process(*pytest).splitlines()[-1].strip("= ")},
-            "right/compiled": compare(50 if cuda else 10, bound, ["--compile"], ["--no-compile"]),
-            "right/resume": compare(8, torch.inf if cuda else 0, [], ["--resume"]),
-            "right/resume-deterministic": compare(
-                8, 0, ["--deterministic"], ["--deterministic", "--resume"]
-            ),
-            **{
-                f"speed/B={size}": partial(job_rung, with_batch(flags, size), "ours", steps)
-                for size in (4 * B, B, 2 * B, 8 * B)
-            },
-            "profile": lambda: job_rung(fastest(), "ours", steps),
-            **ladder,
-            "run": lambda: job_run(fastest() if cuda else flags, Path(config.report, "run")),
-        }
-    )
+def read_results(path: Path, of: str) -> dict[str, Row]:
+    """The lines of results.jsonl by job; all must be of this device and these flags."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            rows[row["job"]], other = row, row["of"]
+        except (ValueError, TypeError, KeyError):
+            raise UserError(f"{path}, line {number}: damaged; remove the line") from None
+        if other != of:
+            raise UserError(f"{path} is of {other}; this is {of}: use another folder")
+    return rows
 
 
 def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
     """Runs the jobs that have no result yet; in a report each leaves a line in results.jsonl."""
-    began, folder, run = time.monotonic(), Path(config.report), train_gpt2.read_config(flags)
-    of = f"{devices.choose_device(run.device, run.dtype)[2]}; {shlex.join(flags)}; --steps {config.steps}"
-    folder.mkdir(parents=True, exist_ok=True)
-    path, rows = folder / "results.jsonl", {}
-    if config.report and path.exists():
-        try:
-            rows = {
-                row["job"]: row
-                for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())
-            }
-            others = {row["of"] for row in rows.values()} - {of}
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(
-                f"{path}: a damaged line ({cli.first_line(error)}): remove it"
-            ) from None
-        if others:
-            raise UserError(f"{path} is of {others.pop()}; this is {of}: use another folder")
-    jobs = jobs_of(config, flags, rows)
-    wanted = {word.strip() for word in config.only.split(",") if word.strip()}
-    known = {name: {name, *name.split("/")} for name in jobs}  # right/tests is one of right
-    if unknown := wanted.difference(*known.values()):
-        raise UserError(f"--only {unknown.pop()}: none of {', '.join(jobs)}")
-    for name in (name for name in jobs if not wanted or wanted & known[name]):
-        if rows.get(name, {}).get("status") in ("done", "skipped"):
+    began, run, folder = time.monotonic(), train_gpt2.read_config(flags), Path(config.report)
+    device = devices.choose_device(run.device, run.dtype)[2]
+    of = f"{device}; {shlex.join(flags)}; --steps {config.steps}"
+    path, jobs, rows = folder / "results.jsonl", jobs_of(config, flags), {}
+    words = {name: {name, *name.split("/")} for name in jobs}  # right/tests is one of right
+    wanted = set(config.only.replace(",", " ").split())
+    for word in wanted.difference(*words.values()):
+        raise UserError(f"--only {word}: not one of {', '.join(jobs)}")
+    if config.report:
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = read_results(path, of)
+    for name, job in jobs.items():
+        finished = rows.get(name, {}).get("status") == "done"
+        if finished or (wanted and not wanted & words[name]):
             continue
         if config.minutes and time.monotonic() - began > 60 * config.minutes:
             print(f"{config.minutes:g} minutes are over; the same command continues with {name}")
             break
-        row, start = {"job": name, "of": of, "date": time.strftime("%Y-%m-%d")}, time.monotonic()
+        row = {"job": name, "of": of, "date": time.strftime("%Y-%m-%d")}
         try:
-            row |= {"status": "done", "result": jobs[name]()}
-        except SkipTest as reason:
-            row |= {"status": "skipped", "reason": str(reason)}
+            row |= {"status": "done", "result": job()}
         except (UserError, RunError, RuntimeError, OSError) as error:
             row |= {"status": "failed", "reason": cli.first_line(error)}
-        rows[name] = row | {"seconds": round(time.monotonic() - start, 1)}
-        torch.cuda.empty_cache()  # of this process, for the next job's
-        print(f"{name}: {row['status']} {row.get('reason', '')} ({rows[name]['seconds']} s)")
+        rows[name] = row
+        torch.cuda.empty_cache()  # for the next job's process
+        print(f"{name}: {row['status']} {row.get('reason', '')}")
         if config.report:
             write(path, "".join(json.dumps(row) + "\n" for row in rows.values()))
             write(folder / "report.md", page(rows))
@@ -506,102 +419,59 @@ def write(path: str | Path, text: str) -> None:
         file.write(text)
 
 
-def table(rows: list[Row]) -> str:
-    """A Markdown table, aligned for a terminal; the keys of all rows are its head."""
-    head = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [head, *([str(row.get(key, "")) for key in head] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width for width in widths])
-    return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells)
+SPEED = """
+## Speed
+
+| job                |   B |       ms | quartiles          |     tok/s |   MFU | memory | A100, ms |
+|--------------------|-----|----------|--------------------|-----------|-------|--------|----------|
+"""
 
 
 def page(rows: dict[str, Row]) -> str:
-    """What is printed, and report.md, from the lines of results.jsonl alone."""
-    done = {name: row["result"] for name, row in rows.items() if row["status"] == "done"}
-    parts, measured, note = done.get("profile", {}).get("parts_ms", {}), {}, ""
-    for name, r in ((name, result) for name, result in done.items() if "ms_quartiles" in result):
-        measured[name] = {
-            "B": r["B"],
-            "T": r["T"],
-            "ms": f"{r['ms']:,.1f}",
-            "quartiles": " to ".join(f"{ms:,.1f}" for ms in r["ms_quartiles"]),
-            "tok/s": f"{r['tok_per_sec']:,.0f}",
-            "MFU": f"{r['mfu']:.1%}",
-            "peak memory": f"{r['peak_memory'] / 1e9:.2f} GB" if r["peak_memory"] else "n/a",
-        }
+    """report.md, also printed: made from the lines of results.jsonl alone."""
+    text, speed, parts, note = "# Benchmarks\n", SPEED, "", ""
+    for name, row in rows.items():
+        r = row["result"] if row["status"] == "done" else {"failed": row["reason"]}
+        if "ms" not in r:
+            items = [f"- {key}: {value}" for key, value in r.items()]
+            text += "\n".join([f"\n## {name}\n", *items, ""])
+            continue
+        quartiles = "{:,.1f} to {:,.1f}".format(*r["ms_quartiles"])
+        memory = f"{r['peak_memory'] / 1e9:.1f} GB" if r["peak_memory"] else "n/a"
+        published = RUNGS.get(name.removeprefix("ladder/")) or ""
+        speed += (
+            f"| {name:18} | {r['B']:3} | {r['ms']:8,.1f} | {quartiles:18} "
+            f"| {r['tok_per_sec']:9,.0f} | {r['mfu']:5.1%} | {memory:6} | {published:8} |\n"
+        )
+        for part, ms in r.get("parts_ms", {}).items():
+            parts += f"| {name:18} | {part:13} | {ms:8,.1f} |\n"
         note = (
-            "{parameters:,} parameters, {flops_per_token:,} FLOPs a token, ranks: {world_size}. Medians "
-            "of {steps} steps after {warmup}. MFU 100 % = {mfu_of}."
-        ).format(**r)
-    sections = {
-        "Machine": [{"": name, " ": value} for name, value in done.get("machine", {}).items()],
-        "Right": [
-            {"": name, " ": result["result"]} for name, result in done.items() if "right/" in name
-        ],
-        "Speed": [{"": name, **row} for name, row in measured.items() if "ladder/" not in name],
-        "Time by part": [
-            {"part": part, "ms": f"{ms:,.1f}", "share": f"{ms / sum(parts.values()):.1%}"}
-            for part, ms in parts.items()
-        ],
-        "Ladder": [
-            {
-                "rung": name,
-                "change": change,
-                **measured[f"ladder/{name}"],
-                "A100, ms": published or "",
-            }
-            for name, (change, published) in RUNGS.items()
-            if f"ladder/{name}" in measured
-        ],
-        "Training": [{"": name, " ": value} for name, value in done.get("run", {}).items()],
-        "Not measured": [
-            {"": name, " ": row["status"], "  ": row["reason"]}
-            for name, row in rows.items()
-            if name not in done
-        ],
-    }
-    text = ["# Benchmarks", *sorted({row["of"] for row in rows.values()}), note]
-    text += [f"## {title}\n\n{table(found)}" for title, found in sections.items() if found]
-    return "\n\n".join(filter(None, text)) + "\n"
-
-
-def draw_ladder(rungs: dict[str, Row], path: Path) -> None:
-    """A bar for each rung. Only a line where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print("no picture of the ladder: pip install matplotlib")
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes, ms = figure.subplots(), [rung["ms"] for rung in rungs.values()]
-    axes.bar_label(
-        axes.barh([f"{name}: {RUNGS[name][0]}" for name in rungs], ms), fmt="{:,.0f}", padding=3
-    )
-    axes.set(xlabel="ms per step", xlim=(0, 1.15 * max(ms)))
-    axes.invert_yaxis()
-    with files.atomic_path(path) as partial_path:
-        figure.savefig(partial_path, format="png")
-    print(f"picture: {path}")
+            f"{row['of']}\n\n{r['parameters']:,} parameters, {r['flops_per_token']:,} FLOPs per "
+            f"token, T = {r['T']}, ranks: {r['world_size']}. Medians of {r['steps']} steps after "
+            f"{WARMUP}. 100 % MFU = {r['mfu_of']}.\n"
+        )
+    if note:
+        text += f"{speed}\n{note}"
+    if parts:
+        text += f"\n## Time by part\n\n| job | part | ms |\n|---|---|---|\n{parts}"
+    return text
 
 
 def main(args: list[str] | None = None) -> int:
     config, flags = read_config(sys.argv[1:] if args is None else args)
+    failed = False
     if config.ladder or config.report:
         result = work(config, flags)
         print("\n" + page(result))
-        if rungs := {
-            name.removeprefix("ladder/"): row["result"]
-            for name, row in result.items()
-            if "ladder/" in name and "result" in row
-        }:
-            draw_ladder(rungs, Path(config.report, "bench_ladder.png"))
         failed = any(row["status"] == "failed" for row in result.values())
+    elif config.rung:
+        result = measure(flags, config.rung, config.steps)
+        print(json.dumps(result, indent=1))
     else:
-        result, failed = measure(flags, config.rung or "ours", config.steps), False
-        if not config.rung:
-            result = {"machine": measure_machine(flags), "profile": result}
-            row = {"of": shlex.join(flags), "status": "done"}
-            text = page({name: {**row, "result": part} for name, part in result.items()})
-        print(json.dumps(result, indent=1) if config.rung else text)
+        speed = measure(flags, "ours", config.steps)
+        result = {"machine": measure_machine(flags), "speed": speed}
+        row = {"of": shlex.join(flags), "status": "done"}
+        print(page({name: {**row, "result": part} for name, part in result.items()}))
     if config.json:
         write(config.json, json.dumps(result, indent=1) + "\n")
     return int(failed)
