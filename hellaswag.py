@@ -1,20 +1,18 @@
 """Evaluates a language model on HellaSwag: which of four endings continues a text?
 
-    python hellaswag.py -m gpt2 -d cuda        # any Hugging Face causal language model: hub name or folder
-    python hellaswag.py -m log                 # the newest checkpoint of a run
+    python hellaswag.py -m gpt2 -d cuda    # any Hugging Face causal LM: hub name or folder
+    python hellaswag.py -m log             # the newest checkpoint of a run
     python hellaswag.py -m log/step_019073 --data my_tasks.jsonl --limit 100
 
 HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?") has 10,042
 validation tasks. In the completion style used here the model scores the tokens of each ending after
 the context: `acc` takes the ending with the lowest summed loss, `acc_norm` the one with the lowest
-loss per token. GPT-2 (124M) gets 0.2859 and 0.2955. EleutherAI's lm-evaluation-harness puts the
-activity's label before the context, removes WikiHow's markup, and divides by an ending's characters
-instead of its tokens: its 0.2892 and 0.3114 for the same model are different numbers, not better
-ones (docs/after.md has its command).
+loss per token. GPT-2 (124M) gets 0.2859 and 0.2955; EleutherAI's lm-evaluation-harness, with other
+contexts and losses per character, 0.2892 and 0.3114 (docs/after.md).
 
-A task is one sequence: its context, then the four endings, each of which attends to the context and
+A task is one sequence: its context, then the four endings. Each ending attends to the context and
 itself, with positions as if it followed the context directly. So the context is computed once, and
-the head only where an ending is scored. Losses are float32 whatever the model computes in."""
+the head only where an ending is scored. Losses are float32 in any precision of the model."""
 
 import hashlib
 import json
@@ -47,7 +45,7 @@ DOWNLOADED = Path(__file__).parent / "hellaswag" / "hellaswag_val.jsonl"
 
 
 def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
-    """Downloads the validation set, unless `path` is it; verified and whole. Raises UserError."""
+    """Downloads the validation set unless `path` has it, and verifies its checksum."""
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256:
         return path
     for attempt in range(attempts):
@@ -58,7 +56,7 @@ def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
             if hashlib.sha256(content).hexdigest() != SHA256:
                 raise OSError(f"{len(content)} bytes that are not the official file (SHA-256)")
             break
-        except OSError as error:  # URLError and time-outs are OSErrors
+        except OSError as error:  # also URLError and time-outs
             reason = error
     else:
         raise UserError(
@@ -72,8 +70,7 @@ def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
 
 
 def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
-    """The tasks of a .jsonl file, by default the official ones. Raises UserError for a bad
-    line."""
+    """The tasks of a .jsonl file, by default the official ones."""
     path = path or download()
     examples = []
     try:
@@ -105,43 +102,41 @@ def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Task:
-    """A tokenized task: N tokens that the model reads, and the M tokens of the endings to be
-    scored."""
+    """A tokenized task: N tokens that the model reads, and the M tokens of the endings to score."""
 
-    read: (
-        torch.Tensor
-    )  # (3, N) int64: token, position, segment (1 to 4 for an ending, 0 for the context)
-    scored: (
-        torch.Tensor
-    )  # (3, M) int64: which of the N predicts this token, the token, its ending (0 to 3)
+    # (3, N) int64: token, position, segment (1 to 4 for an ending, 0 for the context)
+    read: torch.Tensor
+    # (3, M) int64: which of the N predicts this token, the token, its ending (0 to 3)
+    scored: torch.Tensor
     label: int
     cut: bool  # the context exceeded the window and lost its beginning
 
 
 def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
-    """Tokenizes tasks for a model with a context of block_size tokens. A context that is too long
-    is cut on the left, so that every ending stays whole. Raises UserError for an ending longer
-    than the window."""
+    """Tokenizes tasks for a model with a context of block_size tokens.
+
+    A context that is too long is cut on the left, so that every ending stays whole; an ending
+    longer than the window is a UserError."""
     encode, tasks = get_tokenizer().encode_ordinary, []
     for number, example in enumerate(examples, start=1):
         context = encode(example["ctx"])
         endings = [encode(" " + ending) for ending in example["endings"]]
-        rooms = [
-            block_size + 1 - len(ending) for ending in endings
-        ]  # an ending's last token is not read
+        # What each ending leaves for the context; an ending's last token is not read.
+        rooms = [block_size + 1 - len(ending) for ending in endings]
         if min(rooms) < 1:
             raise UserError(
                 f"HellaSwag task {number}: an ending exceeds the model's {block_size} tokens"
             )
         cut = len(context) > min(rooms)
-        read = [] if cut else [(token, t, 0) for t, token in enumerate(context)]
-        scored = []
+        read, scored = [], []
+        if not cut:
+            read = [(token, t, 0) for t, token in enumerate(context)]
         for i, ending in enumerate(endings):
             own = context[-rooms[i] :]
             if cut:  # to a different length for each ending
                 read += [(token, t, i + 1) for t, token in enumerate(own)]
-            first = (len(read) if cut else len(context)) - 1  # the context's last token
-            sources = [first, *range(len(read), len(read) + len(ending) - 1)]
+            last = (len(read) if cut else len(context)) - 1  # of the context
+            sources = [last, *range(len(read), len(read) + len(ending) - 1)]
             scored += [(source, token, i) for source, token in zip(sources, ending, strict=True)]
             read += [(token, t, i + 1) for t, token in enumerate(ending[:-1], start=len(own))]
         # Through NumPy, which reads lists five times as fast as torch.
@@ -153,16 +148,15 @@ def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
 def prepare_for_training(
     path: str, block_size: int, gather: Callable[[Any], list[Any]]
 ) -> list[Task] | None:
-    """The tasks of a local file, or with path "" the official ones, which one process per machine
-    downloads.
+    """The tasks of a local file, or if path is "" the official ones, downloaded once per machine.
 
-    None on all ranks, after a warning, if one of them has no network. Raises UserError for a bad
-    local file. gather(value) -> the values of all ranks."""
+    If a download fails, warns and returns None on all ranks. gather(value) -> the values of all
+    ranks."""
     rank, local_rank, _ = torchrun_ranks()
     tasks, problem = None, None
-    for turn in (local_rank == 0, local_rank != 0):
+    for downloads in (True, False):  # first the process that downloads, then the others
         try:
-            if turn:
+            if downloads == (local_rank == 0):
                 tasks = prepare(load_examples(Path(path) if path else None), block_size)
         except UserError as error:
             if path:
@@ -170,10 +164,10 @@ def prepare_for_training(
             problem = str(error)
         problem = next(filter(None, gather(problem)), None)
         if problem:
-            break
-    if problem and rank == 0:
-        print(f"warning: training without HellaSwag: {problem}", file=sys.stderr, flush=True)
-    return None if problem else tasks
+            if rank == 0:
+                print(f"warning: training without HellaSwag: {problem}", file=sys.stderr)
+            return None
+    return tasks
 
 
 @dataclass(frozen=True)
@@ -196,8 +190,8 @@ class Score:
 
     def accuracies(self) -> tuple[int, float, float]:
         """(tasks, acc, acc_norm)"""
-        n = len(self.index)
-        return n, *(count / n for count in self.correct())
+        n, (by_sum, by_mean) = len(self.index), self.correct()
+        return n, by_sum / n, by_mean / n
 
 
 @torch.no_grad()
@@ -217,50 +211,35 @@ def score(
     head."""
     from tqdm import tqdm
 
-    order = sorted(
-        range(len(tasks)), key=lambda i: tasks[i].read.size(1)
-    )  # similar lengths: little padding
-    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)][
-        rank::world_size
-    ]
+    # Tasks of similar lengths together need little padding.
+    order = sorted(range(len(tasks)), key=lambda i: tasks[i].read.size(1))
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    batches = batches[rank::world_size]
     index = [i for batch in batches for i in batch]
-    losses, lengths = (
-        torch.zeros(len(index), 4, dtype=torch.float64),
-        torch.zeros(len(index), 4).long(),
-    )
+    losses = torch.zeros(len(index), 4, dtype=torch.float64)
+    lengths = torch.zeros(len(index), 4, dtype=torch.int64)
     done = 0
-    for batch in tqdm(
-        batches, unit_scale=batch_size, unit="task", disable=None if progress else True
-    ):
+    hide = None if progress else True  # None: unless stderr is a terminal
+    for batch in tqdm(batches, unit_scale=batch_size, unit="task", disable=hide):
         B, T = len(batch), round_length(tasks[batch[-1]].read.size(1), device)
         read = torch.tensor([0, 0, 5])[:, None, None].repeat(1, B, T)  # padding is segment 5
+        rows = []
         for b, i in enumerate(batch):
             read[:, b, : tasks[i].read.size(1)] = tasks[i].read
-        row = torch.cat(
-            [torch.full_like(tasks[i].scored[0], b) for b, i in enumerate(batch)]
-        )  # (M,)
+            rows += [b] * tasks[i].scored.size(1)
+        row = torch.tensor(rows)  # (M,)
         source, answer, ending = torch.cat([tasks[i].scored for i in batch], dim=1)  # (M,) each
         tokens, position, segment = read  # (B, T) each
-        # A token attends to earlier ones of the context and of its own ending (padding, to
-        # padding).
+        # A token attends to earlier ones of the context and its own ending; padding, to padding.
         same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
         mask = (same & torch.ones(T, T).tril().bool())[:, None]  # (B, 1, T, T)
         x = hidden(tokens.to(device), position.to(device), mask.to(device))  # (B, T, C)
         x = x[row.to(device), source.to(device)]  # (M, C)
-        loss = (
-            torch.cat(
-                [
-                    F.cross_entropy(
-                        F.linear(part, head.to(part.dtype)).float(), target, reduction="none"
-                    )
-                    for part, target in zip(
-                        x.split(1024), answer.to(device).split(1024), strict=True
-                    )
-                ]
-            )
-            .cpu()
-            .double()
-        )  # (M,); on the host, since not every device has float64
+        parts = []
+        for x_part, target in zip(x.split(1024), answer.to(device).split(1024), strict=True):
+            logits = F.linear(x_part, head.to(x_part.dtype)).float()
+            parts.append(F.cross_entropy(logits, target, reduction="none"))
+        loss = torch.cat(parts).cpu().double()  # (M,); on the host: not every device has float64
         place = (done + row) * 4 + ending
         losses.view(-1).index_add_(0, place, loss)
         lengths.view(-1).index_add_(0, place, torch.ones_like(place))
@@ -271,8 +250,7 @@ def score(
 def count_correct(
     model: Any, tasks: list[Task], device: torch.device, rank: int, world_size: int
 ) -> int:
-    """How many of its share of the tasks a GPT of train_gpt2.py gets right on this rank, by
-    acc_norm."""
+    """How many of this rank's share a GPT of train_gpt2.py gets right, by acc_norm."""
     share = score(model.hidden, model.wte.weight, tasks, device, rank=rank, world_size=world_size)
     return share.correct()[1]
 
@@ -288,7 +266,7 @@ class HellaSwagConfig:
     # Hub name, folder of a model, or log folder of a run (its newest checkpoint)
     model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # auto, cpu, cuda or mps
-    data: str = ""  # local .jsonl of tasks; empty: the official validation set, downloaded once and verified
+    data: str = ""  # local .jsonl of tasks; empty: the official validation set, downloaded once
     limit: int = 0  # number of tasks to evaluate, from the first; 0: all
     batch_size: int = 16  # tasks per forward pass
     # precision of matmuls; losses are always float32
@@ -297,8 +275,7 @@ class HellaSwagConfig:
 
 
 def write_json(path: Path, result: Score) -> None:
-    """One object per task, in the file's order: label, both predictions, each ending's loss and
-    tokens."""
+    """One object per task, in order: label, both predictions, each ending's loss and tokens."""
     names = ("task", "label", "prediction", "prediction_norm", "losses", "lengths")
     columns = (result.labels, *result.predictions(), result.losses, result.lengths)
     rows = zip(result.index, *(column.tolist() for column in columns), strict=True)

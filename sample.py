@@ -1,8 +1,9 @@
 """Writes text with a model, token by token as it comes.
 
-python sample.py log "Hello, I'm a language model," # the newest checkpoint of a run python
-sample.py log/step_000400 "ROMEO:" --num-samples 3 python sample.py gpt2 # a hub name; without a
-prompt it asks for one"""
+python sample.py log "Hello, I'm a language model,"          # the newest checkpoint of a run
+python sample.py log/step_000400 "ROMEO:" --num-samples 3
+python sample.py gpt2                                        # a hub name; asks for prompts
+"""
 
 import sys
 from dataclasses import dataclass
@@ -21,19 +22,19 @@ class SampleConfig:
     """Continues a prompt with a trained model."""
 
     model: Positional[str]
-    """Log folder (its newest checkpoint is taken), folder of a Hugging Face model, or hub name."""
+    """Log folder (its newest checkpoint), folder of a Hugging Face model, or hub name."""
     prompt: Positional[str] = ""
-    """Text to continue; without one, prompts are read from standard input, a line each."""
+    """Text to continue; without one, each line of standard input is a prompt."""
     max_new_tokens: int = 100
     """Tokens to add at most; a sample also ends at the end of the context or of the text."""
     temperature: float = 1.0
-    """Divides the logits: below 1 likelier tokens gain; 0: always the likeliest token."""
+    """Divides the logits: below 1 favours likely tokens; 0: always the likeliest."""
     top_k: int = 50
     """Number of likeliest tokens to draw from; 0: all."""
     seed: int = 42
-    """Seed of the first sample; the next has the next."""
+    """Seed of the first sample, incremented per sample."""
     num_samples: int = 1
-    """Samples a prompt."""
+    """Samples per prompt."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
 

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub, and loading any causal LM for sample.py and hellaswag.py."""
+"""Models on the Hugging Face hub; any causal LM for sample.py and hellaswag.py."""
 
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from support.run_folder import list_checkpoints
 
 
 def model_folder(name: str | Path) -> Path:
-    """`name` if it exists; otherwise the hub's model of that name, downloaded once. Raises
-    UserError."""
+    """`name` if it exists; otherwise the hub's model of that name, downloaded once."""
     if Path(name).exists():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -24,9 +23,7 @@ def model_folder(name: str | Path) -> Path:
         if not list(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(str(name), allow_patterns=["*.bin"]))
         return folder
-    except (
-        Exception
-    ) as error:  # the hub's, its HTTP library's, the socket's: they have no common base
+    except Exception as error:  # the hub's, its HTTP library's, the socket's: no common base
         raise UserError(
             f"{name}: neither a folder nor found on the Hub ({first_line(error)}); without "
             "a network, give a folder that holds the model"
@@ -34,7 +31,7 @@ def model_folder(name: str | Path) -> Path:
 
 
 def find_model(name: str) -> Path:
-    """The newest checkpoint of a log folder, or the model called `name`. Raises UserError."""
+    """The newest checkpoint of a log folder, or the model called `name`."""
     folder = model_folder(name)
     if (folder / "config.json").exists():
         return folder
@@ -44,16 +41,16 @@ def find_model(name: str) -> Path:
 
 
 def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[Any, Any]:
-    """(model, tokenizer) of any causal language model, by transformers; the tokenizer is None if
-    the folder has none. `options` go to AutoModelForCausalLM. Raises UserError."""
+    """(model, tokenizer) by transformers; the tokenizer is None if the folder has none.
+
+    `options` go to AutoModelForCausalLM."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = (
-            transformers.AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
-        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        model = model.to(device).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"{folder}: not a model that can be loaded ({first_line(error)})") from None
     try:

@@ -36,7 +36,7 @@ shuffle = false
 def test_a_sweep_makes_a_table_and_a_picture(text, tmp_path):
     path, out = tmp_path / "small.toml", tmp_path / "out"
     path.write_text(SWEEP.format(text=text))
-    sweep.main([str(path), "--out", str(out), "--jobs", "2"])
+    sweep.main([str(path), "--out", str(out)])
     table = (out / "small/table.md").read_text().splitlines()
     assert [row.split(" | ")[:3] for row in table[2:]] == [
         ["| default", "1", "128"],

@@ -1,4 +1,4 @@
-"""Our training beside build-nanogpt's, from the same weights on the same tokens.
+"""Trains ours and build-nanogpt's from the same weights on the same tokens, and compares them.
 
     python bench/fidelity/compare.py PEER [STEPS] [FLAG …]
 
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,22 @@ from typing import Any
 import numpy as np
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from support.cli import UserError, run
 from support.run_folder import read_log
 from support.tokenizer import tokenize_text
 from train_gpt2 import GPT, GPTConfig, TrainConfig, get_lr
 
+ROOT = Path(__file__).parents[2]
 SHAPE = GPTConfig()
 B, T, MICRO_STEPS = 2, 32, 2
 SHARDS = "edu_fineweb10B"  # the folder in which their loader looks
 EDITS = {
     "from hellaswag import": "#",  # it fetches a tokenizer
-    "dtype=torch.bfloat16": "enabled=False",  # of autocast: what is left is float32
+    "dtype=torch.bfloat16": "enabled=False",  # of autocast: float32 remains
 }
-# Parts of their script, from one text to another. What lies between them starts a run, evaluates or
-# saves.
+# Parts of their script, from one text to another. The rest starts a run, evaluates or saves.
 PARTS = {
     "definitions": ("import os", "# simple launch:"),
     "schedule": ("max_lr = 6e-4", "# optimize!"),
@@ -45,20 +46,14 @@ PARTS = {
 
 
 class Peer:
-    """build-nanogpt's training script in pieces. Raises UserError when `script` is not the one we
-    know."""
+    """build-nanogpt's training script in pieces."""
 
     def __init__(self, script: Path):
         source, self.code = script.read_text(encoding="utf-8"), {}
         for part, (start, end) in PARTS.items():
-            if (
-                source.count(start) != 1
-                or end not in source
-                or not all(text in source for text in EDITS)
-            ):
-                raise UserError(
-                    f"{script}: not the script this is for (build-nanogpt of June 2024)"
-                )
+            known = source.count(start) == 1 and end in source
+            if not known or not all(text in source for text in EDITS):
+                raise UserError(f"{script}: not the script of build-nanogpt of June 2024")
             text = start + source.split(start)[1].split(end)[0]
             for before, after in EDITS.items():
                 text = text.replace(before, after)
@@ -71,9 +66,8 @@ class Peer:
 
     def model(self, vocab_size: int, ours: GPT) -> torch.nn.Module:
         """Their GPT with our weights; rows that our vocabulary lacks keep their initialization."""
-        model = self.names["GPT"](
-            self.names["GPTConfig"](**asdict(SHAPE) | {"vocab_size": vocab_size})
-        )
+        shape = asdict(SHAPE) | {"vocab_size": vocab_size}
+        model = self.names["GPT"](self.names["GPTConfig"](**shape))
         with torch.no_grad():
             pairs = zip(model.named_parameters(), ours.named_parameters(), strict=True)
             for (theirs, to), (name, values) in pairs:
@@ -82,8 +76,7 @@ class Peer:
         return model
 
     def train(self, model: GPT, steps: int, micro_steps: int) -> np.ndarray:
-        """Losses and gradient norms (2, steps) from `model`'s weights, each batch in `micro_steps`
-        parts."""
+        """Losses and gradient norms (2, steps) from the weights of `model`."""
         names = self.names
         names |= {"max_steps": steps, "warmup_steps": steps // 6, "grad_accum_steps": micro_steps}
         names["model"] = names["raw_model"] = self.model(SHAPE.vocab_size, model)
@@ -102,8 +95,8 @@ class Peer:
 def train_ours(model: GPT, steps: int, flags: list[str]) -> np.ndarray:
     """Losses and gradient norms (2, steps) of train_gpt2.py, which logs six decimals."""
     model.save_pretrained("init")
-    command = f"""{ROOT}/train_gpt2.py --preset gpt2 --init init --data {SHARDS} --no-shuffle --log-dir log
-        --total-batch-size {B * T * MICRO_STEPS} --micro-batch-size {B} --seq-len {T}
+    command = f"""{ROOT}/train_gpt2.py --preset gpt2 --init init --data {SHARDS} --no-shuffle
+        --log-dir log --total-batch-size {B * T * MICRO_STEPS} --micro-batch-size {B} --seq-len {T}
         --device cpu --dtype float32 --max-steps {steps} --warmup-steps {steps // 6}
         --eval-every 0 --hellaswag-every 0 --sample-every 0 --save-every 0"""
     done = subprocess.run([sys.executable, *command.split(), *flags], stdout=subprocess.DEVNULL)
@@ -119,19 +112,20 @@ def difference(curves: np.ndarray, others: np.ndarray) -> str:
     third = -(-len(losses) // 3)
     return (
         f"losses differ by at most {losses[:third].max():.1e} in the first {third} steps, "
-        f"{losses.max():.1e} in all; norms {norms[:third].max():.1e} and {norms.max():.1e} (relative)"
+        f"{losses.max():.1e} in all; norms {norms[:third].max():.1e} and {norms.max():.1e} "
+        "(relative)"
     )
 
 
 def main() -> None:
-    folder, steps, *flags = (
-        [*sys.argv[1:], "60"] if len(sys.argv) == 2 else sys.argv[1:] or ["", ""]
-    )
-    if not steps.isdecimal() or int(steps) == 0:
-        raise UserError(
-            "compare.py PEER [STEPS] [FLAG …]: a copy of build-nanogpt, and at least 1 step"
-        )
-    peer, steps = Peer(Path(folder, "train_gpt2.py")), int(steps)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("peer", type=Path)
+    parser.add_argument("steps", type=int, nargs="?", default=60)
+    args, flags = parser.parse_known_args()
+    steps = args.steps
+    if steps < 1:
+        raise UserError(f"{steps} steps: must be at least 1")
+    peer = Peer(args.peer / "train_gpt2.py")
 
     config = TrainConfig()
     rates = [(get_lr(step, config), peer.names["get_lr"](step)) for step in range(config.max_steps)]
@@ -143,9 +137,7 @@ def main() -> None:
     x, y = (torch.from_numpy(tokens[i : i + B * T].astype(np.int64)).view(B, T) for i in (0, 1))
     with torch.no_grad():
         plain, padded = (peer.model(V, model)(x, y)[1].item() for V in (SHAPE.vocab_size, 50304))
-    print(
-        f"first loss {plain:.6f}; with a vocabulary of 50,304 {padded:.6f}, {padded - plain:+.6f}"
-    )
+    print(f"first loss {plain:.6f}; with 50,304 tokens {padded:.6f}, {padded - plain:+.6f}")
 
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
         Path(SHARDS).mkdir()

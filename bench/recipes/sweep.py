@@ -1,45 +1,33 @@
-"""Runs a list of recipes over several seeds, one run after another, and compares what they needed.
+"""Runs recipes over several seeds, and compares what they needed.
 
-    python bench/recipes/sweep.py bench/recipes/small.toml             # again: continues where it was stopped
-    python bench/recipes/sweep.py bench/recipes/small.toml --jobs 2    # two at a time
+    python bench/recipes/sweep.py bench/recipes/small.toml    # the same again continues it
 
-The file holds `seeds`, the flags that all runs share, and a table for every recipe, in TOML; names
-are those of train_gpt2.py's flags. The first recipe is the one that the others are measured
-against:
-
-    seeds = [1, 2, 3]
-    [common]
-    data = "my_shards"
-    eval_every = 50
-    [recipes.default]
-    max_steps = 400
-    [recipes.muon]
-    max_steps = 200
-    optimizer = "muon"
+The TOML file holds `seeds`, `[common]` for the flags that all runs share, and `[recipes.NAME]` for
+each recipe, with train_gpt2.py's names. The others are measured against the first recipe.
 
 Each run is `python train_gpt2.py --resume` in its own folder, OUT/FILE/RECIPE/SEED/, so a finished
 one is skipped and a stopped one continues. At the end `table.md` and `curves.png` show each
-recipe's final loss over the seeds, and after how many tokens its validation loss reached the first
-recipe's final one."""
+recipe's final validation loss, and after how many tokens it reached the first recipe's."""
 
 import statistics
 import subprocess
 import sys
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.cli import UserError, flag, parse_args, run
-from support.files import atomic_path
+from support.files import atomic_path, atomic_write
 from support.run_folder import read_log
 from train_gpt2 import TrainConfig, read_config
+
+ROOT = Path(__file__).parents[2]
+Curve = list[tuple[int, float]]  # (tokens, validation loss)
 
 
 @dataclass(frozen=True)
@@ -50,13 +38,10 @@ class SweepConfig:
     """TOML file with seeds, common flags and recipes."""
     out: Path = Path("sweeps")
     """Folder for the runs: OUT/FILE/RECIPE/SEED/."""
-    jobs: int = 1
-    """Runs at a time."""
 
 
 def read_sweep(path: Path) -> tuple[list[int], dict[str, dict[str, Any]]]:
-    """Seeds, and each recipe's settings with the common ones. Raises UserError for an unknown
-    setting."""
+    """Seeds, and each recipe's settings with the common ones."""
     try:
         sweep = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -70,9 +55,8 @@ def read_sweep(path: Path) -> tuple[list[int], dict[str, dict[str, Any]]]:
     recipes = {name: {**sweep.get("common", {}), **recipe} for name, recipe in recipes.items()}
     known = {field.name for field in fields(TrainConfig)} - {"seed", "log_dir", "resume"}
     for name, recipe in recipes.items():
-        if foreign := recipe.keys() - known:
-            foreign = ", ".join(sorted(foreign))
-            raise UserError(f"{path}: recipe {name}: {foreign} is no setting of train_gpt2.py")
+        for setting in sorted(recipe.keys() - known):
+            raise UserError(f"{path}: recipe {name}: {setting} is not a setting of train_gpt2.py")
     return seeds, recipes
 
 
@@ -88,31 +72,27 @@ def as_flags(recipe: dict[str, Any]) -> list[str]:
 
 
 def run_one(folder: Path, flags: list[str]) -> None:
-    """Starts, continues or skips a run; its output goes to folder/console.txt. Raises
-    UserError."""
+    """Starts, continues or skips a run; its output goes to folder/console.txt."""
     folder.mkdir(parents=True, exist_ok=True)
-    script = ROOT / "train_gpt2.py"
-    with open(folder / "console.txt", "a", encoding="utf-8") as console:
-        done = subprocess.run(
-            [sys.executable, script, *flags], stdout=console, stderr=subprocess.STDOUT
-        )
+    command = [sys.executable, ROOT / "train_gpt2.py", *flags]
+    with open(folder / "console.txt", "a+", encoding="utf-8", errors="replace") as console:
+        done = subprocess.run(command, stdout=console, stderr=subprocess.STDOUT)
+        console.seek(0)
+        output = console.read().splitlines() or ["no output"]
     if done.returncode:
-        output = (folder / "console.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-        raise UserError(
-            f"{folder}: stopped with status {done.returncode} ({(output or ['no output'])[-1]})"
-        )
+        raise UserError(f"{folder}: stopped with status {done.returncode} ({output[-1]})")
     print(f"{folder}: done", flush=True)
 
 
-def tokens_to_reach(curve: list[tuple[int, float]], target: float) -> float | None:
-    """Where a curve of (tokens, loss) first reaches `target`, interpolated; None if it does not."""
-    for (before, high), (after, low) in zip([curve[0], *curve], curve, strict=False):
+def tokens_to_reach(curve: Curve, target: float) -> float | None:
+    """Where a curve first reaches `target`, interpolated; None if it does not."""
+    before, high = curve[0]
+    for after, low in curve:
+        if low <= target and high <= target:
+            return after
         if low <= target:
-            return (
-                after
-                if high <= target
-                else before + (after - before) * (high - target) / (high - low)
-            )
+            return before + (after - before) * (high - target) / (high - low)
+        before, high = after, low
     return None
 
 
@@ -122,95 +102,73 @@ def spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.3f}{deviation}"
 
 
-def table(curves: dict[str, list[list[tuple[int, float]]]]) -> str:
-    """Markdown: each recipe's final loss, and when it reached the first recipe's mean final
-    loss."""
+def final_loss(runs: list[Curve]) -> float:
+    """The mean over the runs."""
+    return statistics.fmean(curve[-1][1] for curve in runs)
+
+
+def table(curves: dict[str, list[Curve]]) -> str:
+    """Markdown: each recipe's final loss, and when it reached the first recipe's."""
     first = next(iter(curves.values()))
-    target = statistics.fmean(curve[-1][1] for curve in first)
-    budget = first[0][-1][0]
-    rows = [
-        f"| recipe | seeds | tokens | validation loss at the end | tokens to {target:.3f} | share |",
-        "|---|---|---|---|---|---|",
-    ]
+    target, budget = final_loss(first), first[0][-1][0]
+    text = f"| recipe | seeds | tokens | validation loss | tokens to {target:.3f} | share |\n"
+    text += "|---|---|---|---|---|---|\n"
     for name, runs in curves.items():
-        final = [curve[-1][1] for curve in runs]
+        final = spread([curve[-1][1] for curve in runs])
         reached = [budget if runs is first else tokens_to_reach(curve, target) for curve in runs]
         needed, share = "not reached by all", ""
         if None not in reached:
             needed = ", ".join(f"{tokens:,.0f}" for tokens in reached)
             share = spread([tokens / budget for tokens in reached])
-        rows.append(
-            f"| {name} | {len(runs)} | {runs[0][-1][0]:,} | {spread(final)} | {needed} | {share} |"
-        )
-    return "\n".join(rows) + "\n"
+        text += f"| {name} | {len(runs)} | {runs[0][-1][0]:,} | {final} | {needed} | {share} |\n"
+    return text
 
 
-def picture(curves: dict[str, list[list[tuple[int, float]]]], path: Path) -> None:
-    import matplotlib.pyplot as plt
+def picture(curves: dict[str, list[Curve]], path: Path) -> None:
+    from matplotlib.figure import Figure
 
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
     for i, (name, runs) in enumerate(curves.items()):
-        for j, curve in enumerate(runs):
+        for curve in runs:
             tokens, loss = zip(*curve, strict=True)
-            axes.plot(
-                [n / 1e6 for n in tokens], loss, f"C{i}.-", alpha=0.7, label=None if j else name
-            )
-    target = statistics.fmean(curve[-1][1] for curve in next(iter(curves.values())))
-    axes.axhline(
-        target, color="gray", linestyle=":", label=f"{next(iter(curves))} at its end: {target:.3f}"
-    )
+            axes.plot([n / 1e6 for n in tokens], loss, f"C{i}.-", alpha=0.7, label=name)
+            name = None  # once in the legend
+    target = final_loss(next(iter(curves.values())))
+    axes.axhline(target, color="gray", linestyle=":", label=f"the first at its end: {target:.3f}")
     low = min(loss for runs in curves.values() for curve in runs for _, loss in curve)
-    axes.set(
-        xlabel="tokens (millions)", ylabel="validation loss (nats)", ylim=(low - 0.1, target + 2)
-    )
+    axes.set(xlabel="tokens (millions)", ylabel="validation loss (nats)")
+    axes.set_ylim(low - 0.1, target + 2)
     axes.legend()
     with atomic_path(path) as partial:
         figure.savefig(partial, format="png", dpi=100, bbox_inches="tight")
-    plt.close(figure)
 
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(SweepConfig, args=args)
     seeds, recipes = read_sweep(config.file)
     folder = config.out / config.file.stem
-    runs = {
-        (name, seed): [
-            *as_flags(recipe),
-            "--seed",
-            str(seed),
-            "--resume",
-            "--log-dir",
-            str(folder / name / str(seed)),
-        ]
-        for seed in seeds
-        for name, recipe in recipes.items()
-    }
-    configs = {
-        key: read_config(flags) for key, flags in runs.items()
-    }  # a mistake shows before the first run
-    with ThreadPoolExecutor(config.jobs) as pool:
-        futures = [
-            pool.submit(run_one, folder / name / str(seed), flags)
-            for (name, seed), flags in runs.items()
-        ]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    curves: dict[str, list[list[tuple[int, float]]]] = {name: [] for name in recipes}
-    for (name, seed), run_config in configs.items():
-        validation = read_log(folder / name / str(seed)).get("val")
+    runs, batches = {}, {}
+    for seed in seeds:
+        for name, recipe in recipes.items():
+            run_folder = folder / name / str(seed)
+            more = ["--seed", str(seed), "--resume", "--log-dir", str(run_folder)]
+            runs[run_folder] = [*as_flags(recipe), *more]
+            # A mistake shows before the first run.
+            batches[name] = read_config(runs[run_folder]).total_batch_size
+    for run_folder, flags in runs.items():
+        run_one(run_folder, flags)
+    curves: dict[str, list[Curve]] = {name: [] for name in recipes}
+    for run_folder in runs:
+        name = run_folder.parent.name
+        validation = read_log(run_folder).get("val")
         if not validation:
-            raise UserError(
-                f"{folder / name / str(seed)}: no validation loss to compare: set eval_every"
-            )
-        batch = run_config.total_batch_size
-        curves[name].append([(step * batch, loss) for step, loss in zip(*validation, strict=True)])
+            raise UserError(f"{run_folder}: no validation loss to compare: set eval_every")
+        curve = [(step * batches[name], loss) for step, loss in zip(*validation, strict=True)]
+        curves[name].append(curve)
     text = table(curves)
-    with atomic_path(folder / "table.md") as partial:
-        partial.write_text(text, encoding="utf-8")
+    with atomic_write(folder / "table.md", "w") as file:
+        file.write(text)
     picture(curves, folder / "curves.png")
     print(f"{text}\n{folder}/table.md, {folder}/curves.png")
 
