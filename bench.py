@@ -83,6 +83,10 @@ def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
     config, given = cli.parse_args(BenchConfig, args=args[:end]), args[end + 1 :]
     if config.steps < 1:
         raise UserError(f"--steps {config.steps}: must be at least 1")
+    if not config.minutes >= 0:
+        raise UserError(f"--minutes {config.minutes:g}: must be at least 0")
+    if config.only and not (config.ladder or config.report):
+        raise UserError("--only: needs --report or --ladder")
     one_device = config.ladder or config.report or config.rung not in (None, "ours")
     if one_device and cli.torchrun_ranks()[2] > 1:
         raise UserError("--ladder, --report and lower rungs measure one device: without torchrun")

@@ -86,10 +86,10 @@ def parse_args(config_class: type, default: Any = None, args: Sequence[str] | No
 
 
 def check_writable(path: str) -> None:
-    """Call before long work: raises UserError if a file cannot be written to `path`."""
-    folder = Path(path).absolute().parent
+    """Call before long work: UserError unless a file can be written at `path`."""
     if Path(path).is_dir():
-        raise UserError(f"{path}: a folder; name a file in it")
+        raise UserError(f"{path}: is a folder; name a file")
+    folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise UserError(f"{path}: there is no folder {Path(path).parent}")
     if not os.access(folder, os.W_OK):

@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import runpy
+import sys
 from unittest import mock
 
 import pytest
@@ -128,6 +130,10 @@ def test_report_continues_and_tries_failed_jobs_again(tmp_path, monkeypatch, cap
         (["--steps", "0"], "--steps 0"),
         (["--rung", "bf16"], "--rung bf16"),
         (["--json", "no/f"], "no/f"),
+        (["--json", "."], "is a folder"),
+        (["--only", "flash"], "--only"),
+        (["--report", "r", "--minutes", "-1"], "--minutes -1"),
+        (["--report", "r", "--minutes", "nan"], "--minutes nan"),
         (["--ladder", "--only", "flash,no"], "--only no"),
         (["--report", "r", "--only", "speed/1"], "--only sp"),
     ],
@@ -136,3 +142,11 @@ def test_wrong_input_is_one_line(args, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=part):
         bench.main([*args, *TINY])
+
+
+def test_help_of_the_comparison_with_build_nanogpt(monkeypatch, capsys):
+    path = str(ROOT / "bench" / "fidelity" / "compare.py")
+    monkeypatch.setattr(sys, "argv", [path, "--help"])
+    with pytest.raises(SystemExit) as status:
+        runpy.run_path(path, run_name="__main__")
+    assert status.value.code == 0 and "PEER [STEPS] [FLAG …]" in capsys.readouterr().out
