@@ -34,11 +34,13 @@ from support.cli import UserError, check_writable, first_line, parse_args, run, 
 from support.devices import choose_device, keep_freed_memory, round_length
 from support.files import atomic_write
 from support.models import find_model, load_causal_lm
-from support.tokenizer import get_tokenizer
+from support.tokenizer import VOCAB_SIZE, get_tokenizer
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 DOWNLOADED = Path(__file__).parent / "hellaswag" / "hellaswag_val.jsonl"
+# Tells tokenizers apart; GPT-2's last merges make " informants" and " gazed".
+TEXT = "It's 1,234.5 naïve informants gazed at\n\n\tin  東京 🙂"
 
 # --------------------------------------------------------------------------------------------------
 # Data
@@ -48,21 +50,20 @@ def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
     """Downloads the validation set unless `path` has it, and verifies its checksum."""
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256:
         return path
-    for attempt in range(attempts):
+    for attempt in range(1, attempts + 1):
         try:
-            time.sleep(attempt)
             with urllib.request.urlopen(URL, timeout=20) as response:
                 content = response.read()
             if hashlib.sha256(content).hexdigest() != SHA256:
                 raise OSError(f"{len(content)} bytes that are not the official file (SHA-256)")
             break
         except OSError as error:  # also URLError and time-outs
-            reason = error
-    else:
-        raise UserError(
-            f"{URL}: download failed ({first_line(reason)}); --data (in training "
-            "--hellaswag-data) takes a local file"
-        )
+            if attempt == attempts:
+                raise UserError(
+                    f"{URL}: download failed ({first_line(error)}); --data (in training "
+                    "--hellaswag-data) takes a local file"
+                ) from None
+            time.sleep(attempt)
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as file:
         file.write(content)
@@ -74,25 +75,23 @@ def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
     path = path or download()
     examples = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
     for number, line in enumerate(lines, start=1):
         try:
             example = json.loads(line)
-            endings = example["endings"]
-            if example["label"] not in range(4) or len(endings) != 4 or not all(endings):
+            endings, texts = example["endings"], [example["ctx"], *example["endings"]]
+            if example["label"] not in range(4) or not isinstance(endings, list):
                 raise ValueError("label or endings")
-            if not example["ctx"]:
-                raise ValueError("empty ctx")
+            if len(texts) != 5 or not all(isinstance(text, str) and text for text in texts):
+                raise ValueError("ctx or endings")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path}, line {number}: not a HellaSwag task ({error!r}); it needs ctx, a "
                 "label from 0 to 3 and four endings"
             ) from None
         examples.append(example)
-    if not examples:
-        raise UserError(f"{path}: no tasks")
     return examples
 
 
@@ -283,6 +282,21 @@ def write_json(path: Path, result: Score) -> None:
         json.dump([dict(zip(names, row, strict=True)) for row in sorted(rows)], file)
 
 
+def check_model(folder: Path, model: Any, tokenizer: Any) -> None:
+    """UserError for a model that would be scored wrongly."""
+    V = model.config.vocab_size
+    if getattr(model.config, "sliding_window", None) is not None:
+        raise UserError(f"{folder}: its sliding_window (config.json) is not supported")
+    if tokenizer is None:
+        same = V in (VOCAB_SIZE, 50304)  # padded to a multiple of 64
+        print(f"{folder}: no tokenizer; judging by its vocabulary of {V}")
+    else:
+        tokens = tokenizer(TEXT, add_special_tokens=False).input_ids
+        same = V >= VOCAB_SIZE and tokens == get_tokenizer().encode_ordinary(TEXT)
+    if not same:
+        raise UserError(f"{folder}: needs GPT-2's tokenizer, with which the tasks are made")
+
+
 def main(args: list[str] | None = None) -> None:
     config = parse_args(HellaSwagConfig, args=args)
     if config.batch_size < 1 or config.limit < 0:
@@ -298,11 +312,8 @@ def main(args: list[str] | None = None) -> None:
     examples = load_examples(Path(config.data) if config.data else None)[: config.limit or None]
     print(f"model: {folder}; device: {description}")
 
-    model, _ = load_causal_lm(folder, device, attn_implementation="sdpa")
-    if model.config.vocab_size < get_tokenizer().n_vocab:
-        raise UserError(
-            f"{folder}: a vocabulary of {model.config.vocab_size}, smaller than GPT-2's"
-        )
+    model, tokenizer = load_causal_lm(folder, device, attn_implementation="sdpa")
+    check_model(folder, model, tokenizer)
 
     def hidden(tokens: torch.Tensor, position: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return model.base_model(

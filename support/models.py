@@ -8,6 +8,8 @@ import torch
 from support.cli import UserError, first_line
 from support.run_folder import list_checkpoints
 
+TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model")
+
 
 def model_folder(name: str | Path) -> Path:
     """`name` if it exists; otherwise the hub's model of that name, downloaded once."""
@@ -48,13 +50,14 @@ def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    part, tokenizer = "model", None
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
         model = model.to(device).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"{folder}: not a model that can be loaded ({first_line(error)})") from None
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError):
-        tokenizer = None
+        part = "tokenizer"
+        # Without these files transformers 5 returns an empty tokenizer.
+        if any(path for name in TOKENIZER_FILES for path in folder.glob(name)):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers', safetensors', tokenizers': no common base
+        raise UserError(f"{folder}: {part} cannot be loaded ({first_line(error)})") from None
     return model, tokenizer

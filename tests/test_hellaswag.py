@@ -164,6 +164,12 @@ BAD = [
     task(""),
     task(endings=["a", "b", "c"]),
     task(endings=["a", "b", "", "d"]),
+    task(endings=["a", "b", 3, "d"]),
+    task(endings=["a", "b", ["c"], "d"]),
+    task(endings="abcd"),
+    task(endings=dict.fromkeys("abcd", "")),
+    task(5),
+    task(["a"]),
     {},
     [],
 ]
@@ -175,6 +181,79 @@ def test_a_bad_line_is_named(tmp_path, line):
     path.write_text(json.dumps(task()) + "\n" + line + "\n")
     with pytest.raises(UserError, match=r"tasks\.jsonl, line 2: not a HellaSwag task"):
         hellaswag.load_examples(path)
+
+
+def test_a_line_ends_at_a_newline_only(tmp_path):
+    path, odd = tmp_path / "tasks.jsonl", task("one\u2028two\x85three")
+    path.write_text(json.dumps(odd, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert hellaswag.load_examples(path) == [odd]
+
+
+def other_vocabulary(folder, **settings):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config = LlamaConfig(**sizes | dict(max_position_embeddings=160) | settings)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def sliding_window(folder):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config = MistralConfig(vocab_size=50257, num_key_value_heads=1, sliding_window=8, **sizes)
+    MistralForCausalLM(config).save_pretrained(folder)
+
+
+def other_tokens(folder):
+    GPT(GPTConfig(160, 50257, 1, 1, 8)).save_pretrained(folder)
+    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    vocabulary["It"], vocabulary["A"] = vocabulary["A"], vocabulary["It"]
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+
+
+def damaged_weights(folder):
+    GPT(GPTConfig(160, 50257, 1, 1, 8)).save_pretrained(folder)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-1000])
+
+
+def damaged_merges(folder):
+    GPT(GPTConfig(160, 50257, 1, 1, 8)).save_pretrained(folder)
+    (folder / "merges.txt").write_text("#version: 0.2\na b c\n")
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda folder: other_vocabulary(folder, vocab_size=60_000), "tokenizer"),
+        (lambda folder: other_vocabulary(folder, vocab_size=50_000), "tokenizer"),
+        (other_tokens, "needs GPT-2's tokenizer"),
+        (sliding_window, "sliding_window"),
+        (damaged_weights, "model cannot be loaded"),
+        (damaged_merges, "tokenizer cannot be loaded"),
+    ],
+)
+def test_a_model_that_cannot_be_scored_is_refused(make, message, tmp_path):
+    make(tmp_path)
+    with pytest.raises(UserError, match=message):
+        hellaswag.main(["-m", str(tmp_path), "-d", "cpu", "--data", str(TASKS), "--limit", "1"])
+
+
+def test_gpt2s_vocabulary_without_a_tokenizer_is_accepted_also_padded(tmp_path, capsys):
+    other_vocabulary(tmp_path, vocab_size=50_304)
+    hellaswag.main(["-m", str(tmp_path), "-d", "cpu", "--data", str(TASKS), "--limit", "1"])
+    assert "no tokenizer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", ["log", "log/", "."])
+def test_json_never_replaces_a_folder(path, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "kept").touch()
+    with pytest.raises(UserError, match="is a folder"):
+        hellaswag.main(["-m", str(model[1]), "-d", "cpu", "--data", str(TASKS), "--json", path])
+    assert (tmp_path / "log" / "kept").exists()
 
 
 def test_download_is_retried_and_verified(tmp_path, monkeypatch):
