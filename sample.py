@@ -26,7 +26,7 @@ class SampleConfig:
     prompt: Positional[str] = ""
     """Text to continue; without one, each line of standard input is a prompt."""
     max_new_tokens: int = 100
-    """Tokens to add at most; a sample also ends at the end of the context or of the text."""
+    """Tokens to add at most; a sample also ends with the context or the text."""
     temperature: float = 1.0
     """Divides the logits: below 1 favours likely tokens; 0: always the likeliest."""
     top_k: int = 50
@@ -43,9 +43,18 @@ def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> Non
     """Prints `num_samples` continuations of the prompt, each as it is made."""
     from transformers import GenerationConfig, TextStreamer
 
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"prompt {prompt!a}: not UTF-8") from None
     context = model.config.max_position_embeddings
-    ids = tokenizer(prompt or tokenizer.bos_token, return_tensors="pt").input_ids
-    ids = ids[:, 1 - context :].to(model.device)
+    ids = tokenizer(prompt or tokenizer.bos_token, return_tensors="pt").input_ids.to(model.device)
+    length = ids.size(1)
+    if length >= context:
+        kept = max(context - config.max_new_tokens, context // 2)
+        ids = ids[:, -kept:]
+        text = f"prompt of {length} tokens cut to its last {kept}; the context has {context}"
+        print(f"warning: {text}", file=sys.stderr)
     generation = GenerationConfig(
         max_new_tokens=min(config.max_new_tokens, context - ids.size(1)),
         do_sample=config.temperature > 0,
@@ -67,20 +76,21 @@ def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> Non
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(SampleConfig, args=args)
-    for name in ("max_new_tokens", "num_samples"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{flag(name)} {getattr(config, name)}: must be at least 1")
-    if config.temperature < 0 or config.top_k < 0:
-        raise UserError(
-            f"--temperature {config.temperature} --top-k {config.top_k}: must be at least 0"
-        )
+    for name, least in {"max_new_tokens": 1, "num_samples": 1, "top_k": 0, "seed": 0}.items():
+        if getattr(config, name) < least:
+            raise UserError(f"{flag(name)} {getattr(config, name)}: must be at least {least}")
+    if config.seed >= 2**63:
+        raise UserError(f"--seed {config.seed}: must be below 2**63")
+    if config.temperature != 0 and not 1e-6 <= config.temperature <= 1e6:
+        raise UserError(f"--temperature {config.temperature}: must be 0, or from 1e-6 to 1e6")
     device, _, _ = choose_device(config.device, "float32")
     folder = find_model(config.model)
     model, tokenizer = load_causal_lm(folder, device)
     if tokenizer is None:
-        raise UserError(f"{folder}: no tokenizer that can be loaded")
+        raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
     if config.prompt:
         return sample(model, tokenizer, config.prompt, config)
+    sys.stdin.reconfigure(errors="surrogateescape")  # like arguments; sample() checks both
     while True:
         if sys.stdin.isatty():
             print("prompt> ", end="", file=sys.stderr, flush=True)

@@ -1,11 +1,13 @@
 """sample.py on what training leaves."""
 
 import io
+import shutil
 
 import pytest
 import torch
 
 import sample
+from support.cli import UserError
 from support.tokenizer import get_tokenizer
 from train_gpt2 import GPT, GPTConfig
 
@@ -40,8 +42,49 @@ def test_greedy_output_of_the_newest_checkpoint_is_the_argmax_otherwise_the_seed
     assert outputs[0] == outputs[1] != outputs[2] and outputs[0].count("ROMEO:") == 2
 
 
-def test_prompts_from_standard_input_and_the_end_of_the_context(log_dir, monkeypatch, capsys):
-    monkeypatch.setattr(sample.sys, "stdin", io.StringIO("To be\n" + "or not " * 50 + "\n"))
+def standard_input(text):
+    return io.TextIOWrapper(io.BytesIO(text), encoding="utf-8")
+
+
+def test_prompts_from_standard_input(log_dir, monkeypatch, capsys):
+    monkeypatch.setattr(sample.sys, "stdin", standard_input(b"To be\nor not"))
     sample.main([str(log_dir), "--max-new-tokens", "5000"])
     out, err = capsys.readouterr()
-    assert out.startswith("To be") and "or not or not" in out and "prompt>" not in err
+    assert out.startswith("To be") and "\nor not" in out and err == ""
+
+
+@pytest.mark.parametrize("tokens, kept", [(5, 19), (50, 12)])
+def test_a_prompt_longer_than_the_context_leaves_room(tokens, kept, log_dir, capsys):
+    args = [str(log_dir), " or" * 100, "--temperature", "0", "--max-new-tokens", str(tokens)]
+    sample.main(args)
+    out, err = capsys.readouterr()
+    assert err == f"warning: prompt of 100 tokens cut to its last {kept}; the context has 24\n"
+    model = GPT.from_pretrained(log_dir / "step_000100")
+    idx = torch.tensor([get_tokenizer().encode_ordinary(" or") * kept])
+    expected = get_tokenizer().decode(model.generate(idx, 24 - kept, top_k=1)[0].tolist())
+    assert out.rstrip("\n") == expected.rstrip("\n")
+
+
+BAD = ["--seed=100000000000000000000", f"--seed={2**64}", "--temperature=1e-300"]
+BAD += ["--temperature=nan", "--temperature=inf"]
+
+
+@pytest.mark.parametrize("word", BAD)
+def test_bad_flags_are_one_line(word, log_dir):
+    with pytest.raises(UserError, match=word.split("=")[0]):
+        sample.main([str(log_dir), "ROMEO:", "--max-new-tokens", "2", word])
+
+
+def test_a_prompt_that_is_not_utf8_is_one_line(log_dir, monkeypatch):
+    monkeypatch.setattr(sample.sys, "stdin", standard_input(b"\xff\xfe\n"))
+    for args in ([], ["\udcff"]):  # the second as Python reads such an argument
+        with pytest.raises(UserError, match="not UTF-8"):
+            sample.main([str(log_dir), *args])
+
+
+def test_a_folder_without_a_tokenizer_is_one_line(log_dir, tmp_path):
+    shutil.copytree(log_dir / "step_000100", tmp_path / "model")
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / "model" / name).unlink()
+    with pytest.raises(UserError, match="no tokenizer"):
+        sample.main([str(tmp_path / "model"), "ROMEO:"])
