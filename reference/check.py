@@ -17,7 +17,7 @@ inside with a probability of 99 %)."""
 
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tyro.conf import Positional
 
-from support.cli import UserError, parse_args, run
+from support.cli import UserError, flag, parse_args, run
 from support.files import atomic_write
 from support.run_folder import read_log, run_entries
 
@@ -57,14 +57,12 @@ def values_of(folder: Path, stream: str) -> dict[int, float]:
     return dict(zip(*read_log(folder).get(stream, ([], [])), strict=True))
 
 
-def measure(
-    folder: Path, points: list[tuple[int, str]], batch: int
-) -> list[tuple[int, float | None]]:
-    """(step, value) of a run's log at each (tokens, stream); None where the log has no value.
+def measure(folder: Path, points: list[Any], batch: int) -> list[tuple[int, float | None]]:
+    """(step, value) of a run's log at each (tokens, stream, …); None where the log has no value.
 
     A training loss is the mean over the steps since the previous point."""
     train, found, before = values_of(folder, "train"), [], 0
-    for tokens, stream in points:
+    for tokens, stream, *_ in points:
         step, rest = divmod(tokens, batch)
         value = values_of(folder, stream).get(step)
         if stream == "train":
@@ -99,10 +97,46 @@ def read_check(path: Path) -> tuple[list[Any], list[Any]]:
     return first, bounds
 
 
+def check_log(path: Path) -> None:
+    """UserError for a line of a log that is not `step stream value`."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            step, _, value = line.split()
+            int(step), float(value)
+        except ValueError:
+            if line.endswith("\n"):  # a kill may have cut the last line short
+                message = f"{path}, line {number}: not `step stream value`: {line.strip()}"
+                raise UserError(message) from None
+
+
+def difference(config: dict[str, Any], reference: Path) -> str:
+    """What makes a run incomparable with a reference; empty if nothing does."""
+    entries = run_entries(reference)
+    if entries:
+        theirs = entries[-1]["config"]
+    else:  # published runs of the gpt2 preset
+        from train_gpt2 import TrainConfig
+
+        theirs = asdict(TrainConfig())
+    for name in ("data", "init", "seq_len", "n_layer", "n_head", "n_embd"):
+        ours, expected = config.get(name, theirs[name]), theirs[name]
+        if name == "data":
+            ours, expected = Path(ours).name, Path(expected).name
+        if ours != expected:
+            return f"{flag(name)} {ours}: {reference.name} has {expected}"
+    return ""
+
+
 def compare(log_dir: Path, reference: Path) -> tuple[bool, str]:
     """(whether the run matches, a sentence that says so)."""
     entry, checked = last_entry(log_dir), 0
     config, (first, bounds) = entry["config"], read_check(reference / "check.txt")
+    check_log(log_dir / "log.txt")
+    incomparable = difference(config, reference)
+    if incomparable:
+        return False, f"no reference for {incomparable}"
+    no_match = f"does not match {reference.name}"
     for steps, precision, stream, tolerance in first:
         same_seed = config["seed"] == last_entry(reference)["config"]["seed"]
         if not same_seed or f" {precision}:" not in entry["device"]:
@@ -110,24 +144,23 @@ def compare(log_dir: Path, reference: Path) -> tuple[bool, str]:
         ours, theirs = values_of(log_dir, stream), values_of(reference, stream)
         for step in range(steps):
             if step in ours and step in theirs:
-                checked += 1
+                checked += step > 0  # step 0 is the untrained model
                 if not abs(ours[step] - theirs[step]) <= tolerance:
                     return False, (
                         f"step {step}: {stream} {ours[step]:.6f}, with the same seed "
-                        f"{theirs[step]:.6f} ± {tolerance:g} in {precision}: does not match"
+                        f"{theirs[step]:.6f} ± {tolerance:g} in {precision}: {no_match}"
                     )
-    points = [(tokens, stream) for tokens, stream, _, _ in bounds]
-    values = measure(log_dir, points, config["total_batch_size"])
+    values = measure(log_dir, bounds, config["total_batch_size"])
     for (_, stream, low, high), (step, value) in zip(bounds, values, strict=True):
         if value is not None:
-            checked += 1
+            checked += step > 0
             if not low <= value <= high:
                 return False, (
-                    f"step {step}: {stream} {value:.4f} is outside {low} to {high}: does not match"
+                    f"step {step}: {stream} {value:.4f} is outside {low} to {high}: {no_match}"
                 )
     if not checked:
-        return False, "the run has no value at any token count of"
-    return True, f"{checked} values compared: matches"
+        return False, f"no value after step 0 that {reference.name} has: not compared"
+    return True, f"{checked} values compared: matches {reference.name}"
 
 
 def make(reference: Path, log_dirs: list[Path]) -> None:
@@ -140,9 +173,8 @@ def make(reference: Path, log_dirs: list[Path]) -> None:
     text = "# first steps precision stream tolerance: of a run with the seed of log.txt\n"
     for precision, tolerance in TOLERANCE.items():
         text += f"first {FIRST_STEPS} {precision} train {tolerance:g}\n"
-    text += (
-        f"# tokens stream low high: mean of {len(log_dirs)} seeds ± {WIDTH:g} standard deviations\n"
-    )
+    seeds = len(log_dirs)
+    text += f"# tokens stream low high: mean of {seeds} seeds ± {WIDTH:g} standard deviations\n"
     measured = [measure(folder, points, batch) for folder in log_dirs]
     for (tokens, stream), *runs in zip(points, *measured, strict=True):
         values = [value for _, value in runs]
@@ -170,7 +202,7 @@ def main(args: list[str] | None = None) -> int:
             preset = "shakespeare" if settings["data"].endswith(".txt") else "gpt2"
         reference = ROOT / "reference" / preset
     matches, verdict = compare(log_dir, reference)
-    print(f"{verdict} {reference.name}")
+    print(verdict)
     return 0 if matches else 1
 
 

@@ -9,6 +9,8 @@ from reference.check import main
 from support.cli import UserError
 from tests.conftest import ROOT, losses, train
 
+SHAKESPEARE = ROOT / "reference" / "shakespeare"
+
 
 def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
     args = ["--data", text, "--max-steps", 8, "--eval-every", 4]
@@ -27,7 +29,7 @@ def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
         values = [losses(run, "val")[i] for run in runs[:3]]
         assert float(low) < min(values) and max(values) < float(high)
     assert main([str(runs[3]), str(reference)]) == 0
-    assert capsys.readouterr().out.endswith("\n3 values compared: matches reference\n")
+    assert capsys.readouterr().out.endswith("\n2 values compared: matches reference\n")
     with open(reference / "check.txt", "a") as file:
         file.write("\n512 train 1.0 2.0\n")
     assert main([str(runs[3]), str(reference)]) == 1
@@ -48,19 +50,20 @@ def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
 def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(
     text, tmp_path, monkeypatch, capsys
 ):
-    """Honest runs match: other micro-batches, other seeds. A doubled rate, no clipping, no decay do
-    not, nor an erf GELU, which is off by 1.7e-5 here, where rounding makes 1e-6."""
+    """Other micro-batches and seeds match. A doubled rate, no clipping, no decay do not, nor an erf
+    GELU, which is off by 1.7e-5 here, where rounding makes 1e-6."""
     args = ["--data", text, "--max-steps", 8, "--max-lr", 1e-2, "--n-embd", 64, "--warmup-steps", 8]
     reference = tmp_path / "reference"
     train(*args, "--log-dir", reference)
-    (reference / "check.txt").write_text("first 8 float32 train 0.000005\n0 val 10.7 10.9\n")
+    bounds = "first 8 float32 train 0.000005\n1024 val 8 11\n"
+    (reference / "check.txt").write_text(bounds)
 
     def verdict(name, *more):
         train(*args, *more, "--log-dir", tmp_path / name)
         capsys.readouterr()
         return main([str(tmp_path / name), str(reference)]), capsys.readouterr().out.rstrip()
 
-    assert verdict("micro", "--micro-batch-size", 8) == (0, "8 values compared: matches reference")
+    assert verdict("micro", "--micro-batch-size", 8) == (0, "7 values compared: matches reference")
     assert verdict("seed", "--seed", 5, "--eval-every", 8) == (
         0,
         "1 values compared: matches reference",
@@ -78,22 +81,52 @@ def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(
         assert status == 1 and line.endswith("in float32: does not match reference"), (name, line)
 
 
+def run_folder(folder, log, **settings):
+    """The log folder of a shakespeare run with these lines, and other settings."""
+    entry = json.loads((SHAKESPEARE / "run.json").read_text())[-1]
+    entry["config"] |= settings
+    (folder / "run.json").write_text(json.dumps([entry]))
+    (folder / "log.txt").write_text(log)
+    return str(folder)
+
+
 def test_the_shipped_reference_matches_itself():
-    assert main([str(ROOT / "reference/shakespeare")]) == 0
+    assert main([str(SHAKESPEARE)]) == 0
+
+
+@pytest.mark.parametrize(
+    "settings", [{"data": "my.txt"}, {"init": "gpt2"}, {"n_layer": 6}, {"seq_len": 32}], ids=str
+)
+def test_other_data_shape_or_initial_weights_have_no_reference(settings, tmp_path, capsys):
+    log = (SHAKESPEARE / "log.txt").read_text()
+    assert main([run_folder(tmp_path, log, **settings)]) == 1
+    assert capsys.readouterr().out.startswith("no reference for --")
+
+
+def test_an_untrained_model_matches_nothing(tmp_path, capsys):
+    assert main([str(SHAKESPEARE), str(ROOT / "reference/gpt2")]) == 1
+    assert "no reference for --data input.txt" in capsys.readouterr().out
+    lines = (SHAKESPEARE / "log.txt").read_text().splitlines(keepends=True)
+    first = "".join(line for line in lines if line.startswith("0 "))
+    assert main([run_folder(tmp_path, first)]) == 1
+    assert "no value after step 0" in capsys.readouterr().out
+
+
+def test_a_bad_line_of_the_log_is_named(tmp_path):
+    folder = run_folder(tmp_path, "0 train 10.8\n1 train x\n")
+    with pytest.raises(UserError, match=r"log\.txt, line 2: .*: 1 train x"):
+        main([folder])
 
 
 def test_the_gpt2_reference_tells_published_runs_apart(tmp_path, capsys):
     """build-nanogpt's before and after its exchange of gradients was repaired (its PR #30), from
     step 250 on; those of a fork (check.txt) with and without warm-up, from step 500 on."""
-    entry = json.loads((ROOT / "reference/shakespeare/run.json").read_text())[-1]
-    entry["config"] |= {"preset": "gpt2", "total_batch_size": 524_288}
-    (tmp_path / "run.json").write_text(json.dumps([entry]))
+    shape = dict(data="edu_fineweb10B", seq_len=1024, n_layer=12, n_head=12, n_embd=768)
 
     def verdict(losses):
-        (tmp_path / "log.txt").write_text(
-            "".join(f"{step} val {loss}\n" for step, loss in losses.items())
-        )
-        return main([str(tmp_path)]), capsys.readouterr().out.rstrip()
+        log = "".join(f"{step} val {loss}\n" for step, loss in losses.items())
+        settings = dict(preset="gpt2", total_batch_size=524_288, **shape)
+        return main([run_folder(tmp_path, log, **settings)]), capsys.readouterr().out.rstrip()
 
     shuffled = {
         0: 10.9522,
@@ -111,7 +144,7 @@ def test_the_gpt2_reference_tells_published_runs_apart(tmp_path, capsys):
         0,
         "3 values compared: matches gpt2",
     )
-    assert verdict(shuffled) == (0, "10 values compared: matches gpt2")
+    assert verdict(shuffled) == (0, "9 values compared: matches gpt2")
     wrong = {250: 6.43, 1000: 4.8797, 1250: 4.5877, 2500: 4.125}
     no_warmup = {
         500: 5.7544,
