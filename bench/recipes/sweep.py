@@ -21,9 +21,9 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from support import plots
 from support.cli import UserError, flag, parse_args, run
 from support.files import atomic_path, atomic_write
-from support.run_folder import read_log
 from train_gpt2 import TrainConfig, read_config
 
 ROOT = Path(__file__).parents[2]
@@ -131,41 +131,34 @@ def picture(curves: dict[str, list[Curve]], path: Path) -> None:
     axes = figure.subplots()
     for i, (name, runs) in enumerate(curves.items()):
         for curve in runs:
-            tokens, loss = zip(*curve, strict=True)
-            axes.plot([n / 1e6 for n in tokens], loss, f"C{i}.-", alpha=0.7, label=name)
-            name = None  # once in the legend
+            label = name if curve is runs[0] else None
+            axes.plot(*zip(*curve, strict=True), f"C{i}.-", alpha=0.7, label=label)
     target = final_loss(next(iter(curves.values())))
-    axes.axhline(target, color="gray", linestyle=":", label=f"the first at its end: {target:.3f}")
-    low = min(loss for runs in curves.values() for curve in runs for _, loss in curve)
-    axes.set(xlabel="tokens (millions)", ylabel="validation loss (nats)")
-    axes.set_ylim(low - 0.1, target + 2)
+    plots.draw_baseline(axes, "the first recipe at its end", target)
+    axes.set_ylim(top=target + 2)
     axes.legend()
+    plots.finish(axes, "tokens", "Validation loss", "nats per token")
     with atomic_path(path) as partial:
-        figure.savefig(partial, format="png", dpi=100, bbox_inches="tight")
+        figure.savefig(partial, format="png")
 
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(SweepConfig, args=args)
     seeds, recipes = read_sweep(config.file)
-    folder = config.out / config.file.stem
-    runs, batches = {}, {}
+    folder, runs = config.out / config.file.stem, {}
     for seed in seeds:
         for name, recipe in recipes.items():
             run_folder = folder / name / str(seed)
             more = ["--seed", str(seed), "--resume", "--log-dir", str(run_folder)]
             runs[run_folder] = [*as_flags(recipe), *more]
-            # A mistake shows before the first run.
-            batches[name] = read_config(runs[run_folder]).total_batch_size
+            read_config(runs[run_folder])  # a mistake shows before the first run
+    curves: dict[str, list[Curve]] = {name: [] for name in recipes}
     for run_folder, flags in runs.items():
         run_one(run_folder, flags)
-    curves: dict[str, list[Curve]] = {name: [] for name in recipes}
-    for run_folder in runs:
-        name = run_folder.parent.name
-        validation = read_log(run_folder).get("val")
-        if not validation:
+        streams = plots.read_curves(run_folder)
+        if "val" not in streams:
             raise UserError(f"{run_folder}: no validation loss to compare: set eval_every")
-        curve = [(step * batches[name], loss) for step, loss in zip(*validation, strict=True)]
-        curves[name].append(curve)
+        curves[run_folder.parent.name].append(list(zip(*streams["val"], strict=True)))
     text = table(curves)
     with atomic_write(folder / "table.md", "w") as file:
         file.write(text)
