@@ -5,6 +5,7 @@ import io
 import json
 import runpy
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -21,21 +22,9 @@ from train_gpt2 import GPT, GPTConfig
 SHAPE = "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --micro-batch-size 2 --device cpu"
 REPLACED = ("evaluate", "new_model", "configure_optimizer")  # by bench.measure, for good
 TINY = ["--", *SHAPE.split(), "--data", str(ROOT / "input.txt")]
-STEP = {
-    "B": 2,
-    "T": 16,
-    "ms": 1234.5,
-    "ms_quartiles": [9.0, 12.0],
-    "tok_per_sec": 3200.0,
-    "mfu": 0.25,
-    "steps": 5,
-    "parameters": 1000,
-    "flops_per_token": 6000,
-    "world_size": 1,
-    "mfu_of": "1 TFLOP/s",
-    "peak_memory": None,
-    "parts_ms": {"MLP": 6.0, "waiting": 2.0},
-}
+STEP = {"B": 2, "T": 16, "ms": 1234.5, "ms_quartiles": [9.0, 12.0], "tok_per_sec": 3200.0}
+STEP |= {"mfu": 0.25, "steps": 5, "parameters": 1000, "flops_per_token": 6000, "world_size": 1}
+STEP |= {"mfu_of": "1 TFLOP/s", "peak_memory": None, "parts_ms": {"MLP": 6.0, "waiting": 2.0}}
 
 
 def test_ladder(tmp_path, monkeypatch, capsys):
@@ -85,11 +74,8 @@ def test_every_rung_has_the_same_loss():
 def test_report_continues_and_tries_failed_jobs_again(tmp_path, monkeypatch, capsys):
     """The first start is killed in its third job; what is done is not measured again."""
     started = []
-    outcomes = {
-        "machine": {"chip": "X"},
-        "right/tests": RunError("no"),
-        "profile": KeyboardInterrupt(),
-    }
+    outcomes = {"machine": {"chip": "X"}, "right/tests": RunError("no")}
+    outcomes["profile"] = KeyboardInterrupt()
 
     def job(name):
         started.append(name)
@@ -97,21 +83,16 @@ def test_report_continues_and_tries_failed_jobs_again(tmp_path, monkeypatch, cap
             raise outcomes[name]
         return outcomes[name]
 
-    monkeypatch.setattr(
-        bench, "jobs_of", lambda *_: {name: lambda name=name: job(name) for name in outcomes}
-    )
+    jobs = {name: partial(job, name) for name in outcomes}
+    monkeypatch.setattr(bench, "jobs_of", lambda *_: jobs)
     with pytest.raises(KeyboardInterrupt):
         bench.main(["--report", str(tmp_path), *TINY])
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [(row["job"], row["status"]) for row in rows] == [
-        ("machine", "done"),
-        ("right/tests", "failed"),
-    ]
+    found = {row["job"]: row["status"] for row in rows}
+    assert found == {"machine": "done", "right/tests": "failed"}
     outcomes["profile"] = STEP
-    assert (
-        bench.main(["--report", str(tmp_path), "--minutes", "1e-9", *TINY]) == 1
-        and len(started) == 3
-    )
+    assert bench.main(["--report", str(tmp_path), "--minutes", "1e-9", *TINY]) == 1
+    assert len(started) == 3
     assert bench.main(["--report", str(tmp_path), "--only", "profile", *TINY]) == 1
     outcomes["right/tests"] = {"result": "5 passed"}
     assert bench.main(["--report", str(tmp_path), *TINY]) == 0

@@ -69,12 +69,9 @@ def test_a_mistake_shows_in_the_first_losses_of_the_references_seed(
         "1 values compared: matches reference",
     )
     gelu = torch.nn.functional.gelu
-    mistakes = {
-        "rate": ["--max-lr", 2e-2],
-        "clip": ["--grad-clip", 0],
-        "decay": ["--weight-decay", 0],
-    }
-    for name, more in (mistakes | {"gelu": []}).items():
+    mistakes = {"rate": ["--max-lr", 2e-2], "clip": ["--grad-clip", 0]}
+    mistakes |= {"decay": ["--weight-decay", 0], "gelu": []}
+    for name, more in mistakes.items():
         if name == "gelu":
             monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, approximate: gelu(x))
         status, line = verdict(name, *more)
@@ -128,32 +125,15 @@ def test_the_gpt2_reference_tells_published_runs_apart(tmp_path, capsys):
         settings = dict(preset="gpt2", total_batch_size=524_288, **shape)
         return main([run_folder(tmp_path, log, **settings)]), capsys.readouterr().out.rstrip()
 
-    shuffled = {
-        0: 10.9522,
-        250: 6.1771,
-        500: 5.3292,
-        1000: 4.1457,
-        1250: 3.9467,
-        2500: 3.5616,
-        5000: 3.3543,
-        10_000: 3.1883,
-        15_000: 3.0998,
-        19_073: 3.0619,
-    }
-    assert verdict({250: 6.1631, 1000: 4.1533, 1250: 3.9518}) == (
-        0,
-        "3 values compared: matches gpt2",
-    )
+    steps = (0, 250, 500, 1000, 1250, 2500, 5000, 10_000, 15_000, 19_073)
+    values = "10.9522 6.1771 5.3292 4.1457 3.9467 3.5616 3.3543 3.1883 3.0998 3.0619"
+    shuffled = dict(zip(steps, map(float, values.split()), strict=True))
+    found = verdict({250: 6.1631, 1000: 4.1533, 1250: 3.9518})
+    assert found == (0, "3 values compared: matches gpt2")
     assert verdict(shuffled) == (0, "9 values compared: matches gpt2")
     wrong = {250: 6.43, 1000: 4.8797, 1250: 4.5877, 2500: 4.125}
-    no_warmup = {
-        500: 5.7544,
-        1000: 4.8598,
-        5000: 3.4993,
-        10_000: 3.2958,
-        15_000: 3.2053,
-        19_073: 3.1681,
-    }
+    no_warmup = {500: 5.7544, 1000: 4.8598, 5000: 3.4993, 10_000: 3.2958, 15_000: 3.2053}
+    no_warmup[19_073] = 3.1681
     for step, loss in [*wrong.items(), *no_warmup.items()]:
         status, line = verdict(shuffled | {step: loss})
         assert status == 1 and line.startswith(f"step {step}: val {loss:.4f} is outside"), line

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import urllib.error
 
 import pytest
@@ -30,6 +31,17 @@ def model(tmp_path_factory):
     return model, folder
 
 
+def save_other_model(folder, kind="llama", **settings):
+    """An untrained model of another architecture, without a tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    settings = dict(vocab_size=50257, max_position_embeddings=160) | settings
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    config = AutoConfig.for_model(kind, num_key_value_heads=2, **sizes, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
 def encode(example):
     """Tokens of the context and of the four endings."""
     encode = hellaswag.get_tokenizer().encode_ordinary
@@ -42,22 +54,17 @@ def plain_scores(folder, examples):
     (n,) each."""
     from transformers import AutoModelForCausalLM
 
-    model, pad = AutoModelForCausalLM.from_pretrained(folder), torch.nn.utils.rnn.pad_sequence
+    model = AutoModelForCausalLM.from_pretrained(folder)
     sums, lengths = [], []
     for context, endings in map(encode, examples):
-        tokens = pad(
-            [torch.tensor(context + ending) for ending in endings], batch_first=True
-        )  # (4, N)
-        mask = pad(
-            [torch.tensor([0] * len(context) + [1] * len(e)) for e in endings], batch_first=True
-        )
+        rows = [torch.tensor(context + ending) for ending in endings]
+        masks = [torch.tensor([0] * len(context) + [1] * len(ending)) for ending in endings]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # (4, N)
+        mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
         with torch.no_grad():
             logits = model(tokens).logits
-        loss = (
-            F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
-            * mask[:, 1:]
-        )
-        sums.append(loss.sum(1))
+        loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+        sums.append((loss * mask[:, 1:]).sum(1))
         lengths.append(mask.sum(1))
     losses, lengths = torch.stack(sums).double(), torch.stack(lengths)
     labels = torch.tensor([example["label"] for example in examples])
@@ -88,41 +95,19 @@ def test_command_on_a_folder(kind, model, tmp_path, capsys):
     last."""
     _, folder = model
     if kind == "llama":
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        torch.manual_seed(0)
-        sizes = dict(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-        )
-        config = LlamaConfig(
-            vocab_size=50257, max_position_embeddings=160, initializer_range=0.3, **sizes
-        )
-        LlamaForCausalLM(config).save_pretrained(folder := tmp_path)
-    args = [
-        "-m",
-        folder,
-        "-d",
-        "cpu",
-        "--data",
-        TASKS,
-        "--limit",
-        16,
-        "--json",
-        tmp_path / "out.json",
-    ]
+        save_other_model(folder := tmp_path, initializer_range=0.3)
+    args = ["-m", folder, "-d", "cpu", "--data", TASKS, "--limit", 16]
+    args += ["--json", tmp_path / "out.json"]
     hellaswag.main([*map(str, args)])
-    losses, lengths, by_sum, by_mean, labels = plain_scores(
-        folder, hellaswag.load_examples(TASKS)[:16]
-    )
+    examples = hellaswag.load_examples(TASKS)[:16]
+    losses, lengths, by_sum, by_mean, labels = plain_scores(folder, examples)
     names = ("task", "label", "prediction", "prediction_norm", "lengths")
+    columns = (torch.arange(16), labels, by_sum, by_mean, lengths)
     rows = json.loads((tmp_path / "out.json").read_text())
-    for name, column in zip(
-        names, (torch.arange(16), labels, by_sum, by_mean, lengths), strict=True
-    ):
+    for name, column in zip(names, columns, strict=True):
         assert [row[name] for row in rows] == column.tolist(), name
-    assert [row["losses"] for row in rows] == [
-        pytest.approx(row, rel=1e-4) for row in losses.tolist()
-    ]
+    for row, expected in zip(rows, losses.tolist(), strict=True):
+        assert row["losses"] == pytest.approx(expected, rel=1e-4)
     acc, acc_norm = (int((chosen == labels).sum()) / 16 for chosen in (by_sum, by_mean))
     assert capsys.readouterr().out.splitlines()[-1] == f"16 acc: {acc:.4f} acc_norm: {acc_norm:.4f}"
 
@@ -189,71 +174,57 @@ def test_a_line_ends_at_a_newline_only(tmp_path):
     assert hellaswag.load_examples(path) == [odd]
 
 
-def other_vocabulary(folder, **settings):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    config = LlamaConfig(**sizes | dict(max_position_embeddings=160) | settings)
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def sliding_window(folder):
-    from transformers import MistralConfig, MistralForCausalLM
-
-    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    config = MistralConfig(vocab_size=50257, num_key_value_heads=1, sliding_window=8, **sizes)
-    MistralForCausalLM(config).save_pretrained(folder)
-
-
-def other_tokens(folder):
-    GPT(GPTConfig(160, 50257, 1, 1, 8)).save_pretrained(folder)
-    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-    vocabulary["It"], vocabulary["A"] = vocabulary["A"], vocabulary["It"]
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
-
-
-def damaged_weights(folder):
-    GPT(GPTConfig(160, 50257, 1, 1, 8)).save_pretrained(folder)
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(weights[:-1000])
-
-
-def damaged_merges(folder):
-    GPT(GPTConfig(160, 50257, 1, 1, 8)).save_pretrained(folder)
-    (folder / "merges.txt").write_text("#version: 0.2\na b c\n")
+def evaluate(folder, *more):
+    hellaswag.main(["-m", str(folder), "-d", "cpu", "--data", str(TASKS), "--limit", "1", *more])
 
 
 @pytest.mark.parametrize(
-    "make, message",
+    "kind, settings, message",
     [
-        (lambda folder: other_vocabulary(folder, vocab_size=60_000), "tokenizer"),
-        (lambda folder: other_vocabulary(folder, vocab_size=50_000), "tokenizer"),
-        (other_tokens, "needs GPT-2's tokenizer"),
-        (sliding_window, "sliding_window"),
-        (damaged_weights, "model cannot be loaded"),
-        (damaged_merges, "tokenizer cannot be loaded"),
+        ("llama", {"vocab_size": 60_000}, "GPT-2's tokenizer"),
+        ("llama", {"vocab_size": 50_000}, "GPT-2's tokenizer"),
+        ("mistral", {"sliding_window": 8}, "sliding_window"),
     ],
 )
-def test_a_model_that_cannot_be_scored_is_refused(make, message, tmp_path):
-    make(tmp_path)
+def test_a_model_that_would_be_scored_wrongly_is_refused(kind, settings, message, tmp_path):
+    save_other_model(tmp_path, kind, **settings)
     with pytest.raises(UserError, match=message):
-        hellaswag.main(["-m", str(tmp_path), "-d", "cpu", "--data", str(TASKS), "--limit", "1"])
+        evaluate(tmp_path)
 
 
-def test_gpt2s_vocabulary_without_a_tokenizer_is_accepted_also_padded(tmp_path, capsys):
-    other_vocabulary(tmp_path, vocab_size=50_304)
-    hellaswag.main(["-m", str(tmp_path), "-d", "cpu", "--data", str(TASKS), "--limit", "1"])
+def test_a_padded_vocabulary_without_a_tokenizer_is_accepted(tmp_path, capsys):
+    save_other_model(tmp_path, vocab_size=50_304)
+    evaluate(tmp_path)
     assert "no tokenizer" in capsys.readouterr().out
+
+
+def swap_tokens(content):
+    ids = json.loads(content)
+    return json.dumps(ids | {"It": ids["A"], "A": ids["It"]}).encode()
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("vocab.json", swap_tokens, "GPT-2's tokenizer"),
+        ("merges.txt", lambda content: b"a b c\n", "tokenizer cannot be loaded"),
+        ("model.safetensors", lambda content: content[:-1000], "model cannot be loaded"),
+    ],
+)
+def test_a_damaged_folder_is_one_line(name, change, message, model, tmp_path):
+    shutil.copytree(model[1], tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
+    with pytest.raises(UserError, match=message):
+        evaluate(tmp_path)
 
 
 @pytest.mark.parametrize("path", ["log", "log/", "."])
 def test_json_never_replaces_a_folder(path, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "kept").touch()
+    (tmp_path / "log" / "step_000100").mkdir(parents=True)
     with pytest.raises(UserError, match="is a folder"):
-        hellaswag.main(["-m", str(model[1]), "-d", "cpu", "--data", str(TASKS), "--json", path])
-    assert (tmp_path / "log" / "kept").exists()
+        evaluate(model[1], "--json", path)
+    assert (tmp_path / "log" / "step_000100").exists()
 
 
 def test_download_is_retried_and_verified(tmp_path, monkeypatch):
