@@ -1,19 +1,12 @@
-"""Does a run match a reference? Compares two log folders.
+"""Does a run match a reference? Compares two log folders (README.md describes check.txt).
 
     python reference/check.py log                     # with the reference of its preset
     python reference/check.py log reference/gpt2
     python reference/check.py my_reference --make log_1 log_2 log_3 log_4 log_5
 
-A reference is the log folder of a run (log.txt, run.json) with a check.txt of two kinds of lines;
-`#` begins a comment:
-
-    first STEPS PRECISION STREAM TOLERANCE    the reference's first values, if the seeds are equal
-    TOKENS STREAM LOW HIGH                    bounds for a run of any seed
-
-The first kind is sharp: from the same weights on the same tokens only rounding may differ. --make
-writes bounds from runs of several seeds: for each validation loss, and the training loss over each
-50 steps, the mean plus or minus five standard deviations (with five normal values known, a sixth is
-inside with a probability of 99 %)."""
+--make writes check.txt from runs of several seeds: for each validation loss, and the training loss
+over each 50 steps, the mean plus or minus five standard deviations (with five normal values known,
+a sixth is inside with a probability of 99 %)."""
 
 import statistics
 import sys
