@@ -20,7 +20,7 @@ import math
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -203,8 +203,9 @@ def score(
     rank: int = 0,
     world_size: int = 1,
     progress: bool = False,
+    received: Sequence[int] = (),
 ) -> Score:
-    """Scores this rank's share of the tasks. head: (V, C).
+    """Scores this rank's share of the tasks, or a part after a signal is `received`. head: (V, C).
 
     hidden(tokens (B, T), position (B, T), mask (B, 1, T, T) bool) -> (B, T, C), the input of the
     head."""
@@ -220,6 +221,8 @@ def score(
     done = 0
     hide = None if progress else True  # None: unless stderr is a terminal
     for batch in tqdm(batches, unit_scale=batch_size, unit="task", disable=hide):
+        if received:
+            break
         B, T = len(batch), round_length(tasks[batch[-1]].read.size(1), device)
         read = torch.tensor([0, 0, 5])[:, None, None].repeat(1, B, T)  # padding is segment 5
         rows = []
@@ -247,11 +250,16 @@ def score(
 
 
 def count_correct(
-    model: Any, tasks: list[Task], device: torch.device, rank: int, world_size: int
+    model: Any,
+    tasks: list[Task],
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    received: Sequence[int] = (),
 ) -> int:
     """How many of this rank's share a GPT of train_gpt2.py gets right, by acc_norm."""
-    share = score(model.hidden, model.wte.weight, tasks, device, rank=rank, world_size=world_size)
-    return share.correct()[1]
+    ranks = {"rank": rank, "world_size": world_size, "received": received}
+    return score(model.hidden, model.wte.weight, tasks, device, **ranks).correct()[1]
 
 
 # --------------------------------------------------------------------------------------------------
