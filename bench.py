@@ -419,8 +419,7 @@ def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
 
 
 def write(path: str | Path, text: str) -> None:
-    with files.atomic_write(path, "w") as file:
-        file.write(text)
+    files.write_text(path, text)
 
 
 SPEED = """

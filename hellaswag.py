@@ -32,7 +32,7 @@ import tyro
 
 from support.cli import UserError, check_writable, first_line, parse_args, run, torchrun_ranks
 from support.devices import choose_device, keep_freed_memory, round_length
-from support.files import atomic_write
+from support.files import atomic_write, write_text
 from support.models import find_model, load_causal_lm
 from support.tokenizer import VOCAB_SIZE, get_tokenizer
 
@@ -286,8 +286,7 @@ def write_json(path: Path, result: Score) -> None:
     names = ("task", "label", "prediction", "prediction_norm", "losses", "lengths")
     columns = (result.labels, *result.predictions(), result.losses, result.lengths)
     rows = zip(result.index, *(column.tolist() for column in columns), strict=True)
-    with atomic_write(path, "w") as file:
-        json.dump([dict(zip(names, row, strict=True)) for row in sorted(rows)], file)
+    write_text(path, json.dumps([dict(zip(names, row, strict=True)) for row in sorted(rows)]))
 
 
 def check_model(folder: Path, model: Any, tokenizer: Any) -> None:

@@ -727,12 +727,12 @@ def evaluate(
     log: Callable,
     received: Sequence[int],
 ) -> bool:
-    """Makes the validation loss, HellaSwag and samples due at `step`. False after a signal."""
+    """Makes the validation loss, HellaSwag and samples due at `step`. True if a signal ended it."""
     model.eval()  # GPT-2 is trained without dropout, but a fork may have it
     if is_due(config.eval_every, step, config):
         val = validation_loss(model, val_loader, config.eval_tokens, ranks, received)
         if val is None:
-            return False
+            return True
         print0(f"step {step:5d} validation loss {val:.4f}")
         log(step, val=val)
     with torch.compiler.set_stance("force_eager"):  # shapes that occur once aren't worth compiling
@@ -745,7 +745,7 @@ def evaluate(
             totals = torch.tensor([correct, len(received)], dtype=torch.float64)
             correct, stop = ranks.sum(totals).tolist()
             if stop:
-                return False
+                return True
             print0(f"step {step:5d} HellaSwag {correct / len(tasks):.4f}")
             log(step, hella=correct / len(tasks))
         if step > 0 and is_due(config.sample_every, step, config):
@@ -754,7 +754,7 @@ def evaluate(
             elif ranks.rank == 0:
                 print_samples(model, config.sample_prompt, 2, 64, ranks)
     model.train()
-    return True
+    return False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1033,7 +1033,7 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         due = new and config.save_every > 0 and (stop or is_due(config.save_every, step, config))
         lost = due and not save_checkpoint(state, config, ranks)
         if not stop:
-            stop = not evaluate(step, model, val_loader, tasks, config, ranks, log, received)
+            stop = evaluate(step, model, val_loader, tasks, config, ranks, log, received)
             if stop and new and not due and config.save_every:
                 lost = not save_checkpoint(state, config, ranks)
         if ranks.rank == 0 and config.save_every and (due or last):

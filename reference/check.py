@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tyro.conf import Positional
 
 from support.cli import UserError, flag, parse_args, run
-from support.files import atomic_write
+from support.files import write_text
 from support.run_folder import read_log, run_entries
 
 ROOT = Path(__file__).parents[1]
@@ -177,8 +177,7 @@ def make(reference: Path, log_dirs: list[Path]) -> None:
             )
         mean, margin = statistics.fmean(values), max(WIDTH * statistics.stdev(values), LEAST)
         text += f"{tokens} {stream} {mean - margin:.4f} {mean + margin:.4f}\n"
-    with atomic_write(reference / "check.txt", "w") as file:
-        file.write(text)
+    write_text(reference / "check.txt", text)
 
 
 def main(args: list[str] | None = None) -> int:

@@ -25,32 +25,26 @@ ROOT = Path(__file__).parents[1]
 
 @contextlib.contextmanager
 def lock(log_dir: Path, rank: int) -> Iterator[None]:
-    """Makes the folder and keeps other runs out of it; an empty one is removed at the end."""
-    if rank > 0:
+    """Makes the folder and keeps other runs out of it; removes it at the end if it is empty."""
+    if rank > 0 or os.name == "nt":
         yield
         return
-    log_dir.mkdir(parents=True, exist_ok=True)
-    folder = None
-    if os.name != "nt":
-        import fcntl
+    import fcntl
 
-        folder = os.open(log_dir, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(folder)
-            raise UserError(
-                f"{log_dir}: another run is using it; choose another --log-dir"
-            ) from None
-        except OSError:  # a network mount without locks
-            pass
+    log_dir.mkdir(parents=True, exist_ok=True)
+    folder = os.open(log_dir, os.O_RDONLY)
     try:
+        with contextlib.suppress(OSError):  # a network mount without locks
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem = "another run is using it; choose another --log-dir"
+                raise UserError(f"{log_dir}: {problem}") from None
         yield
     finally:
+        os.close(folder)
         with contextlib.suppress(OSError):
             log_dir.rmdir()
-        if folder is not None:
-            os.close(folder)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -68,10 +62,6 @@ def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
         raise UserError(f"{path}: not JSON; move it away") from None
 
 
-def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
-    write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
-
-
 @functools.cache
 def git_commit() -> str | None:
     """The full hash, with a + if files have changed since; None without git."""
@@ -83,24 +73,21 @@ def git_commit() -> str | None:
 
 
 def torchrun_job() -> str | None:
-    """Names the job of this process, the same after a restart by torchrun; None without it."""
+    """Names torchrun's job, which keeps its name when it is restarted; None without torchrun."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"process {os.getppid()}" if name == "none" else name
 
 
 def is_restart(log_dir: Path) -> bool:
     """Whether torchrun has restarted the job whose start was recorded last."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
-        return False
-    entries = run_entries(log_dir)
-    return bool(entries) and entries[-1].get("job") == torchrun_job()
+    entries, restarts = run_entries(log_dir), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return restarts != "0" and bool(entries) and entries[-1].get("job") == torchrun_job()
 
 
 def is_finished(log_dir: Path, step: int, max_steps: int) -> bool:
     """Whether a run has all its steps, and its last evaluation."""
-    entries = run_entries(log_dir)
-    evaluated = bool(entries) and entries[-1].get("finished") == step
-    return step > max_steps or (step == max_steps and evaluated)
+    entries = run_entries(log_dir) or [{}]
+    return step > max_steps or step == max_steps == entries[-1].get("finished")
 
 
 def mark_finished(log_dir: Path, step: int) -> None:
@@ -108,7 +95,7 @@ def mark_finished(log_dir: Path, step: int) -> None:
     try:
         entries = run_entries(log_dir)
         entries[-1]["finished"] = step
-        write_entries(log_dir, entries)
+        write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
     except (OSError, UserError, LookupError) as error:
         warn(f"{log_dir}/run.json: end not recorded ({first_line(error)})")
 
@@ -126,21 +113,19 @@ def open_log(
             shutil.rmtree(remainder, ignore_errors=True)
         else:
             remainder.unlink()
-    others = [] if checkpoint else list_checkpoints(log_dir)
-    if others:
-        move_checkpoints(log_dir, others)
+    if not checkpoint:
+        move_checkpoints(log_dir)
     path, step, config = log_dir / "log.txt", entry["step"], entry["config"]
     for name, value in config.items():
         config[name] = shown(value) if isinstance(value, str) else value  # don't leak local paths
-    lines, kept, entries = log_lines(path), set(), run_entries(log_dir)
-    begin = len(lines)
+    lines, entries = log_lines(path), run_entries(log_dir)
+    begin, done = len(lines), set()
     if continues:
-        recorded = entries[-1].get("log_lines") if entries else None
-        begin = last_start(lines) if recorded is None else min(recorded, begin)
-        for line in lines[begin:]:
-            if line[0] == step and line[1] in EVALUATIONS:
-                kept.add(line[1])
-        lines[begin:] = [x for x in lines[begin:] if x[0] < step or (x[0] == step and x[1] in kept)]
+        begin = entries[-1].get("log_lines", last_start(lines)) if entries else last_start(lines)
+        earlier = [line for line in lines[begin:] if line[0] < step]
+        evaluated = [line for line in lines[begin:] if line[0] == step and line[1] in EVALUATIONS]
+        done = {stream for _, stream, _ in evaluated}
+        lines[begin:] = earlier + evaluated
     names = ("torch", "numpy", "tiktoken", "safetensors")
     start = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -150,8 +135,9 @@ def open_log(
         "versions": {name: version(name) for name in names} | {"python": sys.version.split()[0]},
         "log_lines": begin,
     }
-    write_entries(log_dir, [*entries, start | entry])
-    write_text(path, "".join(f"{step} {stream} {value}\n" for step, stream, value in lines))
+    entries.append(start | entry)
+    write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
+    write_text(path, "".join(" ".join(map(str, line)) + "\n" for line in lines))
     file, trackers = LogFile(path), []
     if config["tensorboard"] or config["wandb"]:
         from support.trackers import start_trackers
@@ -160,8 +146,8 @@ def open_log(
         trackers = start_trackers(log_dir, first_step, config["tensorboard"], config["wandb"])
 
     def log(at: int, **values: float) -> None:
-        if at == step:  # evaluations that were made before this start
-            values = {name: value for name, value in values.items() if name not in kept}
+        if at == step:  # the log has evaluations that were made before this start
+            values = {name: value for name, value in values.items() if name not in done}
         file.write("".join(f"{at} {name} {x:{FORMATS[name]}}\n" for name, x in values.items()))
         for track in trackers:
             track(at, values)
@@ -169,9 +155,11 @@ def open_log(
     return log
 
 
-def move_checkpoints(log_dir: Path, checkpoints: list[Path]) -> None:
-    """Moves the checkpoints of an earlier run to earlier_1/, or the next number that is free."""
-    number = 1
+def move_checkpoints(log_dir: Path) -> None:
+    """Moves the checkpoints of an earlier run, if any, to earlier_1/, or the next free number."""
+    checkpoints, number = list_checkpoints(log_dir), 1
+    if not checkpoints:
+        return
     while (log_dir / f"earlier_{number}").exists():
         number += 1
     aside = log_dir / f"earlier_{number}"
@@ -199,18 +187,18 @@ class LogFile:
     """A log that a full disk does not stop: lines are kept, and written when there is space."""
 
     def __init__(self, path: Path):
-        self.path, self.pending, self.failed = path, b"", False
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self.path, self.pending, self.warned = path, b"", False
 
     def write(self, text: str) -> None:
         self.pending += text.encode()
         try:
-            while self.pending:
-                self.pending = self.pending[self.file.write(self.pending) :]
+            with open(self.path, "ab", buffering=0) as file:
+                while self.pending:
+                    self.pending = self.pending[file.write(self.pending) :]
         except OSError as error:
-            if not self.failed:
+            if not self.warned:
                 warn(f"{self.path}: {error.strerror}; lines are kept until they can be written")
-            self.failed = True
+            self.warned = True
 
 
 def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
@@ -325,7 +313,7 @@ def write_checkpoint(
 def prune_checkpoints(log_dir: Path, step: int, keep: int, keep_every: int) -> None:
     """Deletes all but the newest `keep` (0: none), the best, and multiples of keep_every steps.
 
-    Checkpoints of later steps than `step`, if any, are damaged: the run was resumed from before."""
+    Checkpoints of later steps are damaged: the run was resumed from before them."""
     steps = [found for found in map(step_of, list_checkpoints(log_dir)) if found <= step]
     best, _ = best_checkpoint(log_dir)
     if keep:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support import plots
 from support.cli import UserError, flag, parse_args, run
-from support.files import atomic_path, atomic_write
+from support.files import atomic_path, write_text
 from train_gpt2 import TrainConfig, read_config
 
 ROOT = Path(__file__).parents[2]
@@ -160,8 +160,7 @@ def main(args: list[str] | None = None) -> None:
             raise UserError(f"{run_folder}: no validation loss to compare: set eval_every")
         curves[run_folder.parent.name].append(list(zip(*streams["val"], strict=True)))
     text = table(curves)
-    with atomic_write(folder / "table.md", "w") as file:
-        file.write(text)
+    write_text(folder / "table.md", text)
     picture(curves, folder / "curves.png")
     print(f"{text}\n{folder}/table.md, {folder}/curves.png")
 
