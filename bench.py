@@ -210,10 +210,9 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         log = {stream: values for stream, (_, values) in read_log(folder).items()}
     peak, source = devices.peak_flops(device, dtype)
     result["mfu_of"] = f"{peak / 1e12:,.3g} TFLOP/s ({source})"
-    for stream in ("tok_per_sec", "mfu"):
+    for stream in ("ms", "tok_per_sec", "mfu"):
         result[stream] = statistics.median(log[stream][WARMUP:last])
-    low, result["ms"], high = np.percentile(log["ms"][WARMUP:last], [25, 50, 75]).tolist()
-    result["ms_quartiles"] = [low, high]
+    result["ms_quartiles"] = np.percentile(log["ms"][WARMUP:last], [25, 75]).tolist()
     if ours:
         step_ms = statistics.mean(log["ms"][-2:])
         result["parts_ms"] = time_by_part(profiler.events(), step_ms, run.n_embd)

@@ -40,7 +40,7 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 DOWNLOADED = Path(__file__).parent / "hellaswag" / "hellaswag_val.jsonl"
 # Tells tokenizers apart; GPT-2's last merges make " informants" and " gazed".
-TEXT = "It's 1,234.5 naïve informants gazed at\n\n\tin  東京 🙂"
+TEXT = "It's 1,234.5 naïve informants gazed at 東京 🙂"
 
 # --------------------------------------------------------------------------------------------------
 # Data

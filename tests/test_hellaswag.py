@@ -49,9 +49,7 @@ def encode(example):
 
 
 def plain_scores(folder, examples):
-    """Summed losses and lengths of the endings, (n, 4) each, from padded rows and full float32
-    logits; the endings with the lowest loss, with the lowest loss per token, and the right ones,
-    (n,) each."""
+    """(losses (n, 4), lengths (n, 4), choices of acc, of acc_norm, labels), from padded rows."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -91,8 +89,7 @@ def test_losses_and_predictions_equal_the_plain_scorers(model):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_command_on_a_folder(kind, model, tmp_path, capsys):
-    """Any causal language model: the plain scorer's predictions in --json, and their accuracies
-    last."""
+    """--json has the plain scorer's predictions, the last line their accuracies."""
     _, folder = model
     if kind == "llama":
         save_other_model(folder := tmp_path, initializer_range=0.3)

@@ -1,5 +1,4 @@
-"""bench/recipes/sweep.py: recipes over seeds, a table and a picture; what a run sends to other
-trackers."""
+"""bench/recipes/sweep.py: recipes over seeds; what a run sends to trackers."""
 
 import importlib.util
 import sys
