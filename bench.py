@@ -129,11 +129,9 @@ class PlainAttention(CausalSelfAttention):
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
-def plain_loss(x: Tensor, wte: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (B, T, V), mean cross-entropy in nats. x (B, T, C), wte (V, C), targets (B, T)"""
-    logits = F.linear(x, wte)
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    return logits, loss
+def plain_loss(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats. x (B, T, C), wte (V, C), targets (B, T)"""
+    return F.cross_entropy(F.linear(x, wte).flatten(0, 1), targets.flatten())
 
 
 def plain_model(model: GPT, changes: list[str]) -> GPT:
@@ -412,13 +410,9 @@ def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
         torch.cuda.empty_cache()  # for the next job's process
         print(f"{name}: {row['status']} {row.get('reason', '')}")
         if config.report:
-            write(path, "".join(json.dumps(row) + "\n" for row in rows.values()))
-            write(folder / "report.md", page(rows))
+            files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows.values()))
+            files.write_text(folder / "report.md", page(rows))
     return rows
-
-
-def write(path: str | Path, text: str) -> None:
-    files.write_text(path, text)
 
 
 SPEED = """
@@ -475,7 +469,7 @@ def main(args: list[str] | None = None) -> int:
         row = {"of": shlex.join(flags), "status": "done"}
         print(page({name: {**row, "result": part} for name, part in result.items()}))
     if config.json:
-        write(config.json, json.dumps(result, indent=1) + "\n")
+        files.write_text(config.json, json.dumps(result, indent=1) + "\n")
     return int(failed)
 
 

@@ -180,7 +180,6 @@ FORMATS = {
 }
 # fmt: on
 EVALUATIONS = ("val", "hella")
-LINE = re.compile(r"(\d+) (\w+) (-?\d+(?:\.\d+)?(?:e[-+]\d+)?|-?inf|nan)")
 
 
 class LogFile:
@@ -213,12 +212,16 @@ def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def log_lines(path: Path) -> list[tuple[int, str, str]]:
-    """(step, stream, value) of the complete lines; a kill may have cut the last one short."""
+    """(step, stream, value) of the lines; others, one that a kill cut short, say, are skipped."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8", errors="replace")
-    found = [LINE.fullmatch(line) for line in text.splitlines()]
-    return [(int(match[1]), match[2], match[3]) for match in found if match]
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            step, stream, value = line.split()
+            float(value)
+            lines.append((int(step), stream, value))
+    return lines
 
 
 def last_start(lines: list[tuple[int, str, str]]) -> int:

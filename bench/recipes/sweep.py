@@ -137,7 +137,7 @@ def picture(curves: dict[str, list[Curve]], path: Path) -> None:
     plots.draw_baseline(axes, "the first recipe at its end", target)
     axes.set_ylim(top=target + 2)
     axes.legend()
-    plots.finish(axes, "tokens", "Validation loss", "nats per token")
+    plots.label_axes(axes, "tokens", "Validation loss", "nats per token")
     with atomic_path(path) as partial:
         figure.savefig(partial, format="png")
 
