@@ -197,7 +197,7 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
     new_model, configure_optimizer = train_gpt2.new_model, train_gpt2.configure_optimizer
     train_gpt2.evaluate = before_step  # called before every step; no evaluation is due
     if not ours:
-        train_gpt2.new_model = lambda config: plain_model(new_model(config), changes)
+        train_gpt2.new_model = lambda *args: plain_model(new_model(*args), changes)
         train_gpt2.configure_optimizer = new_optimizer
     with tempfile.TemporaryDirectory() as folder:
         max_steps = last + 3 if ours else last

@@ -6,9 +6,9 @@
     python train_gpt2.py --resume                            # continues the run in log/
     python train_gpt2.py --help                              # every flag, its default and unit
 
-Read it from top to bottom: model, data, configuration, optimizer, ranks, evaluation, state, set-up,
-and the loop, whose weight update is between two marked lines. support/ holds formats on disk and
-options. Bad input raises UserError, whose one line says how to fix it.
+From top to bottom: model, data, configuration, optimizer, ranks, evaluation, state, set-up, and the
+loop, whose weight update is between two marked lines. support/ holds formats on disk and options.
+Bad input raises UserError, whose one line says how to fix it.
 
 Shapes: B batch (sequences per micro-batch), T time (tokens per sequence), C channels (n_embd =
 n_head * head size), nh heads, hs head size, V vocabulary (50,257). A *step* updates the weights
@@ -183,8 +183,8 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
 
-        # GPT-2's initialization: std 0.02, biases 0, LayerNorms 1 and 0. What blocks add to the
-        # residual stream is scaled down, or its variance would grow with depth.
+        # std 0.02, biases 0, LayerNorms 1 and 0. What blocks add to the residual stream is scaled
+        # down, or its variance would grow with depth (section 2.3).
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
@@ -412,7 +412,7 @@ class DataLoaderLite:
 class TrainConfig:
     """Trains a GPT-2 from scratch or given weights. Flags override the defaults of the preset."""
 
-    # ---- Run ----
+    # Run
 
     # defaults of the flags; auto: gpt2 if edu_fineweb10B/ holds shards, else shakespeare
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "shakespeare"] = "auto"
@@ -423,30 +423,30 @@ class TrainConfig:
     seed: int = 1337  # seed of the initial weights and of the data order
     plan: bool = False  # print estimated FLOPs, memory and time, and exit
 
-    # ---- Data ----
+    # Data
 
-    data: str = SHARDS_FOLDER  # folder of token shards (python fineweb.py makes them), or .txt file
+    data: str = SHARDS_FOLDER  # folder of token shards (by fineweb.py), or .txt file
     shuffle: bool = True  # reshuffle shards and their documents (.txt: passages) every epoch
     total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
     seq_len: int = 1024  # tokens per sequence (T)
 
-    # ---- Model ----
+    # Model
 
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # number of attention heads
     n_embd: int = 768  # number of channels (C)
 
-    # ---- Optimizer ----
+    # Optimizer
 
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the blocks
-    weight_decay: float = 0.1  # decoupled weight decay of matrices (none for biases and LayerNorms)
+    weight_decay: float = 0.1  # decoupled weight decay of matrices
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
-    beta2: float = 0.95  # AdamW's decay rate of squared gradients; small batches need a higher one
+    beta2: float = 0.95  # AdamW's decay rate of squared gradients
     skip_bad_steps: int = 0  # number of non-finite updates to skip before aborting
     shard_optimizer: bool = False  # shard the optimizer's state over the ranks (ZeRO-1)
 
-    # ---- Schedule ----
+    # Schedule
 
     # after the warm-up; wsd: constant, then a linear warm-down
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -455,15 +455,15 @@ class TrainConfig:
     max_lr: float = 6e-4  # learning rate at the end of the warm-up
     min_lr: float = 6e-5  # learning rate of the last step
 
-    # ---- Device ----
+    # Device
 
     device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls; float32 on CPUs
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls
     compile: bool = field(default_factory=lambda: torch.cuda.is_available())  # use torch.compile
     low_memory: bool = False  # recompute blocks in the backward pass; logits in chunks
     deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
 
-    # ---- Evaluation ----
+    # Evaluation
 
     eval_every: int = 250  # steps between validation losses; 0: never
     eval_tokens: int = 10_485_760  # tokens per validation loss (at most the whole split)
@@ -472,7 +472,7 @@ class TrainConfig:
     sample_every: int = 250  # steps between samples; 0: never
     sample_prompt: str = "Hello, I'm a language model,"  # prompt of the samples
 
-    # ---- Checkpoints ----
+    # Checkpoints
 
     save_every: int = 1000  # steps between checkpoints; 0: never
     keep_checkpoints: int = (
@@ -480,7 +480,7 @@ class TrainConfig:
     )
     keep_every: int = 0  # never delete checkpoints at multiples of this many steps; 0: none
 
-    # ---- Logging ----
+    # Logging
 
     tensorboard: bool = False  # also log to TensorBoard, in log_dir/tensorboard/
     wandb: bool = False  # also log to Weights & Biases
@@ -493,7 +493,7 @@ SHAKESPEARE = dict(
     warmup_steps=20, warmdown_steps=300, beta2=0.995, compile=False, eval_every=200,
     eval_tokens=32_768, hellaswag_every=0, sample_every=300, sample_prompt="ROMEO:", save_every=200,
 )
-# From small models (bench/recipes); max_lr was published for AdamW, whose updates Muon's match.
+# From small models (bench/recipes); max_lr was published for AdamW.
 GPT2_FAST = dict(
     optimizer="muon", schedule="wsd", max_steps=9_536, warmup_steps=476, warmdown_steps=4_768,
     max_lr=1.8e-3, min_lr=0.0,
@@ -533,7 +533,7 @@ def check_config(config: TrainConfig) -> None:
 
 def read_config(args: list[str] | None = None) -> TrainConfig:
     """The command line as a TrainConfig: the values of the preset, overridden by the flags."""
-    # These two flags change the defaults of others, so they are read first.
+    # These two change the defaults of other flags.
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?", default="auto")
     first.add_argument("--device", nargs="?", default="auto")
@@ -706,9 +706,7 @@ def print_samples(model: GPT, prompt: str, samples: int, length: int, ranks: Ran
     with ranks.autocast():
         idx = model.generate(idx, length, generator=generator)
     for i, tokens in enumerate(idx.tolist()):
-        lines = get_tokenizer().decode(tokens).splitlines()
-        lines = ["".join(c if c.isprintable() else " " for c in line) for line in lines]
-        text = indent("\n".join(lines), "  ")
+        text = indent(tokenizer.printable(tokens), "  ")
         print(f"rank {ranks.rank} sample {i}:\n{text}", flush=True)
 
 
@@ -767,7 +765,7 @@ class TrainState:
 
     model: GPT
     optimizer: Any
-    scaler: torch.amp.GradScaler
+    scaler: torch.amp.GradScaler  # of float16
     loader: DataLoaderLite
     step: int = 0  # updates made
     elapsed: float = 0.0  # seconds spent in updates
@@ -795,7 +793,7 @@ class TrainState:
         if ranks.device.type == "cpu":  # clone: the tensors are memory-mapped
             for moments in self.optimizer.state.values():
                 moments.update({key: tensor.clone() for key, tensor in moments.items()})
-        if saved["scaler"]:  # float16's
+        if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         if saved["dtype"] != str(ranks.dtype):
             print0(f"precision: {saved['dtype']} so far, {ranks.dtype} from here on")
@@ -827,7 +825,7 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ranks: Ranks) -> boo
 def start_log(
     config: TrainConfig, checkpoint: Path | None, resuming: bool, step: int, ranks: Ranks
 ) -> Callable:
-    """Begins or continues the log of the run: log(step, stream=value, …). Only rank 0 writes."""
+    """Begins or continues the log: log(step, stream=value, …). Only rank 0 writes."""
     if ranks.rank != 0:
         return lambda step, **values: None
     log_dir = Path(config.log_dir)
@@ -843,24 +841,24 @@ def start_log(
 # Set-up
 
 
-def new_model(config: TrainConfig) -> GPT:
+def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
+    """A model from a checkpoint, from --init, or from scratch."""
+    if checkpoint or config.init != "scratch":
+        return GPT.from_pretrained(checkpoint or config.init)
     shape = GPTConfig(config.seq_len, VOCAB_SIZE, config.n_layer, config.n_head, config.n_embd)
     return GPT(shape)
 
 
 def start_model(config: TrainConfig, checkpoint: Path | None, ranks: Ranks) -> GPT:
-    """The model to train, on the device: from a checkpoint, --init, or new."""
+    """The model to train, on the device of each rank."""
     torch.manual_seed(config.seed)
     model = None
     if ranks.rank == 0:  # DDP sends the weights to the others, which never load them
-        if checkpoint or config.init != "scratch":
-            model = GPT.from_pretrained(checkpoint or config.init)
-        else:
-            model = new_model(config)
-        context, vocabulary = model.config.block_size, model.config.vocab_size
-        if context < config.seq_len or vocabulary != VOCAB_SIZE:
-            problem = f"context {context} and vocabulary {vocabulary} don't fit"
-            raise UserError(f"--init {config.init}: {problem} --seq-len {config.seq_len}")
+        model = new_model(config, checkpoint)
+        shape = model.config
+        if shape.block_size < config.seq_len or shape.vocab_size != VOCAB_SIZE:
+            problem = f"context {shape.block_size}, vocabulary {shape.vocab_size}"
+            raise UserError(f"--init {config.init}: {problem} for --seq-len {config.seq_len}")
         model = model.to(ranks.device)
     shape = ranks.broadcast(model and model.config)
     if model is None:
@@ -940,21 +938,19 @@ def announce(state: TrainState, config: TrainConfig, resumed: Path | None, ranks
     """Prints what is about to be trained."""
     loader, batch, tokens = state.loader, config.total_batch_size, state.loader.stream.total_tokens
     micro_steps = batch // (loader.B * loader.T * ranks.world_size)
-    parameters = f"{state.model.num_parameters():,} parameters"
-    flops = state.model.flops_per_token(config.seq_len)
+    parameters, flops = state.model.num_parameters(), state.model.flops_per_token(config.seq_len)
     peak, source = devices.peak_flops(ranks.device, ranks.dtype)
     epochs = config.max_steps * batch / tokens
     shape = f"{loader.B} x {loader.T} tokens"
     folder = f"{config.log_dir}/" + (f", resumed from {resumed}" if resumed else "")
-    print0(f"model: {parameters}, {flops / 1e6:,.0f} MFLOP per token")
+    print0(f"model: {parameters:,} parameters, {flops / 1e6:,.0f} MFLOP per token")
     print0(f"speed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s per device ({source})")
     print0(f"data: {cli.shown(config.data)}, {tokens:,} training tokens")
     print0(f"steps: {config.max_steps:,} of {batch:,} tokens, {epochs:.3f} epochs")
     print0(f"batch: {shape} x {micro_steps} micro-steps x {ranks.world_size} ranks")
     print0(f"log and checkpoints: {folder}")
-    rest = config.max_steps - config.warmup_steps
-    if config.schedule == "wsd" and config.warmdown_steps > rest:
-        print0(f"schedule: the warm-down follows the warm-up at once, for {rest} steps")
+    if config.schedule == "wsd" and config.warmdown_steps > config.max_steps - config.warmup_steps:
+        print0("schedule: the warm-down is shortened and begins right after the warm-up")
 
 
 def conclude(state: TrainState, config: TrainConfig, val_loader: DataLoaderLite | None) -> None:
@@ -1009,8 +1005,7 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
     state = TrainState(model, optimizer, scaler, loader)
     if checkpoint:
-        saved = saved or run_folder.read_training_state(checkpoint)
-        state.load_state_dict(saved, config, ranks)
+        state.load_state_dict(saved or run_folder.read_training_state(checkpoint), config, ranks)
         saved = None  # it maps the file
         if ranks.broadcast(run_folder.is_finished(log_dir, state.step, config.max_steps)):
             print0(f"already trained {state.step} steps; to continue, raise --max-steps")
@@ -1028,7 +1023,7 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     # One round more than there are updates: the last only saves and evaluates.
     for step in range(start, config.max_steps + 1):
         last = step == config.max_steps
-        # Save before evaluating, which may fail; what a signal interrupts, --resume makes up for.
+        # Save before evaluating, which may fail or be interrupted; --resume makes up for it.
         new = step > start or (last and checkpoint is None)
         due = new and config.save_every > 0 and (stop or is_due(config.save_every, step, config))
         lost = due and not save_checkpoint(state, config, ranks)
@@ -1076,7 +1071,7 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         # Unscale before clipping: the limit is meant for the true gradients.
         scaler.unscale_(optimizer)
         norm_tensor = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        # The one synchronization with the device. All ranks get the same sums, and so decide alike.
+        # The one synchronization with the device. All ranks get the same sums, so decide alike.
         stop_flag = torch.full((), float(bool(received)), device=ranks.device)
         sums = torch.stack([loss_sum, stop_flag])
         if ranks.world_size > 1:
@@ -1104,9 +1099,9 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         state.step, state.elapsed = step + 1, state.elapsed + seconds
         rate = config.total_batch_size / seconds
         mfu = rate / full_speed
-        speed = f"{seconds * 1e3:.0f} ms {rate:,.0f} tok/s mfu {mfu:.1%}"
+        ms = 1e3 * seconds
+        speed = f"{ms:.0f} ms {rate:,.0f} tok/s mfu {mfu:.1%}"
         print0(f"step {step:5d} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} {speed}")
-        ms = seconds * 1e3
         log(step, train=loss, lr=lr, norm=norm, tok_per_sec=rate, mfu=mfu, ms=ms)
     if ranks.rank == 0:
         conclude(state, config, val_loader)
@@ -1120,8 +1115,7 @@ def main(args: list[str] | None = None) -> int:
         from support.plan import print_plan
 
         with torch.device("meta"):
-            scratch = config.init == "scratch"
-            model = new_model(config) if scratch else GPT.from_pretrained(config.init)
+            model = new_model(config)
         print_plan(model, *devices.choose_device(config.device, config.dtype), **asdict(config))
         return 0
     ranks = Ranks.start(config)

@@ -58,6 +58,12 @@ def get_tokenizer() -> tiktoken.Encoding:
     )
 
 
+def printable(tokens: list[int]) -> str:
+    """The text of tokens, without what could control a terminal."""
+    lines = get_tokenizer().decode(tokens).splitlines()
+    return "\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines)
+
+
 def encode(text: str) -> Iterator[np.ndarray]:
     """tiktoken's encode_ordinary(text) as uint32 arrays, one per piece of a long text.
 
