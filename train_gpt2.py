@@ -277,7 +277,7 @@ class GPT(nn.Module):
         """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …), its weights in float32."""
         names = [field.name for field in fields(GPTConfig)]
         settings, weights = pretrained.read_pretrained(name, names)
-        with torch.device("meta"):  # neither memory nor initialization: the files have the weights
+        with torch.device("meta"):  # the files have the weights
             model = cls(GPTConfig(**settings))
         pretrained.load_weights(model, weights, name)
         return model
@@ -425,7 +425,7 @@ class TrainConfig:
 
     # Data
 
-    data: str = SHARDS_FOLDER  # folder of token shards (by fineweb.py), or .txt file
+    data: str = SHARDS_FOLDER  # folder of token shards, or .txt file
     shuffle: bool = True  # reshuffle shards and their documents (.txt: passages) every epoch
     total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
@@ -725,7 +725,7 @@ def evaluate(
     log: Callable,
     received: Sequence[int],
 ) -> bool:
-    """Makes the validation loss, HellaSwag and samples due at `step`. True if a signal ended it."""
+    """Makes validation loss, HellaSwag and samples due at `step`. True if a signal ended it."""
     model.eval()  # GPT-2 is trained without dropout, but a fork may have it
     if is_due(config.eval_every, step, config):
         val = validation_loss(model, val_loader, config.eval_tokens, ranks, received)
@@ -765,7 +765,7 @@ class TrainState:
 
     model: GPT
     optimizer: Any
-    scaler: torch.amp.GradScaler  # of float16
+    scaler: torch.amp.GradScaler
     loader: DataLoaderLite
     step: int = 0  # updates made
     elapsed: float = 0.0  # seconds spent in updates
@@ -950,7 +950,7 @@ def announce(state: TrainState, config: TrainConfig, resumed: Path | None, ranks
     print0(f"batch: {shape} x {micro_steps} micro-steps x {ranks.world_size} ranks")
     print0(f"log and checkpoints: {folder}")
     if config.schedule == "wsd" and config.warmdown_steps > config.max_steps - config.warmup_steps:
-        print0("schedule: the warm-down is shortened and begins right after the warm-up")
+        print0("schedule: a shorter warm-down, right after the warm-up")
 
 
 def conclude(state: TrainState, config: TrainConfig, val_loader: DataLoaderLite | None) -> None:
@@ -1038,10 +1038,8 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         if stop and lost:
             raise RunError(f"stopped by a signal, and step {step} could not be saved")
         if stop:
-            saved = (
-                "--resume continues" if config.save_every else "--save-every 0: nothing is saved"
-            )
-            print0(f"stopped by a signal after {step} updates; {saved}")
+            hint = "--resume continues" if config.save_every else "nothing is saved"
+            print0(f"stopped by a signal after {step} updates; {hint}")
             return 130 if received[:1] == [signal.SIGINT] else 143
         if last:
             break
