@@ -157,7 +157,7 @@ def prepare_for_training(
         try:
             if downloads == (local_rank == 0):
                 tasks = prepare(load_examples(Path(path) if path else None), block_size)
-        except UserError as error:
+        except (UserError, OSError) as error:  # no network, or no space for the download
             if path:
                 raise
             problem = str(error)

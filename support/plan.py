@@ -83,7 +83,7 @@ def print_plan(
     rows = {
         "device": description,
         "parameters": f"{N:,} ({sum(p.numel() for p in model.h.parameters()):,} in the blocks)",
-        "FLOPs a token": f"{flops:,} (6 N + 12 L C T, N without position embeddings)",
+        "FLOPs per token": f"{flops:,} (6 N + 12 L C T, N without position embeddings)",
         "tokens": f"{tokens:,} in {max_steps:,} steps of {total_batch_size:,}",
         "epochs": epochs,
         "FLOPs": f"{flops * tokens:.3e}",

@@ -45,16 +45,20 @@ def read_settings(folder: Path, names: list[str]) -> dict[str, Any]:
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise UserError(f"{folder}: no model here (config.json is missing or not JSON)") from None
+        raw = None
+    if not isinstance(raw, dict):
+        raise UserError(f"{folder}: no model here (config.json is missing or no JSON object)")
     for key, expected in GPT2_MATHS.items():
         value = raw.get(key, expected if key != "model_type" else None)
         same = value == expected or (key == "n_inner" and value == 4 * raw.get("n_embd", 0))
         if not same and key not in names:
             problem = f"config.json has {key} = {value!r}, not {expected!r}"
             raise UserError(f"{folder}: not a GPT-2: {problem}")
-    missing = [name for name in REQUIRED if name not in raw]
-    if missing:
-        raise UserError(f"{folder}: config.json lacks {', '.join(missing)}")
+    bad = [name for name in REQUIRED if type(raw.get(name)) is not int or raw[name] < 1]
+    if bad:
+        raise UserError(f"{folder}: config.json needs {', '.join(bad)}: whole numbers from 1")
+    if raw["n_embd"] % raw["n_head"]:
+        raise UserError(f"{folder}: config.json has an n_embd that n_head does not divide")
     theirs = {name: THEIR_NAMES.get(name, name) for name in names}
     return {name: raw[key] for name, key in theirs.items() if key in raw}
 

@@ -107,8 +107,10 @@ def open_shard(path: Path) -> np.ndarray:
             if (magic, version, length) != (BIN_MAGIC, BIN_VERSION, len(tokens)):
                 header = f"magic {magic}, version {version}, {length} tokens"
                 raise ValueError(f"its header has {header}")
+        if not isinstance(tokens, np.ndarray):
+            raise ValueError("a .npz archive")
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
-            raise ValueError(f"{len(tokens)} values, {tokens.ndim}-D {tokens.dtype}")
+            raise ValueError(f"{tokens.size} values, {tokens.ndim}-D {tokens.dtype}")
     except (ValueError, EOFError) as error:
         message = f"{path}: not a whole shard of uint16 tokens ({error}); "
         message += "remove it and all later ones, then run the command again that made them"
