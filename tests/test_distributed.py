@@ -1,15 +1,12 @@
 """Ranks share a step equally; an error that all ranks meet is reported once, one that a rank meets
 alone with its rank."""
 
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
 
-import train_gpt2
-from support.cli import LostRank, UserError
-from tests.conftest import start_ranks, train
+from support.cli import UserError
+from tests.conftest import start_ranks
 from train_gpt2 import GPT, GPTConfig, Ranks, choose_micro_batch_size, read_config
 
 
@@ -75,26 +72,3 @@ def test_an_error_of_one_rank_is_one_line_with_its_rank(name, tmp_path, monkeypa
     errors = [line for text in texts for line in text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0].startswith(f"error: rank 1: {message}"), texts
     assert not any("Traceback" in text for text in texts), texts
-
-
-@pytest.mark.parametrize(
-    "error, kind, message",
-    [
-        (
-            RuntimeError("[gloo/pair.cc:553] Connection closed by peer [::1]:26247"),
-            LostRank,
-            "^another rank has",
-        ),
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it"),
-            UserError,
-            "^out of memory on cpu: try --micro-batch-size 1, --low-memory, or --shard-optimizer on several ranks$",
-        ),
-        (RuntimeError("a bug"), RuntimeError, "^a bug$"),
-    ],
-)
-def test_a_lost_rank_and_a_lack_of_memory_are_told_from_a_bug(error, kind, message, monkeypatch):
-    monkeypatch.setattr(train_gpt2, "train", mock.Mock(side_effect=error))
-    monkeypatch.setattr(Ranks, "start", lambda config: on_ranks(2))
-    with pytest.raises(kind, match=message):
-        train()

@@ -1,0 +1,366 @@
+"""Faults that a run survives, and those it ends with, each with its cause: failing evaluations,
+signals, full disks, a second run in the folder, restarts, damaged logs, wrong environments."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train_gpt2
+from support import cli, run_folder
+from support.cli import LostRank, RunError, UserError
+from support.run_folder import list_checkpoints, step_of
+from support.trackers import start_trackers
+from tests.conftest import ROOT, losses, read_log, train
+
+resource = pytest.importorskip("resource", reason="Windows has neither limits nor these signals")
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def start(text, tmp_path):
+    """Trains in tmp_path/log with flags in one string. -> exit status"""
+
+    def start(flags: str, **options) -> int:
+        data = ("--data", text, "--log-dir", tmp_path / "log")
+        return train(*data, *flags.split(), **options)
+
+    return start
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """at_step(2, act) calls act() before the update of step 2."""
+    get_lr, actions = train_gpt2.get_lr, {}
+
+    def acting(step, config):
+        actions.pop(step, lambda: None)()
+        return get_lr(step, config)
+
+    monkeypatch.setattr(train_gpt2, "get_lr", acting)
+    return actions.__setitem__
+
+
+def entries(log_dir):
+    return json.loads((log_dir / "run.json").read_text())
+
+
+def steps(log_dir):
+    return [step_of(folder) for folder in list_checkpoints(log_dir)]
+
+
+def raise_error(error):
+    def raising(*args, **options):
+        raise error
+
+    return raising
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluations and signals
+
+
+def test_an_evaluation_that_fails_costs_no_step(start, tmp_path, monkeypatch, capsys):
+    log, flags, results = tmp_path / "log", "--max-steps 3 --save-every 2 --eval-every 3", iter([9])
+    with monkeypatch.context() as patch, pytest.raises(StopIteration):  # in the last evaluation
+        patch.setattr(train_gpt2, "validation_loss", lambda *args: next(results))
+        start(flags)
+    assert steps(log) == [2, 3]
+    assert start(flags + " --resume") == 0
+    assert len(losses(log)) == 3 and len(losses(log, "val")) == 2
+    assert [entry.get("finished") for entry in entries(log)] == [None, 3]
+    before = read_log(log)
+    assert start(flags + " --resume") == 0 and "already trained 3" in capsys.readouterr().out
+    assert read_log(log) == before and len(entries(log)) == 2
+
+
+@pytest.mark.parametrize("when", ["in the last step", "in the last evaluation"])
+def test_a_signal_near_the_end_loses_no_evaluation(
+    when, start, at_step, tmp_path, monkeypatch, capsys
+):
+    log, read, count = tmp_path / "log", train_gpt2.TokenStream.read, [0]
+
+    def disturbed(self, *args):
+        if not self.shuffle:  # validation: 4 batches each
+            count[0] += 1
+            if count[0] == 6 and when == "in the last evaluation":
+                stop()
+        return read(self, *args)
+
+    monkeypatch.setattr(train_gpt2.TokenStream, "read", disturbed)
+    if when == "in the last step":
+        at_step(2, stop)
+    flags = "--max-steps 3 --save-every 9 --eval-every 9 --sample-every 9"
+    assert start(flags) == 143
+    assert count[0] == (4 if when == "in the last step" else 6) and steps(log) == [3]
+    assert "sample 0" not in capsys.readouterr().out
+    assert start(flags + " --resume") == 0
+    assert "sample 0" in capsys.readouterr().out and len(losses(log, "val")) == 2
+    assert len(losses(log)) == 3 and entries(log)[-1]["finished"] == 3
+
+
+def test_a_signal_whose_save_fails_says_so(start, at_step, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_gpt2.GPT, "save_pretrained", raise_error(FULL))
+    at_step(1, stop)
+    with pytest.raises(SystemExit) as ended:
+        cli.run(lambda: start("--max-steps 9 --save-every 9"))
+    *_, last = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and last.startswith("error: stopped by a signal")
+    assert last.endswith("step 2 could not be saved")
+
+
+# --------------------------------------------------------------------------------------------------
+# Full disks
+
+
+def test_full_disks_under_log_and_output_cost_no_line(
+    start, at_step, tmp_path, monkeypatch, capsys
+):
+    def limit(size):
+        return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    at_step(1, limit(250))  # cuts the lines of step 2, about 100 bytes per step
+    at_step(5, limit(resource.RLIM_INFINITY))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "flush", raise_error(FULL))
+        try:
+            assert start("--max-steps 7") == 0
+        finally:
+            limit(resource.RLIM_INFINITY)()
+    assert capsys.readouterr().err.count("log.txt: File too large; lines are kept") == 1
+    lines = run_folder.log_lines(tmp_path / "log/log.txt")
+    assert [line[:2] for line in lines[::6]] == [(step, "train") for step in range(7)]
+    assert len(lines) == 6 * 7
+
+
+def test_a_bug_while_saving_is_no_full_disk(start, monkeypatch):
+    monkeypatch.setattr(torch, "save", raise_error(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        start("--max-steps 3 --save-every 1")
+
+
+# --------------------------------------------------------------------------------------------------
+# Several runs in one folder
+
+
+def test_two_runs_cannot_use_one_folder(start, at_step, tmp_path):
+    refused = []
+
+    def second():
+        with pytest.raises(UserError, match="log: another run is using it; choose another") as info:
+            start("--max-steps 1 --save-every 1")
+        refused.append(info)
+
+    at_step(1, second)
+    assert start("--max-steps 2 --save-every 1") == 0
+    assert refused and steps(tmp_path / "log") == [1, 2] and len(entries(tmp_path / "log")) == 1
+    assert start("--max-steps 1") == 0  # the lock has ended
+
+
+def test_resuming_a_run_without_a_line_keeps_the_log_of_an_earlier_one(
+    start, tmp_path, monkeypatch
+):
+    start("--max-steps 2")
+    before = read_log(tmp_path / "log")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt2, "announce", raise_error(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            start("--max-steps 2")
+    start("--max-steps 2 --resume")
+    lines = read_log(tmp_path / "log")
+    assert lines[: len(before)] == before and len(lines) == 2 * len(before)
+
+
+def test_a_restart_by_torchrun_resumes_what_its_own_job_began(start, tmp_path, monkeypatch):
+    log, flags = tmp_path / "log", "--max-steps 2 --save-every 1"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    start("--max-steps 1 --save-every 1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")  # it died before it recorded its start
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    start(flags)
+    assert entries(log)[-1]["step"] == 0 and steps(log / "earlier_1") == [1]
+    shutil.rmtree(log / "step_000002")
+    start(flags)
+    assert entries(log)[-1]["step"] == 1 and steps(log) == [1, 2]
+
+
+def test_the_best_checkpoint_survives_an_extension(start, tmp_path, monkeypatch):
+    """Resumed from step 3, a multiple of no --eval-every: its evaluation is not made again."""
+    results = iter([9.0, 8.0, 4.0, 7.0, 6.0])
+    monkeypatch.setattr(train_gpt2, "validation_loss", lambda *args: next(results))
+    flags = "--eval-every 2 --save-every 1 --keep-checkpoints 1 --resume"
+    start(flags + " --max-steps 3")
+    start(flags + " --max-steps 5")
+    assert steps(tmp_path / "log") == [3, 5]
+    assert losses(tmp_path / "log", "val") == [9, 8, 4, 7, 6]
+
+
+def test_weights_of_init_are_not_ignored_when_resuming(start, tmp_path):
+    start("--max-steps 1 --save-every 1")
+    with pytest.raises(UserError, match="not the same run: --init was scratch, is "):
+        start(f"--max-steps 2 --resume --init {tmp_path / 'log/step_000001'}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Secondary work
+
+
+def write_nonsense(log):
+    with open(log / "log.txt", "ab") as file:
+        file.write(b"\xff\n1 val none\nstray\n")
+
+
+FAULTS = {
+    "no process for curves": lambda log, patch: patch.setattr(
+        subprocess, "Popen", raise_error(OSError(errno.EAGAIN, "Try again"))
+    ),
+    "nonsense in log.txt": lambda log, patch: write_nonsense(log),
+    "run.json deleted": lambda log, patch: (log / "run.json").unlink(),
+    "a folder that stays": lambda log, patch: patch.setattr(
+        run_folder, "remove_folder", raise_error(OSError(errno.EACCES, "Permission denied"))
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_secondary_work_does_not_end_a_run(fault, start, at_step, tmp_path, monkeypatch, capsys):
+    log = tmp_path / "log"
+    at_step(2, lambda: FAULTS[fault](log, monkeypatch))
+    flags = "--max-steps 4 --save-every 1 --keep-checkpoints 1 --eval-every 2"
+    assert start(flags, curves=fault.startswith("no process")) == 0
+    assert len(run_folder.read_log(log)["train"][0]) == 4 and steps(log)[-1] == 4
+    assert ("warning: " in capsys.readouterr().err) == (fault != "nonsense in log.txt")
+
+
+# --------------------------------------------------------------------------------------------------
+# Causes
+
+NCCL = """NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.27.5
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"""
+CAUSES = [  # the error, --micro-batch-size, what becomes of it, and its line
+    (RuntimeError("[gloo] Connection closed by peer [::1]:26247"), 0, LostRank, "^another rank"),
+    (
+        RuntimeError(NCCL),
+        0,
+        RunError,
+        "^NCCL failed: NCCL error in: .* 2.27.5 Error while creating",
+    ),
+    (
+        torch.OutOfMemoryError("CUDA ran out\nMore"),
+        8,
+        UserError,
+        "^out of memory on cpu: .*-size 4,",
+    ),
+    (RuntimeError("can't allocate memory"), 0, UserError, "below the one in the line `batch:`, --"),
+    (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), 0, UserError, "--shard-optimizer on several"),
+    (
+        RuntimeError("The tensor's data is not allocated yet."),
+        0,
+        RuntimeError,
+        "^The tensor's data",
+    ),
+    (RuntimeError("a bug"), 0, RuntimeError, "^a bug$"),
+]
+
+
+@pytest.mark.parametrize("error, B, kind, line", CAUSES)
+def test_an_error_of_torch_gets_its_cause(error, B, kind, line, start, monkeypatch):
+    monkeypatch.setattr(train_gpt2, "train", raise_error(error))
+    with pytest.raises(kind, match=line) as info:
+        start(f"--micro-batch-size {B}")
+    assert info.type is kind
+
+
+# --------------------------------------------------------------------------------------------------
+# Settings
+
+
+def test_a_sample_may_begin_with_nothing(start, capsys):
+    assert start("--max-steps 1 --sample-every 1 --sample-prompt=") == 0
+    assert "sample 1:" in capsys.readouterr().out
+
+
+def test_a_long_warm_down_begins_after_the_warm_up():
+    config = train_gpt2.read_config(["--preset", "shakespeare", "--max-steps", "100"])
+    rates = [train_gpt2.get_lr(step, config) / config.max_lr for step in (19, 20, 60, 100)]
+    assert rates == pytest.approx([1, 1, 0.5, 0])
+
+
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": 1}
+ENVIRONMENTS = {
+    "RANK=0, LOCAL_RANK=, WORLD_SIZE= ": {"RANK": "0"},
+    "RANK=, LOCAL_RANK=, WORLD_SIZE=2 ": {"WORLD_SIZE": "2"},
+    "RANK=a, ": TORCHRUN | {"RANK": "a"},
+    "MASTER_PORT don't describe a rank: start with torchrun": TORCHRUN | {"MASTER_PORT": None},
+    "--seed 9223372036854775808: must be": {},
+}
+
+
+@pytest.mark.parametrize("message", ENVIRONMENTS)
+def test_wrong_ranks_and_huge_seeds_are_one_line(message, start, tmp_path, monkeypatch, capsys):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ENVIRONMENTS[message].items():
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as ended:
+        cli.run(lambda: start(f"--max-steps 1 --seed {0 if ENVIRONMENTS[message] else 2**63}"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith("error: ") and message in line
+
+
+# --------------------------------------------------------------------------------------------------
+# The end of a process, and other trackers
+
+ABORT = """
+import atexit, os
+from support.cli import run
+
+class Thread:
+    def __del__(self):
+        os.abort()
+
+thread = Thread()  # aborts in the clean-up of the interpreter, as threads of gloo may
+atexit.register(print, "exit function")
+run(lambda: print("done"))
+"""
+CLOSED = "import os\nos.close(1)\nos.execlp({0!r}, {0!r}, '-c', {1!r})"
+
+
+@pytest.mark.parametrize("case, output", [("rank", "done\nexit function\n"), ("no stdout", "")])
+def test_a_process_ends_with_its_own_status(case, output):
+    """A rank without the clean-up of the interpreter; a process whose stdout is closed."""
+    code, env = ABORT, dict.fromkeys(TORCHRUN, "0") | {"WORLD_SIZE": "1"}
+    if case == "no stdout":
+        code, env = CLOSED.format(sys.executable, "from support.cli import run; run(print)"), {}
+    command, env = [sys.executable, "-c", code], os.environ | env
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, output, "")
+
+
+def test_wandb_names_an_extended_run_after_its_first_start(tmp_path, monkeypatch):
+    """Also in a new folder, whose first start resumed a copied checkpoint."""
+    started = []
+    wandb = SimpleNamespace(init=lambda **settings: started.append(settings["id"]))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    starts = [
+        {"started": "2026-01-01T00:00:00Z", "step": 4000, "config": {}},
+        {"started": "2026-01-02T00:00:00Z", "step": 5000, "config": {}},
+    ]
+    for n in (1, 2):
+        run_folder.write_entries(tmp_path, starts[:n])
+        start_trackers(tmp_path, starts[n - 1]["step"], tensorboard=False, wandb=True)
+    assert started == [f"{tmp_path.name}-20260101000000"] * 2
