@@ -123,10 +123,12 @@ def test_full_disks_under_log_and_output_cost_no_line(start, at_step, log, monke
     at_step(5, limit(resource.RLIM_INFINITY))
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "flush", raise_error(FULL))
+        patch.setattr(sys.stderr, "flush", raise_error(FULL))
         try:
-            assert start("--max-steps 7") == 0
+            assert start("--max-steps 7 --save-every 2 --sample-every 6") == 0
         finally:
             limit(resource.RLIM_INFINITY)()
+    assert steps(log) == [6, 7]
     assert capsys.readouterr().err.count("log.txt: File too large; lines are kept") == 1
     lines = run_folder.log_lines(log / "log.txt")
     assert [line[:2] for line in lines[::6]] == [(step, "train") for step in range(7)]
@@ -167,10 +169,11 @@ def test_resuming_a_run_without_a_line_keeps_the_log_of_an_earlier_one(start, lo
 
 def test_a_restart_by_torchrun_resumes_what_its_own_job_began(start, log, monkeypatch):
     flags = "--max-steps 2 --save-every 1"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # also that of the earlier job
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/x/none_a/attempt_0/0/error.json")
     start("--max-steps 1 --save-every 1")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")  # it died before it recorded its start
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # died before it recorded its start
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/y/none_b/attempt_1/0/error.json")
     start(flags)
     assert entries(log)[-1]["step"] == 0 and steps(log / "earlier_1") == [1]
     shutil.rmtree(log / "step_000002")
@@ -205,6 +208,7 @@ FAULTS = {
     "no process": lambda log, patch: patch.setattr(subprocess, "Popen", raise_error(BUSY)),
     "nonsense in log.txt": lambda log, patch: write_nonsense(log),
     "run.json deleted": lambda log, patch: (log / "run.json").unlink(),
+    "log.txt deleted": lambda log, patch: (log / "log.txt").unlink(),
     "stays": lambda log, patch: patch.setattr(run_folder, "remove_folder", raise_error(DENIED)),
 }
 
@@ -214,18 +218,23 @@ def test_secondary_work_does_not_end_a_run(fault, start, at_step, log, monkeypat
     at_step(2, lambda: FAULTS[fault](log, monkeypatch))
     flags = "--max-steps 4 --save-every 1 --keep-checkpoints 1 --eval-every 2"
     assert start(flags, curves=fault == "no process") == 0
-    assert len(run_folder.read_log(log)["train"][0]) == 4 and steps(log)[-1] == 4
-    assert ("warning: " in capsys.readouterr().err) == (fault != "nonsense in log.txt")
+    printed = capsys.readouterr()
+    assert "done: 4 steps" in printed.out and steps(log)[-1] == 4
+    assert ("warning: " in printed.err) == ("log.txt" not in fault)
 
 
 NCCL = """NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.27.5
 ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
 Last error:
 Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"""
+REMOTE = """NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error
+Last error:
+socketPollConnect: connect returned Connection refused"""
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA ran out\nof something")
 CAUSES = [  # the error (a text: RuntimeError), --micro-batch-size, what becomes of it, and its line
     ("[gloo] Connection closed by peer [::1]:26247", 0, LostRank, "^another rank has exited"),
     (NCCL, 0, RunError, "^NCCL failed: NCCL error in: .* version 2.27.5 .?Error while creating"),
+    (REMOTE, 0, LostRank, "^another rank has exited or cannot be reached .*Connection refused"),
     (OUT_OF_MEMORY, 8, UserError, "^out of memory on cpu: try --micro-batch-size 4, --low-memory"),
     ("can't allocate memory", 0, UserError, "below the one in the line `batch:`, --low-memory"),
     ("CUBLAS_STATUS_ALLOC_FAILED", 0, UserError, "--shard-optimizer on several ranks$"),
@@ -248,10 +257,13 @@ def test_a_sample_may_begin_with_nothing(start, capsys):
     assert "sample 1:" in capsys.readouterr().out
 
 
-def test_a_long_warm_down_begins_after_the_warm_up():
+def test_a_long_warm_down_begins_after_the_warm_up(start, capsys):
     config = train_gpt2.read_config(["--preset", "shakespeare", "--max-steps", "100"])
     rates = [train_gpt2.get_lr(step, config) / config.max_lr for step in (19, 20, 60, 100)]
     assert rates == pytest.approx([1, 1, 0.5, 0])
+    for steps, line in ((3, "for 1 steps"), (1, None)):
+        start(f"--schedule wsd --max-steps {steps}")
+        assert ((line or "schedule: ") in capsys.readouterr().out) == bool(line)
 
 
 def test_a_huge_integer_is_refused():
@@ -263,6 +275,7 @@ RANK = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", M
 NO_RANKS = [
     {"RANK": "0"},
     {"WORLD_SIZE": "2"},
+    {"RANK": ""},
     RANK | {"RANK": "a"},
     RANK | {"RANK": "1"},
     {name: value for name, value in RANK.items() if name != "MASTER_PORT"},
