@@ -21,7 +21,6 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
@@ -707,7 +706,7 @@ def print_samples(model: GPT, prompt: str, samples: int, length: int, ranks: Ran
         idx = model.generate(idx, length, generator=generator)
     for i, tokens in enumerate(idx.tolist()):
         text = indent(tokenizer.printable(tokens), "  ")
-        print(f"rank {ranks.rank} sample {i}:\n{text}", flush=True)
+        cli.print_line(f"rank {ranks.rank} sample {i}:\n{text}")
 
 
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
@@ -818,7 +817,7 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ranks: Ranks) -> boo
     if problem and state.step == config.max_steps:
         raise UserError(f"{problem}: free some space; --resume continues")
     if problem and ranks.rank == 0:
-        print(f"error: {problem}", file=sys.stderr, flush=True)
+        cli.warn(problem, "error")
     return not problem
 
 
@@ -949,7 +948,10 @@ def announce(state: TrainState, config: TrainConfig, resumed: Path | None, ranks
     print0(f"steps: {config.max_steps:,} of {batch:,} tokens, {epochs:.3f} epochs")
     print0(f"batch: {shape} x {micro_steps} micro-steps x {ranks.world_size} ranks")
     print0(f"log and checkpoints: {folder}")
-    if config.schedule == "wsd" and config.warmdown_steps > config.max_steps - config.warmup_steps:
+    if (
+        config.schedule == "wsd"
+        and 0 < config.max_steps - config.warmup_steps < config.warmdown_steps
+    ):
         print0("schedule: a shorter warm-down, right after the warm-up")
 
 

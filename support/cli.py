@@ -29,7 +29,7 @@ def torchrun_ranks() -> tuple[int, int, int]:
     """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) without."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     found = [os.environ.get(name, "") for name in names]
-    if not found[0] and not found[2]:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 0, 0, 1
     rank, local_rank, world_size = (int(x) if x.isdecimal() else -1 for x in found)
     addressed = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
@@ -40,20 +40,25 @@ def torchrun_ranks() -> tuple[int, int, int]:
     return rank, local_rank, world_size
 
 
+def print_line(message: str) -> None:
+    """Prints on every rank. A full disk under the output doesn't end the run."""
+    try:
+        print(message, flush=True)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
 def print0(message: str) -> None:
-    """Prints on rank 0 only. A full disk under the output doesn't end the run."""
+    """Prints on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
-        try:
-            print(message, flush=True)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+        print_line(message)
 
 
-def warn(message: str) -> None:
-    """Prints a warning; it must not be what ends the run."""
+def warn(message: str, label: str = "warning") -> None:
+    """Prints to stderr; a warning must not be what ends the run."""
     with contextlib.suppress(OSError):
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        print(f"{label}: {message}", file=sys.stderr, flush=True)
 
 
 def first_line(error: BaseException) -> str:
@@ -157,7 +162,7 @@ def run(main: Callable[[], int | None]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(2)
     name = f"rank {rank}: " if rank else ""
-    print(f"error: {name}{message}", file=sys.stderr, flush=True)
+    warn(f"{name}{message}", "error")
     if world_size > 1:  # a normal exit would wait for collectives that no longer complete
         os._exit(status)
     sys.exit(status)

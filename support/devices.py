@@ -159,16 +159,18 @@ def explain(error: RuntimeError, device: torch.device, B: int) -> Exception:
     """What to raise for an error of torch: out of memory, a failed exchange, or itself if a bug."""
     message = str(error)
     if is_out_of_memory(error):
-        smaller = f"--micro-batch-size {max(B // 2, 1)}"
-        if not B:
-            smaller = "a --micro-batch-size below the one in the line `batch:`"
-        options = f"{smaller}, --low-memory, or --shard-optimizer on several ranks"
+        smaller = f"--micro-batch-size {B // 2}, " if B > 1 else ""
+        if B == 0:
+            smaller = "a --micro-batch-size below the one in the line `batch:`, "
+        options = f"{smaller}--low-memory, or --shard-optimizer on several ranks"
         return UserError(f"out of memory on {device}: try {options}")
+    cause = re.search(r"Last error:\s*(.+)", message)  # NCCL's
+    detail = f" ({cause[1]})" if cause else ""
     if re.search(r"Connection (closed|reset) by peer|remote process exit|was aborted", message):
-        return LostRank("another rank has exited; see its error line, or torchrun's report")
+        remedy = "see its error line, or torchrun's report"
+        return LostRank(f"another rank has exited or cannot be reached{detail}; {remedy}")
     if "NCCL" in message:
-        cause = re.search(r"Last error:\s*(.+)", message)
-        return RunError(f"NCCL failed: {first_line(error)} {cause[1] if cause else ''}".strip())
+        return RunError(f"NCCL failed: {first_line(error)}{detail}")
     return error
 
 

@@ -31,6 +31,7 @@ def lock(log_dir: Path, rank: int) -> Iterator[None]:
         return
     import fcntl
 
+    new = not log_dir.exists()
     log_dir.mkdir(parents=True, exist_ok=True)
     folder = os.open(log_dir, os.O_RDONLY)
     try:
@@ -43,8 +44,9 @@ def lock(log_dir: Path, rank: int) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
-        with contextlib.suppress(OSError):
-            log_dir.rmdir()
+        if new:
+            with contextlib.suppress(OSError):  # it is not empty
+                log_dir.rmdir()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -73,9 +75,13 @@ def git_commit() -> str | None:
 
 
 def torchrun_job() -> str | None:
-    """Names torchrun's job, which keeps its name when it is restarted; None without torchrun."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID")
-    return f"process {os.getppid()}" if name == "none" else name
+    """Names the torchrun that started this process, the same after a restart; None without one.
+
+    Its --rdzv-id may be that of earlier jobs; its folder, ID_RANDOM/attempt_N/RANK/, is new."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # empty with --log-dir /dev/null
+    if error_file:
+        return Path(error_file).parents[2].name
+    return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def is_restart(log_dir: Path) -> bool:
@@ -262,7 +268,7 @@ def find_checkpoint(log_dir: Path) -> tuple[Path, dict[str, Any]] | tuple[None, 
             verify_checksums(checkpoint, {"training_state.pt", "model.safetensors", "config.json"})
             return checkpoint, read_training_state(checkpoint)
         except UserError as error:
-            print(f"warning: {error}; trying the previous one", file=sys.stderr, flush=True)
+            warn(f"{error}; trying the previous one")
     if checkpoints:
         problem = f"all {len(checkpoints)} checkpoints are damaged"
         raise UserError(f"{log_dir}: {problem}; use another --log-dir")
@@ -297,7 +303,8 @@ def write_checkpoint(
 
     folder = log_dir / f"step_{state['step']:06d}"
     try:
-        fsync(log_dir / "log.txt")  # it must not be shorter than the checkpoint
+        if (log_dir / "log.txt").exists():  # it must not be shorter than the checkpoint
+            fsync(log_dir / "log.txt")
         with atomic_path(folder) as partial:
             write_model(partial)
             torch.save(state, partial / "training_state.pt")
