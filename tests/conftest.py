@@ -1,4 +1,4 @@
-"""Small runs that finish in a second or two, and readers of what they leave."""
+"""Runs that take a second or two, and readers of their output files."""
 
 import contextlib
 import multiprocessing
@@ -16,54 +16,23 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows neither forks nor has these signals")
-TINY = [
-    "--n-layer",
-    "2",
-    "--n-head",
-    "2",
-    "--n-embd",
-    "16",
-    "--seq-len",
-    "16",
-    "--total-batch-size",
-    "128",
-    "--micro-batch-size",
-    "2",
-    "--warmup-steps",
-    "2",
-    "--eval-tokens",
-    "128",
-    "--device",
-    "cpu",
-    "--no-compile",
-    "--preset",
-    "shakespeare",
-    "--dtype",
-    "float32",
-    "--save-every",
-    "0",
-    "--sample-every",
-    "0",
-    "--eval-every",
-    "0",
-    "--optimizer",
-    "adamw",
-    "--schedule",
-    "cosine",
-    "--max-lr",
-    "5e-3",
-    "--min-lr",
-    "5e-4",
-    "--beta2",
-    "0.95",
-]
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side by side
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-os.environ["HF_HUB_OFFLINE"] = (
-    "1"  # no test may reach the Hub; those of hub code bring a server of their own
-)
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests of Hub code start a local server
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+
+def words(*args: object) -> list[str]:
+    """A command line. A string may hold several words; paths and numbers are one word each."""
+    return [word for arg in args for word in (arg.split() if isinstance(arg, str) else [str(arg)])]
+
+
+TINY = words(
+    "--preset shakespeare --n-layer 2 --n-head 2 --n-embd 16 --seq-len 16 --total-batch-size 128",
+    "--micro-batch-size 2 --device cpu --dtype float32 --no-compile --optimizer adamw",
+    "--schedule cosine --warmup-steps 2 --max-lr 5e-3 --min-lr 5e-4 --beta2 0.95",
+    "--eval-tokens 128 --eval-every 0 --sample-every 0 --save-every 0",
+)
 
 
 @pytest.fixture
@@ -75,17 +44,15 @@ def text(tmp_path):
 
 
 def train(*args: object, curves: bool = False) -> int:
-    """train_gpt2.py in this process, with TINY's flags unless `args` override them. Without
-    `curves` no checkpoint starts the process that draws them."""
+    """Runs train_gpt2.py in this process with TINY, then `args`. curves: draw curves.png."""
     import train_gpt2
 
-    numbers = [
-        getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
-    ]
+    names = ("SIGINT", "SIGTERM", "SIGUSR1")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
         with contextlib.nullcontext() if curves else mock.patch("support.run_folder.draw_curves"):
-            return train_gpt2.main([*TINY, *map(str, args)])
+            return train_gpt2.main([*TINY, *words(*args)])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -98,28 +65,26 @@ def script(name: str, *args: object, **options) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, **options)
 
 
-def be_a_rank(
-    env: dict[str, str], folder: str, output: Path, args: list[str], disturbance: str
-) -> None:
+def run_rank(env: dict[str, str], cwd: str, output: Path, args: list[str], code: str) -> None:
     import train_gpt2
     from support.cli import run
 
     os.environ.update(env)
-    os.chdir(folder)
+    os.chdir(cwd)
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     train_gpt2.run_folder.draw_curves = mock.Mock()
-    exec(disturbance, {})
+    exec(code, {})
     run(lambda: train_gpt2.main(args))
 
 
 def start_ranks(
-    world_size: int, folder: Path, *args: object, disturbance: str = ""
+    world_size: int, folder: Path, *args: object, code: str = ""
 ) -> tuple[list[int], list[str]]:
-    """train_gpt2.py on one rank or several, as torchrun runs it, but forked off a process that has
-    imported torch. Soon after one rank has failed the others get SIGTERM. disturbance: code that
-    each rank runs first. Returns exit statuses and outputs."""
+    """Runs train_gpt2.py on one or more ranks, as torchrun does, but forked from a process that
+    has imported torch. When a rank fails, the others get SIGTERM. code: run first on each rank.
+    Returns exit statuses and outputs."""
     if os.name == "nt":
         pytest.skip("Windows does not fork")
     forks = multiprocessing.get_context("forkserver")
@@ -129,22 +94,12 @@ def start_ranks(
         port = free.getsockname()[1]
     outputs = [folder / f"rank_{rank}.txt" for rank in range(world_size)]
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    words = [*TINY, *map(str, args)]
-    ranks = [
-        forks.Process(
-            target=be_a_rank,
-            args=(
-                shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                os.getcwd(),
-                output,
-                words,
-                disturbance,
-            ),
-        )
-        for rank, output in enumerate(outputs)
-    ]
-    for rank in ranks:
-        rank.start()
+    ranks = []
+    for rank, output in enumerate(outputs):
+        env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        arguments = (env, os.getcwd(), output, [*TINY, *words(*args)], code)
+        ranks.append(forks.Process(target=run_rank, args=arguments))
+        ranks[-1].start()
     deadline, stopped = time.monotonic() + 300, False
     while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -158,17 +113,15 @@ def start_ranks(
     return [rank.exitcode for rank in ranks], [output.read_text() for output in outputs]
 
 
-def train_on_ranks(
-    world_size: int, folder: Path, *args: object, disturbance: str = ""
-) -> list[str]:
-    """The same where all must succeed. Returns what each printed; AssertionError if one failed."""
-    codes, texts = start_ranks(world_size, folder, *args, disturbance=disturbance)
+def train_on_ranks(world_size: int, folder: Path, *args: object, code: str = "") -> list[str]:
+    """The same, but every rank must succeed. Returns their outputs."""
+    codes, texts = start_ranks(world_size, folder, *args, code=code)
     assert codes == [0] * world_size, texts
     return texts
 
 
 def read_log(log_dir: Path, *streams: str) -> list[str]:
-    """The lines of log.txt, of these streams only if any are named."""
+    """The lines of log.txt, or only those of the named streams."""
     lines = (Path(log_dir) / "log.txt").read_text().splitlines()
     return [line for line in lines if not streams or line.split()[1] in streams]
 

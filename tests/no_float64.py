@@ -1,9 +1,8 @@
-"""A stand-in for a GPU like Apple's on a machine that has none: its tensors are computed by the
-CPU.
+"""A stand-in for Apple's GPU; the CPU computes its tensors.
 
 `install()` registers a device "standin" with torch, for the whole process. Under `with StandIn():`
-its tensors refuse float64, as MPS does, and to be mixed with tensors of the host other than
-scalars. It cannot show Metal's own arithmetic."""
+its tensors refuse, as MPS does, float64 and to be mixed with host tensors other than scalars. It
+cannot show Metal's arithmetic."""
 
 import torch
 from torch.utils import backend_registration
@@ -27,9 +26,8 @@ def install() -> torch.device:
         def set_rng_state(self, state: torch.Tensor) -> None:
             assert state.tolist() == [7]
 
-    backend_registration._setup_privateuseone_for_python_backend(
-        "standin", backend_module=Backend()
-    )
+    register = backend_registration._setup_privateuseone_for_python_backend
+    register("standin", backend_module=Backend())
     return torch.device("standin", 0)
 
 
@@ -40,14 +38,9 @@ class OnStandIn(torch.Tensor):
     def __new__(cls, inner: torch.Tensor) -> "OnStandIn":
         if inner.dtype == torch.float64:
             raise TypeError("this device has no float64")
-        outer = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            inner.stride(),
-            inner.storage_offset(),
-            dtype=inner.dtype,
-            device=torch.device("standin", 0),
-        )
+        layout = inner.shape, inner.stride(), inner.storage_offset()
+        options = {"dtype": inner.dtype, "device": torch.device("standin", 0)}
+        outer = torch.Tensor._make_wrapper_subclass(cls, *layout, **options)
         outer.inner = inner
         return outer
 
@@ -82,7 +75,7 @@ def dispatch(func, args, kwargs):
 
 
 class StandIn(TorchDispatchMode):
-    """Catches the functions that make tensors from nothing, too."""
+    """Also catches functions without tensor arguments."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return dispatch(func, args, kwargs or {})

@@ -1,4 +1,4 @@
-"""The benchmark on a tiny model; the times themselves are the machine's."""
+"""bench.py on a tiny model."""
 
 import contextlib
 import io
@@ -72,7 +72,7 @@ def test_every_rung_has_the_same_loss():
 
 
 def test_report_continues_and_tries_failed_jobs_again(tmp_path, monkeypatch, capsys):
-    """The first start is killed in its third job; what is done is not measured again."""
+    """The first start is killed in its third job; finished jobs are not repeated."""
     started = []
     outcomes = {"machine": {"chip": "X"}, "right/tests": RunError("no")}
     outcomes["profile"] = KeyboardInterrupt()
@@ -106,23 +106,23 @@ def test_report_continues_and_tries_failed_jobs_again(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    "args, part",
+    "flags, part",
     [
-        (["--steps", "0"], "--steps 0"),
-        (["--rung", "bf16"], "--rung bf16"),
-        (["--json", "no/f"], "no/f"),
-        (["--json", "."], "is a folder"),
-        (["--only", "flash"], "--only"),
-        (["--report", "r", "--minutes", "-1"], "--minutes -1"),
-        (["--report", "r", "--minutes", "nan"], "--minutes nan"),
-        (["--ladder", "--only", "flash,no"], "--only no"),
-        (["--report", "r", "--only", "speed/1"], "--only sp"),
+        ("--steps 0", "--steps 0"),
+        ("--rung bf16", "--rung bf16"),
+        ("--json no/f", "no/f"),
+        ("--json .", "is a folder"),
+        ("--only flash", "--only"),
+        ("--report r --minutes -1", "--minutes -1"),
+        ("--report r --minutes nan", "--minutes nan"),
+        ("--ladder --only flash,no", "--only no"),
+        ("--report r --only speed/1", "--only sp"),
     ],
 )
-def test_wrong_input_is_one_line(args, part, tmp_path, monkeypatch):
+def test_wrong_input_is_one_line(flags, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=part):
-        bench.main([*args, *TINY])
+        bench.main([*flags.split(), *TINY])
 
 
 def test_help_of_the_comparison_with_build_nanogpt(monkeypatch, capsys):

@@ -1,7 +1,8 @@
-"""Tokens: the tokenizer is tiktoken's GPT-2, and so is what is saved with a model; the loader's
-promises, over random shard sets, batch shapes and world sizes."""
+"""The tokenizer, also as saved with a model, equals tiktoken's GPT-2; the loader's guarantees, over
+random shard sets, batch shapes and world sizes."""
 
 import hashlib
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -37,21 +38,8 @@ def saved_tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder)
 
 
-PIECES = [
-    "  ",
-    "\n\n",
-    "\t",
-    " the",
-    " 1234567",
-    "don't",
-    "été",
-    "日本",
-    "🙂",
-    " ",
-    "'ll",
-    "=" * 9,
-    "\u200b",
-]
+PIECES = ["  ", "\n\n", "\t", " the", " 1234567", "don't", "été", "日本", "🙂", " ", "'ll", "=" * 9]
+PIECES += ["\u200b"]
 strings = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=16).map("".join)
 
 
@@ -73,27 +61,27 @@ def test_foreign_files_are_refused(monkeypatch):
 letters = st.sampled_from("ab'sé世🙂1. \n\t\r\x85\u3000\x1c\xa0") | st.characters(codec="utf-8")
 
 
+def encode(text):
+    return [token for piece in tokenizer.encode(text) for token in piece.tolist()]
+
+
 @given(st.text(letters, max_size=60), st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
 def test_a_long_text_in_pieces_has_the_same_tokens(text, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "PIECE_CHARS", size)
-        pieces = list(tokenizer.encode(text))
-    assert [
-        token for piece in pieces for token in piece.tolist()
-    ] == get_tokenizer().encode_ordinary(text)
+        assert encode(text) == get_tokenizer().encode_ordinary(text)
 
 
 @pytest.mark.parametrize("space", " \t")
 def test_a_million_spaces(space):
-    """tiktoken overflows its stack on a million of any whitespace with something behind them."""
+    """tiktoken overflows its stack on a million characters of whitespace followed by text."""
     text = "start" + space * 1_000_000 + "end"
-    tokens = [token for piece in tokenizer.encode(text) for token in piece.tolist()]
-    assert get_tokenizer().decode(tokens) == text
+    assert get_tokenizer().decode(encode(text)) == text
 
 
 def write_shards(folder: Path, shards: list[list[int]], split: str = "train") -> list[np.ndarray]:
-    """Shards of documents of the given lengths, in which every token but 50256 occurs once."""
+    """Shards of documents of these lengths. Every token but 50256 occurs once."""
     folder.mkdir(exist_ok=True)
     arrays, next_token = [], 0
     for i, lengths in enumerate(shards):
@@ -101,16 +89,15 @@ def write_shards(folder: Path, shards: list[list[int]], split: str = "train") ->
         for length in lengths:
             tokens += [EOT, *range(next_token, next_token + length - 1)]
             next_token += length - 1
-        if i % 2:  # a document that began in the shard before
+        if i % 2:  # its document began in the shard before
             tokens[0], next_token = next_token, next_token + 1
         arrays.append(np.array(tokens, dtype=np.uint16))
         path = folder / f"test_{split}_{i:06d}"
         if i % 3 == 2:
             header = np.zeros(256, dtype="<i4")
             header[:3] = 20240520, 1, len(tokens)
-            path.with_suffix(".bin").write_bytes(
-                header.tobytes() + arrays[-1].astype("<u2").tobytes()
-            )
+            content = header.tobytes() + arrays[-1].astype("<u2").tobytes()
+            path.with_suffix(".bin").write_bytes(content)
         else:
             np.save(path.with_suffix(".npy"), arrays[-1])
     return arrays
@@ -124,29 +111,25 @@ shard_sets = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=8), min_
 def test_an_epoch_is_each_token_once_in_whole_documents(shards, shuffle, epoch, data):
     with tempfile.TemporaryDirectory() as folder:
         arrays = write_shards(Path(folder), shards)
-        loader = DataLoaderLite(
-            folder, "train", 1, 1, seed=data.draw(st.integers(0, 9)), shuffle=shuffle
-        )
-        assert all(isinstance(shard, np.memmap) for shard in loader.stream.shards)
-        n = loader.stream.total_tokens
-        stream = loader.stream.read(epoch * n, n)
-        everything = np.concatenate(arrays)
-        assert sorted(stream) == sorted(everything)
-        if not shuffle:
-            assert (stream == everything).all()
-        # Documents stay whole: a token's successor is the one in its shard, or begins a document.
+        seed = data.draw(st.integers(0, 9))
+        stream = DataLoaderLite(folder, "train", 1, 1, seed=seed, shuffle=shuffle).stream
+        assert all(isinstance(shard, np.memmap) for shard in stream.shards)
+        n = stream.total_tokens
+        tokens, everything = stream.read(epoch * n, n).tolist(), np.concatenate(arrays)
         starts = {0, *np.flatnonzero(everything == EOT), *np.cumsum([len(a) for a in arrays])}
-        follows = {
-            int(everything[i]): int(everything[i + 1]) for i in range(n - 1) if i + 1 not in starts
-        }
-        for a, b in zip(stream[:-1].tolist(), stream[1:].tolist(), strict=True):
+        everything = everything.tolist()
+        assert sorted(tokens) == sorted(everything)
+        if not shuffle:
+            assert tokens == everything
+        # Documents stay whole: a token's successor is the one in its shard, or begins a document.
+        follows = {everything[i - 1]: everything[i] for i in range(1, n) if i not in starts}
+        for a, b in itertools.pairwise(tokens):
             assert a == EOT or a not in follows or follows[a] == b
-        # Any piece of the stream can be read directly, across epochs, too; past orders are
-        # forgotten.
+        # Any range can be read directly, also across epochs; past orders are forgotten.
         begin, count = data.draw(st.integers(0, 2 * n)), data.draw(st.integers(1, 2 * n))
-        whole = np.concatenate([loader.stream.read(e * n, n) for e in range(4)])
-        assert (loader.stream.read(begin, count) == whole[begin : begin + count]).all()
-        assert loader.stream.document_order.cache_info().currsize <= 2
+        whole = np.concatenate([stream.read(e * n, n) for e in range(4)])
+        assert (stream.read(begin, count) == whole[begin : begin + count]).all()
+        assert stream.document_order.cache_info().currsize <= 2
 
 
 @given(shard_sets, st.integers(1, 3), st.integers(1, 8), st.integers(1, 9), st.booleans())
@@ -176,7 +159,7 @@ def test_a_resumed_loader_equals_one_that_never_stopped(shards, B, T, steps):
         straight, resumed = (DataLoaderLite(folder, "train", B, T) for _ in range(2))
         for _ in range(steps):
             straight.next_batch()
-        resumed.next_batch()  # so that batches are prepared that must be thrown away
+        resumed.next_batch()  # prefetches batches that must be discarded
         resumed.load_state_dict(straight.state_dict())
         assert straight.state_dict()["position"] == steps * B * T
         for _ in range(3):
@@ -185,11 +168,13 @@ def test_a_resumed_loader_equals_one_that_never_stopped(shards, B, T, steps):
 
 
 def test_order_changes_with_seed_and_epoch_and_not_otherwise(tmp_path):
-    """Were the permutation to change, every resumed run would silently see other data."""
+    """If the permutation changed, every resumed run would silently see other data."""
     write_shards(tmp_path, [[5] * 50, [5] * 50])
-    read = lambda seed, epoch: (
-        DataLoaderLite(tmp_path, "train", 1, 1, seed=seed).stream.read(epoch * 500, 500).tolist()
-    )
+
+    def read(seed, epoch):
+        stream = DataLoaderLite(tmp_path, "train", 1, 1, seed=seed).stream
+        return stream.read(epoch * 500, 500).tolist()
+
     assert read(1, 0) == read(1, 0) and read(1, 0) != read(1, 1) and read(1, 0) != read(2, 0)
     assert permutation(8, 1337, 0).tolist() == [5, 1, 6, 7, 4, 0, 2, 3]
 
@@ -231,6 +216,10 @@ def rewritten(change):
     return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
+def renamed(name):
+    return lambda path: path.rename(path.with_name(name))
+
+
 SPOILED = {
     "truncated": (0, rewritten(lambda b: b[:-10]), "000000.npy: not a whole shard"),
     "foreign": (0, rewritten(lambda b: b"no shard" * 200), "000000.npy: not a whole shard"),
@@ -238,12 +227,8 @@ SPOILED = {
     "empty": (0, saved(np.zeros(0, np.uint16)), "0 values"),
     "vocabulary": (0, saved(np.full(99, 50257, np.uint16)), "token 50257"),
     "pickle": (0, saved(np.array([{}], object)), "not a whole shard"),
-    "half-written": (
-        0,
-        lambda path: path.rename(path.with_name(".x.npy.1.partial")),
-        "half written",
-    ),
-    "name": (0, lambda path: path.rename(path.with_name("tokens.npy")), "not named like a shard"),
+    "half-written": (0, renamed(".x.npy.1.partial"), "half written"),
+    "name": (0, renamed("tokens.npy"), "not named like a shard"),
     "bin truncated": (2, rewritten(lambda b: b[:-2]), "its header has .* 18 tokens"),
     "bin header": (2, rewritten(lambda b: b[:512]), "not a whole shard"),
     "bin magic": (2, rewritten(lambda b: b"\0" * 4 + b[4:]), "its header has magic 0"),

@@ -1,7 +1,8 @@
-"""Chips that are not at hand: CPUs with bfloat16, Apple's GPU, NVIDIA's from T4 to H100, by
-stand-ins; --plan's arithmetic against measured peaks, and the micro-batch that fits on a GPU."""
+"""Stand-ins for other chips: CPUs with bfloat16, Apple's GPU, NVIDIA's; --plan against measured
+peaks; the micro-batch that fits on a GPU."""
 
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -14,19 +15,19 @@ from support.cli import RunError, UserError
 from support.gpus import data_sheet_flops, fits
 from support.plan import estimate_memory
 from tests import no_float64
-from tests.conftest import ROOT, TINY, losses, read_log, train, train_on_ranks
+from tests.conftest import ROOT, TINY, losses, read_log, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks, choose_micro_batch_size, read_config
 
 
 @pytest.fixture(autouse=True)
 def no_measured_peak(monkeypatch):
-    """The chip's peak does not matter here, and takes a second to measure."""
+    """It takes a second."""
     monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n: 1e12)
 
 
 def test_the_same_losses_on_every_cpu(monkeypatch, text, tmp_path):
     """auto is float32, Muon's matmuls included, also where bfloat16 is faster."""
-    args = ["--data", text, "--dtype", "auto", "--optimizer", "muon", "--max-steps", 3]
+    args = ["--dtype auto --optimizer muon --max-steps 3 --data", text]
     for speedup in (2.0, 0.5):
         monkeypatch.setattr(devices, "bfloat16_speedup", lambda speedup=speedup: speedup)
         train(*args, "--log-dir", tmp_path / str(speedup))
@@ -34,26 +35,20 @@ def test_the_same_losses_on_every_cpu(monkeypatch, text, tmp_path):
     assert a == b
 
 
-@pytest.mark.parametrize(
-    "device, dtype, expected",
-    [
-        ("cuda", torch.bfloat16, ["high"]),
-        ("cuda", torch.float16, ["high"]),
-        ("cuda", torch.float32, []),
-        ("cpu", torch.bfloat16, []),
-    ],
-)
-def test_tf32_is_for_runs_in_16_bits_on_a_gpu(device, dtype, expected, monkeypatch):
-    chosen: list[str] = []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
+def test_tf32_is_for_runs_in_16_bits_on_a_gpu(monkeypatch):
+    chosen: list[tuple] = []
     monkeypatch.setattr(train_gpt2, "start_model", mock.Mock(side_effect=StopIteration))
-    with pytest.raises(StopIteration):
-        train_gpt2.train(read_config(TINY), Ranks(0, 1, torch.device(device), dtype, ""))
-    assert chosen == expected
+    for run in product(("cuda", "cpu"), (torch.bfloat16, torch.float16, torch.float32)):
+        choose = partial(lambda *args: chosen.append(args), run)
+        monkeypatch.setattr(torch, "set_float32_matmul_precision", choose)
+        with pytest.raises(StopIteration):
+            train_gpt2.train(read_config(TINY), Ranks(0, 1, torch.device(run[0]), run[1], ""))
+    gpu = [(("cuda", torch.bfloat16), "high"), (("cuda", torch.float16), "high")]
+    assert chosen == gpu
 
 
 def gpu(monkeypatch, name: str, capability: tuple[int, int]) -> torch.device:
-    """Pretends that this machine has one GPU of a kind."""
+    """Pretends that this machine has one such GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -81,42 +76,35 @@ def test_precision_and_peak_of_a_gpu(name, capability, dtype, tflops, monkeypatc
 
 
 def test_device_cpu_leaves_a_gpu_alone(monkeypatch, text, tmp_path):
-    """Nothing is pinned, which makes a CUDA context, or copied asynchronously, or compiled by
-    default. An update makes no tensor of a host's number, which on a GPU would wait for it."""
+    """Nothing is pinned, which makes a CUDA context, copied asynchronously or compiled by default.
+    An update makes no tensor from host data, which would synchronize a GPU."""
     gpu(monkeypatch, "NVIDIA H100 80GB HBM3", (9, 0))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pytest.fail("pinned"))
-    monkeypatch.setattr(
-        torch, "tensor", lambda *args, **options: pytest.fail("a tensor of the host's data")
-    )
-    monkeypatch.setattr(
-        torch.optim.Optimizer,
-        "_accelerator_graph_capture_health_check",  # torch 2.15 asks
-        lambda self: None,
-        raising=False,
-    )  # the GPU in every step, on the CPU, too
-    copies, to = [], torch.Tensor.to
-    monkeypatch.setattr(
-        torch.Tensor,
-        "to",
-        lambda self, *args, **options: (
-            copies.append(options.get("non_blocking")) or to(self, *args, **options)
-        ),
-    )
-    assert read_config(["--preset", "gpt2"]).compile
-    assert not read_config(["--preset", "gpt2", "--device", "cpu"]).compile
-    assert read_config(["--preset", "gpt2", "--device", "cpu", "--compile"]).compile
-    train("--data", text, "--max-steps", 2, "--log-dir", tmp_path)
+    monkeypatch.setattr(torch, "tensor", mock.Mock(side_effect=AssertionError("host data")))
+    asks_the_gpu = "_accelerator_graph_capture_health_check"  # torch 2.15, in every step
+    monkeypatch.setattr(torch.optim.Optimizer, asks_the_gpu, lambda self: None, raising=False)
+    copies, copy = [], torch.Tensor.to
+
+    def to(self, *args, **options):
+        copies.append(options.get("non_blocking"))
+        return copy(self, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    assert read_config(words("--preset gpt2")).compile
+    assert not read_config(words("--preset gpt2 --device cpu")).compile
+    assert read_config(words("--preset gpt2 --device cpu --compile")).compile
+    train("--max-steps 2 --data", text, "--log-dir", tmp_path)
     assert copies and True not in copies
 
 
 def test_an_apple_gpu_is_for_one_process_and_trains_in_float32(monkeypatch):
-    """Fused AdamW would apply an overflow of float16 there; HellaSwag has no optimizer."""
+    """Fused AdamW would apply float16 overflows there. HellaSwag may use float16."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert devices.choose_device("auto", "auto")[:2] == (torch.device("mps"), torch.float32)
     assert devices.choose_device("auto", "float16")[:2] == (torch.device("mps"), torch.float16)
     with pytest.raises(UserError, match="--dtype float16: overflows"):
-        Ranks.start(read_config([*TINY, "--device", "mps", "--dtype", "float16"]))
+        Ranks.start(read_config([*TINY, *words("--device mps --dtype float16")]))
     assert devices.choose_device("auto", "float32", world_size=2)[0] == torch.device("cpu")
     with pytest.raises(UserError, match="--device mps: not available for 2 processes"):
         devices.choose_device("mps", "auto", world_size=2)
@@ -136,89 +124,56 @@ torch.tensor = lambda data, device="cpu", **options: tensor(data, **options).to(
 on_host = lambda data: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), data)
 for module, name in ((torch, "save"), (safetensors.torch, "save_file")):  # a stand-in has no bytes
     save = getattr(module, name)
-    setattr(module, name, lambda data, *rest, save=save, **options: save(on_host(data), *rest, **options))
+    setattr(module, name, lambda data, *a, save=save, **kw: save(on_host(data), *a, **kw))
 StandIn().__enter__()
 """
 
 
 @pytest.mark.skipif(not no_float64.INSTALLABLE, reason="this torch registers no device from Python")
 def test_a_device_without_float64(text, tmp_path):
-    """A run on a stand-in that refuses float64 as Apple's GPU does: validation, HellaSwag, samples,
-    both optimizers, a checkpoint, a resumption; with the losses of the CPU."""
+    """Validation, HellaSwag, samples, both optimizers, a checkpoint and a resume, with the CPU's
+    losses, on a stand-in for Apple's GPU."""
     tasks = tmp_path / "tasks.jsonl"
     lines = (ROOT / "tests" / "hellaswag_sample.jsonl").read_text().splitlines(keepends=True)
     tasks.write_text("".join(lines[:2]))
-    args = [
-        "--data",
-        text,
-        "--eval-every",
-        1,
-        "--hellaswag-every",
-        1,
-        "--hellaswag-data",
-        tasks,
-        "--seq-len",
-        64,
-        "--sample-every",
-        2,
-        "--save-every",
-        1,
-        "--optimizer",
-        "muon",
-        "--micro-batch-size",
-        1,
-        "--min-lr",
-        5e-3,
-        "--eval-tokens",
-        128,
-    ]
-    outputs = [
-        train_on_ranks(
-            1,
-            tmp_path,
-            *args,
-            "--log-dir",
-            tmp_path / "device",
-            "--resume",
-            "--max-steps",
-            steps,
-            disturbance=WITHOUT_FLOAT64,
-        )[0]
-        for steps in (1, 2)
-    ]
-    assert [output.count("rank 0 sample") for output in outputs] == [
-        2,
-        2,
-    ] and "resumed from" in outputs[1]
-    train(*args, "--max-steps", 2, "--log-dir", tmp_path / "cpu")
+    args = ["--data", text, "--hellaswag-data", tasks, "--eval-every 1 --hellaswag-every 1"]
+    args.append("--sample-every 2 --save-every 1 --seq-len 64 --micro-batch-size 1 --min-lr 5e-3")
+    args.append("--optimizer muon --resume --log-dir")
+    outputs = []
+    for steps in (1, 2):
+        device = [*args, tmp_path / "device", "--max-steps", steps]
+        outputs += train_on_ranks(1, tmp_path, *device, code=WITHOUT_FLOAT64)
+    assert [output.count("rank 0 sample") for output in outputs] == [2, 2]
+    assert "resumed from" in outputs[1]
+    train(*args, tmp_path / "cpu", "--max-steps 2")
     for stream in ("train", "val", "hella"):
         expected = pytest.approx(losses(tmp_path / "cpu", stream), abs=1e-5)
         assert losses(tmp_path / "device", stream) == expected
 
 
 def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):
-    """cuDNN's attention plans again for every shape: multiples of 64 only, and the results are the
-    same."""
+    """Multiples of 64, since cuDNN's attention plans once per shape; the results are the same."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(160, 50257, 2, 2, 32))
     torch.nn.init.normal_(model.wte.weight, std=0.3)
-    tasks = hellaswag.prepare(
-        hellaswag.load_examples(ROOT / "tests" / "hellaswag_sample.jsonl"), 160
-    )
+    examples = hellaswag.load_examples(ROOT / "tests" / "hellaswag_sample.jsonl")
+    tasks = hellaswag.prepare(examples, 160)
     round_length, lengths = devices.round_length, set()
-    hidden = lambda *args: lengths.add(args[0].shape[1]) or GPT.hidden(model, *args)
+
+    def hidden(idx, *args):
+        lengths.add(idx.shape[1])
+        return GPT.hidden(model, idx, *args)
+
     monkeypatch.setattr(model, "hidden", hidden)
     results = []
     for device, fewest, most in ((torch.device("cpu"), 10, 100), (torch.device("cuda"), 1, 4)):
         for module in (hellaswag, devices):
-            monkeypatch.setattr(
-                module, "round_length", lambda n, _, device=device: round_length(n, device)
-            )
+            rounded = partial(lambda device, n, _: round_length(n, device), device)
+            monkeypatch.setattr(module, "round_length", rounded)
         lengths.clear()
         score = hellaswag.score(hidden, model.wte.weight, tasks, torch.device("cpu"), batch_size=2)
-        idx = model.generate(
-            torch.arange(100, 250)[None], 20, generator=torch.Generator().manual_seed(1)
-        )
+        generator = torch.Generator().manual_seed(1)
+        idx = model.generate(torch.arange(100, 250)[None], 20, generator=generator)
         assert fewest <= len(lengths) <= most
         results.append((score.losses, score.losses.argmin(1), idx))
     assert all(n % 64 == 0 or n == 160 for n in lengths)
@@ -227,7 +182,7 @@ def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):
 
 
 def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monkeypatch):
-    """Each overflow halves the scale; from 1 on the scale is not to blame."""
+    """Each overflow halves the scale; at 1 the gradient itself is not finite."""
     loss_function = train_gpt2.chunked_next_token_loss
 
     def overflowing(x, wte, targets):
@@ -237,49 +192,32 @@ def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monk
     monkeypatch.setattr(train_gpt2, "chunked_next_token_loss", overflowing)
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=4.0))
     with pytest.raises(RunError, match="step 2: loss 10"):
-        train(
-            "--data",
-            text,
-            "--max-steps",
-            4,
-            "--total-batch-size",
-            32,
-            "--dtype",
-            "float16",
-            "--log-dir",
-            tmp_path,
-        )
+        flags = "--max-steps 4 --total-batch-size 32 --dtype float16 --data"
+        train(flags, text, "--log-dir", tmp_path)
+
+
+SMALL, MEDIUM = GPTConfig(), GPTConfig(n_layer=24, n_head=16, n_embd=1024)
 
 
 @pytest.mark.parametrize(
-    "shape, B, low_memory, measured",
-    [
-        ((12, 12, 768), 1, False, 3.15),
-        ((12, 12, 768), 4, True, 2.67),
-        ((24, 16, 1024), 4, False, 12.90),
-    ],
+    "config, B, low_memory, measured",
+    [(SMALL, 1, False, 3.15), (SMALL, 4, True, 2.67), (MEDIUM, 4, False, 12.90)],
 )
-def test_the_estimate_is_near_measured_peaks(shape, B, low_memory, measured):
+def test_the_estimate_is_near_measured_peaks(config, B, low_memory, measured):
     """GB of a process on a CPU, T = 1024, float32, AdamW (bench/memory)."""
+    cpu = torch.device("cpu")
     with torch.device("meta"):
-        model = GPT(GPTConfig(1024, 50257, *shape))
-    estimate = estimate_memory(
-        model, B, 1024, torch.device("cpu"), torch.float32, low_memory, False
-    )
+        model = GPT(config)
+    estimate = estimate_memory(model, B, 1024, cpu, torch.float32, low_memory, False)
     assert estimate / 1e9 == pytest.approx(measured, rel=0.1)
 
 
 def test_plan_prints_and_does_not_train(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert train_gpt2.main(["--preset", "gpt2", "--plan", "--device", "cpu"]) == 0
+    assert train_gpt2.main(words("--preset gpt2 --plan --device cpu")) == 0
     text = capsys.readouterr().out
-    for part in (
-        "124,439,808",
-        "855,166,464",
-        "9,999,745,024 in 19,073 steps",
-        "8.551e+18",
-        "3.27 GB",
-    ):
+    numbers = ("124,439,808", "855,166,464", "9,999,745,024 in 19,073 steps", "8.551e+18")
+    for part in (*numbers, "3.27 GB"):
         assert part in text, part
     assert not list(tmp_path.iterdir())
     GPT(GPTConfig(64, 50257, 1, 2, 8)).save_pretrained(tmp_path / "model")
@@ -310,7 +248,7 @@ class OutOfMemoryAbove(GPT):
     ],
 )
 def test_what_fits_is_tried(error, monkeypatch):
-    """Beside the gradients of earlier micro-steps, if there are; nothing of the trial is left."""
+    """Beside earlier micro-steps' gradients, if any. The trial leaves no gradients behind."""
     model = OutOfMemoryAbove(12, error)
     autocast = torch.autocast("cpu", enabled=False)
 
@@ -321,16 +259,13 @@ def test_what_fits_is_tried(error, monkeypatch):
     for accumulates in (True, False):
         assert [trial(model, B, accumulates) for B in (16, 12)] == [False, True]
         assert model.held_gradients == accumulates
-        assert (
-            all(p.grad is None for p in model.parameters()) and model.loss_function is loss_function
-        )
+        assert all(p.grad is None for p in model.parameters())
+        assert model.loss_function is loss_function
     with pytest.raises(RuntimeError, match="another problem"):
         trial(OutOfMemoryAbove(0, RuntimeError("another problem")), 1)
 
-    def cannot_reserve(*args, **options):  # the model is too large for the optimizer's moments
-        raise error
-
-    monkeypatch.setattr(torch, "empty", cannot_reserve)
+    # The optimizer's moments do not fit.
+    monkeypatch.setattr(torch, "empty", mock.Mock(side_effect=error))
     assert trial(model, 1) is False
 
 
@@ -346,7 +281,7 @@ def test_what_fits_is_tried(error, monkeypatch):
 def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
     flags, world_size, B, moments, keeps_logits, accumulates, monkeypatch
 ):
-    """moments: bytes a parameter. The other ranks have room for 4 sequences, this one for 8."""
+    """moments: bytes per parameter. The other ranks have room for 4 sequences, this one for 8."""
     model, tried = OutOfMemoryAbove(0, RuntimeError()), []
 
     def fits(model, x, autocast, reserve, accumulates):
@@ -360,9 +295,7 @@ def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
     monkeypatch.setattr(Ranks, "gather", gather)
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: torch.empty(shape))
     ranks = Ranks(0, world_size, torch.device("cuda"), torch.bfloat16, "")
-    config = read_config(
-        ["--preset", "gpt2", "--seq-len", "4", "--total-batch-size", "32", *flags.split()]
-    )
+    config = read_config(words("--preset gpt2 --seq-len 4 --total-batch-size 32", flags))
     assert choose_micro_batch_size(config, model, ranks) == B
     logits = 2 * B * 4 * 50304 * 2 if keeps_logits else 0  # and their gradient
     nccl = 2**30 if world_size > 1 else 0

@@ -1,5 +1,5 @@
-"""Ranks share a step equally; an error that all ranks meet is reported once, one that a rank meets
-alone with its rank."""
+"""Ranks share a step equally; an error of all ranks is printed once, one of a single rank with its
+number."""
 
 import numpy as np
 import pytest
@@ -15,32 +15,24 @@ def on_ranks(world_size: int) -> Ranks:
 
 
 def test_ranks_share_a_step_equally():
-    """The bare run on 1, 2, 4 and 8 ranks; where a step cannot be shared, the nearest batch that
-    can."""
+    """The bare run on 1, 2, 4 and 8 ranks; otherwise the error names the nearest batch size."""
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=1))
     config = read_config(["--preset", "shakespeare"])
     chosen = [choose_micro_batch_size(config, model, on_ranks(n)) for n in (1, 2, 4, 8)]
     assert chosen == [8, 4, 2, 1]
     for world_size, nearest in ((3, 576), (5, 640), (16, 1024)):
-        with pytest.raises(
-            UserError, match=f"--total-batch-size 512 .* nearest that is: {nearest}$"
-        ):
+        message = f"--total-batch-size 512 .* nearest that is: {nearest}$"
+        with pytest.raises(UserError, match=message):
             choose_micro_batch_size(config, model, on_ranks(world_size))
 
 
 def test_an_error_of_all_ranks_is_one_line(tmp_path):
-    codes, texts = start_ranks(
-        2, tmp_path, "--data", tmp_path / "nowhere", "--log-dir", tmp_path / "log"
-    )
+    args = ["--data", tmp_path / "nowhere", "--log-dir", tmp_path / "log"]
+    codes, texts = start_ranks(2, tmp_path, *args)
     assert codes[0] == 2 and codes[1] != 0 and not (tmp_path / "log").exists()
-    errors = [
-        line
-        for line in "".join(texts).splitlines()
-        if "error" in line.lower() or "Traceback" in line
-    ]
-    assert len(errors) == 1 and errors[0].startswith(
-        f"error: {tmp_path}/nowhere: no such data; "
-    ), texts
+    errors = re.findall("^.*(?:error|Traceback).*$", "".join(texts), re.MULTILINE | re.IGNORECASE)
+    assert len(errors) == 1, texts
+    assert errors[0].startswith(f"error: {tmp_path}/nowhere: no such data; ")
 
 
 ON_RANK_1 = "import os\nif os.environ['RANK'] == '1':\n    "
@@ -59,15 +51,14 @@ ALONE = {  # what rank 1 does, and its error
 def test_an_error_of_one_rank_is_one_line_with_its_rank(name, tmp_path, monkeypatch):
     """The other ranks are lost without a traceback."""
     monkeypatch.chdir(tmp_path)
-    disturbance, message = ALONE[name]
+    code, message = ALONE[name]
     tokens = np.arange(12_000, dtype=np.uint16)
-    tokens[2048 + 128 + 98] = (
-        60_000 if name == "shard" else 0
-    )  # neither on the first page nor on the last
+    if name == "shard":
+        tokens[2048 + 128 + 98] = 60_000  # neither on the first page nor on the last
     (tmp_path / "here").mkdir()
     np.save("here/x_train_000000.npy", tokens)
-    args = ["--data", "here/", "--no-shuffle", "--max-steps", 99, "--log-dir", tmp_path / "log"]
-    codes, texts = start_ranks(2, tmp_path, *args, disturbance=ON_RANK_1 + disturbance)
+    args = ["--data here/ --no-shuffle --max-steps 99 --log-dir", tmp_path / "log"]
+    codes, texts = start_ranks(2, tmp_path, *args, code=ON_RANK_1 + code)
     assert codes[1] == 2 and codes[0] != 0, texts
     errors = [line for text in texts for line in text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0].startswith(f"error: rank 1: {message}"), texts

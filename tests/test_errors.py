@@ -1,5 +1,4 @@
-"""Invalid input: status 2, one line on stderr, `error: ` and what is wrong, and nothing is
-written."""
+"""Invalid input: exit status 2, one line `error: …` on stderr, and nothing written."""
 
 import os
 import subprocess
@@ -11,7 +10,7 @@ import pytest
 import train_gpt2
 from support.cli import run
 from support.files import atomic_path, atomic_write
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY, words
 from train_gpt2 import GPT, GPTConfig
 
 
@@ -30,42 +29,35 @@ def other_vocabulary(folder):
     return folder
 
 
-MISTAKES = {
+def flags(*args):
+    return lambda tmp: args
+
+
+def a_text(*args):
+    return lambda tmp: ["--data", text_of(tmp / "a.txt", *args)]
+
+
+MISTAKES = {  # flags, given a folder; part of the message
     "missing data": (lambda tmp: ["--data", tmp / "nowhere"], "nowhere: no such data"),
-    "neither folder nor text": (
-        lambda tmp: ["--data", text_of(tmp / "a.csv", "x")],
-        "a.csv: neither",
-    ),
-    "empty text": (lambda tmp: ["--data", text_of(tmp / "a.txt", " \n")], "a.txt: an empty text"),
-    "short text": (
-        lambda tmp: ["--data", text_of(tmp / "a.txt", "To be")],
-        "too few for --total-batch-size",
-    ),
-    "no UTF-8": (
-        lambda tmp: ["--data", text_of(tmp / "a.txt", "ok \xff", "latin-1")],
-        "not UTF-8 at byte 3",
-    ),
-    "no validation": (lambda tmp: ["--data", shards(tmp), "--eval-every", 1], "no val shards"),
+    "neither folder nor text": (lambda tmp: ["--data", ROOT / "README.md"], "README.md: neither"),
+    "empty text": (a_text(" \n"), "a.txt: an empty text"),
+    "short text": (a_text("To be"), "too few for --total-batch-size"),
+    "no UTF-8": (a_text("ok \xff", "latin-1"), "not UTF-8 at byte 3"),
+    "no validation": (lambda tmp: ["--data", shards(tmp), "--eval-every 1"], "no val shards"),
     "no shards": (lambda tmp: ["--data", tmp], "no train shards here"),
-    "batch": (lambda tmp: ["--total-batch-size", 100], "the nearest that is: 96"),
+    "batch": (flags("--total-batch-size 100"), "the nearest that is: 96"),
     "several": (
-        lambda tmp: ["--n-head", 3, "--max-lr", -1],
+        flags("--n-head 3 --max-lr -1"),
         "must be at least 0 and below 2**63; --n-embd 16: not",
     ),
-    "no number": (lambda tmp: ["--max-lr", "nan"], "--max-lr nan: must be"),
-    "short validation": (
-        lambda tmp: ["--eval-tokens", 9, "--eval-every", 1],
-        "--eval-tokens 9: less",
-    ),
-    "device": (lambda tmp: ["--device", "tpu"], "--device tpu: not available"),
+    "no number": (flags("--max-lr nan"), "--max-lr nan: must be"),
+    "short validation": (flags("--eval-tokens 9 --eval-every 1"), "--eval-tokens 9: less"),
+    "device": (flags("--device tpu"), "--device tpu: not available"),
     "init is no model": (lambda tmp: ["--init", tmp], "no model here"),
     "vocabulary of init": (lambda tmp: ["--init", other_vocabulary(tmp)], "vocabulary 100"),
-    "init is nowhere": (lambda tmp: ["--init", "no-such-model"], "no-such-model: neither a folder"),
+    "init is nowhere": (flags("--init no-such-model"), "no-such-model: neither a folder"),
     "log folder is a file": (lambda tmp: ["--log-dir", text_of(tmp / "f", "x")], "f: "),
-    "HellaSwag": (
-        lambda tmp: ["--hellaswag-every", 1, "--hellaswag-data", tmp / "h.jsonl"],
-        "h.jsonl",
-    ),
+    "HellaSwag": (flags("--hellaswag-every 1 --hellaswag-data h.jsonl"), "h.jsonl"),
 }
 
 
@@ -73,10 +65,10 @@ MISTAKES = {
 def test_mistakes_in_training(name, tmp_path, capsys, text, monkeypatch):
     make, message = MISTAKES[name]
     monkeypatch.chdir(tmp_path)
-    args = [*TINY, "--data", text, "--log-dir", tmp_path / "log", *make(tmp_path)]
+    args = words("--data", text, "--log-dir", tmp_path / "log", *make(tmp_path))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as stop:
-        run(lambda: train_gpt2.main([str(arg) for arg in args]))
+        run(lambda: train_gpt2.main([*TINY, *args]))
     errors = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and len(errors) == 1 and errors[0].startswith("error: "), errors
     assert message in errors[0], errors[0]
@@ -86,25 +78,24 @@ def test_mistakes_in_training(name, tmp_path, capsys, text, monkeypatch):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--max-step", "3"], "--max-steps"),
-        (["--preset", "gpt5"], "gpt5"),
-        (["--preset"], "--preset"),
-        (["--device"], "--device"),
-        (["--max-lr", "fast"], "--max-lr"),
+        ("--max-step 3", "--max-steps"),
+        ("--preset gpt5", "gpt5"),
+        ("--preset", "--preset"),
+        ("--device", "--device"),
+        ("--max-lr fast", "--max-lr"),
     ],
 )
 def test_a_wrong_flag_is_tyros_message_from_one_rank(flags, message, capsys, monkeypatch):
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    env = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1", LOCAL_RANK="0")
+    printed = []
     for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
+        for name, value in (env | {"RANK": rank}).items():
+            monkeypatch.setenv(name, value)
         with pytest.raises(SystemExit) as stop:
-            train_gpt2.main(flags)
-        printed = "".join(capsys.readouterr())
-        assert stop.value.code == 2 and (message in printed if rank == "0" else not printed), (
-            printed
-        )
+            train_gpt2.main(flags.split())
+        assert stop.value.code == 2
+        printed.append("".join(capsys.readouterr()))
+    assert message in printed[0] and not printed[1], printed
 
 
 def test_a_reader_that_leaves_gets_no_traceback():
@@ -114,8 +105,7 @@ def test_a_reader_that_leaves_gets_no_traceback():
 
 
 def test_any_character_can_be_printed_into_a_file(tmp_path, monkeypatch):
-    """Windows opens it in a code page; a sample may hold half a character, which decodes to
-    U+FFFD."""
+    """Windows opens it in a code page; half a character in a sample decodes to U+FFFD."""
     with open(tmp_path / "out", "w", encoding="cp1252") as file, pytest.raises(SystemExit) as stop:
         monkeypatch.setattr(sys, "stdout", file)
         run(lambda: print("To be \ufffd"))
@@ -128,10 +118,10 @@ def test_a_preset_is_chosen_and_changes_defaults(tmp_path, monkeypatch, capsys):
     (tmp_path / "edu_fineweb10B").mkdir()
     (tmp_path / "edu_fineweb10B/edufineweb_train_000001.npy").touch()
     assert train_gpt2.read_config([]).data == "edu_fineweb10B"
-    config = train_gpt2.read_config(["--preset", "gpt3", "--max-steps", "7"])
+    config = train_gpt2.read_config(words("--preset gpt3 --max-steps 7"))
     assert (config.seq_len, config.max_steps) == (2048, 7)
     with pytest.raises(SystemExit) as stop:
-        train_gpt2.read_config(["--preset", "gpt3", "--help"])
+        train_gpt2.read_config(words("--preset gpt3 --help"))
     assert stop.value.code == 0 and "2048" in capsys.readouterr().out
 
 
@@ -176,8 +166,7 @@ assert not os.listdir() and not heavy, heavy
 
 
 def test_imports_have_no_side_effects(tmp_path):
-    """Nothing is written, fetched, printed or parsed, no device touched; fineweb.py does without
-    torch."""
+    """Nothing written, fetched, printed or parsed, no device touched; fineweb.py without torch."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)

@@ -1,4 +1,4 @@
-"""HellaSwag scores against a plain scorer over transformers' logits, one padded row an ending."""
+"""HellaSwag against a plain scorer: transformers' logits, one padded row per ending."""
 
 import io
 import json
@@ -14,14 +14,12 @@ from support.cli import UserError
 from tests.conftest import ROOT
 from train_gpt2 import GPT, GPTConfig
 
-TASKS = (
-    ROOT / "tests" / "hellaswag_sample.jsonl"
-)  # in the form of the official ones; written for these tests
+TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"  # written for these tests
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A small GPT-2 with opinions (weights well above the initial ones), and its folder."""
+    """A small GPT-2 with large random weights, and its folder."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(160, 50257, 2, 2, 32))
     for parameter in model.parameters():
@@ -49,7 +47,8 @@ def encode(example):
 
 
 def plain_scores(folder, examples):
-    """(losses (n, 4), lengths (n, 4), choices of acc, of acc_norm, labels), from padded rows."""
+    """Summed losses and lengths of the endings, (n, 4) each; the endings with the lowest loss, with
+    the lowest loss per token, and the right ones, (n,) each."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -87,15 +86,17 @@ def test_losses_and_predictions_equal_the_plain_scorers(model):
         assert correct == [int((chosen == labels).sum()) for chosen in (by_sum, by_mean)]
 
 
+def evaluate(folder, *more):
+    hellaswag.main(["-m", str(folder), "-d", "cpu", "--data", str(TASKS), "--limit", "1", *more])
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_command_on_a_folder(kind, model, tmp_path, capsys):
-    """--json has the plain scorer's predictions, the last line their accuracies."""
+    """Any causal language model: predictions in --json, accuracies in the last line."""
     _, folder = model
     if kind == "llama":
         save_other_model(folder := tmp_path, initializer_range=0.3)
-    args = ["-m", folder, "-d", "cpu", "--data", TASKS, "--limit", 16]
-    args += ["--json", tmp_path / "out.json"]
-    hellaswag.main([*map(str, args)])
+    evaluate(folder, "--limit", "16", "--json", str(tmp_path / "out.json"))
     examples = hellaswag.load_examples(TASKS)[:16]
     losses, lengths, by_sum, by_mean, labels = plain_scores(folder, examples)
     names = ("task", "label", "prediction", "prediction_norm", "lengths")
@@ -141,20 +142,10 @@ def test_losses_are_float32_under_bfloat16(model):
     torch.testing.assert_close(rounded.losses, exact.losses, rtol=0.05, atol=0.5)
 
 
-BAD = [
-    task(label=4),
-    task(""),
-    task(endings=["a", "b", "c"]),
-    task(endings=["a", "b", "", "d"]),
-    task(endings=["a", "b", 3, "d"]),
-    task(endings=["a", "b", ["c"], "d"]),
-    task(endings="abcd"),
-    task(endings=dict.fromkeys("abcd", "")),
-    task(5),
-    task(["a"]),
-    {},
-    [],
-]
+ENDINGS = [["a", "b", "c"], ["a", "b", "", "d"], ["a", "b", 3, "d"], ["a", "b", ["c"], "d"]]
+ENDINGS += ["abcd", dict.fromkeys("abcd", "")]
+BAD = [task(label=4), task(""), task(5), task(["a"]), {}, []]
+BAD += [task(endings=endings) for endings in ENDINGS]
 
 
 @pytest.mark.parametrize("line", ["{", *map(json.dumps, BAD)])
@@ -169,10 +160,6 @@ def test_a_line_ends_at_a_newline_only(tmp_path):
     path, odd = tmp_path / "tasks.jsonl", task("one\u2028two\x85three")
     path.write_text(json.dumps(odd, ensure_ascii=False) + "\n", encoding="utf-8")
     assert hellaswag.load_examples(path) == [odd]
-
-
-def evaluate(folder, *more):
-    hellaswag.main(["-m", str(folder), "-d", "cpu", "--data", str(TASKS), "--limit", "1", *more])
 
 
 @pytest.mark.parametrize(
@@ -236,10 +223,10 @@ def test_download_is_retried_and_verified(tmp_path, monkeypatch):
     monkeypatch.setattr(hellaswag.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(hellaswag, "SHA256", hellaswag.hashlib.sha256(good).hexdigest())
     path = tmp_path / "cache" / "hellaswag_val.jsonl"
-    answers += [None, b"not what was promised", good]
+    answers += [None, b"wrong content", good]
     assert hellaswag.download(path) == path and path.read_bytes() == good
     assert hellaswag.download(path) == path, "downloaded again"
-    path.write_bytes(good[:-5])  # damaged since: downloaded again
+    path.write_bytes(good[:-5])  # damaged: downloaded again
     answers += [good]
     assert hellaswag.download(path).read_bytes() == good
     path.unlink()

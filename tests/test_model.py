@@ -1,6 +1,5 @@
-"""The model is GPT-2: transformers' GPT2LMHeadModel is the oracle for logits, gradients, files and
-names. The loss is float32 cross-entropy over 50,257 columns however it is computed: in chunks,
-compiled, or with a GPU's padded columns, which are made on a CPU here."""
+"""The model is GPT-2; transformers is the oracle for logits, gradients, files, names. The loss is
+float32 cross-entropy over 50,257 columns, also in chunks, compiled, or with a GPU's padding."""
 
 import contextlib
 import json
@@ -31,8 +30,7 @@ SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=4
 
 @pytest.fixture
 def reference(tmp_path):
-    """A random GPT-2 of transformers' (all parameters, biases and LayerNorms too), and its
-    folder."""
+    """A GPT-2 of transformers, all its parameters random, and its folder."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -70,28 +68,19 @@ def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
     ours = GPT(SMALL)
     ours.save_pretrained(tmp_path)
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert (
-        not report["missing_keys"]
-        and not report["unexpected_keys"]
-        and not report["mismatched_keys"]
-    )
+    assert not any(report[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
     idx = tokens(2, 64)
     torch.testing.assert_close(theirs(idx).logits, ours(idx)[0], atol=1e-4, rtol=1e-4)
     again = GPT.from_pretrained(tmp_path)
     assert again.config == SMALL
-    for (name, a), (_, b) in zip(
-        ours.state_dict().items(), again.state_dict().items(), strict=True
-    ):
+    for (name, a), b in zip(ours.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b), name
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 50256
-    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, (
-        "not readable as its neighbours"
-    )
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "unequal permissions"
 
 
 def test_older_and_sharded_files_load_too(reference, tmp_path):
-    """The Hub's `gpt2` has no `transformer.` prefix and has causal masks; large models have several
-    files."""
+    """The Hub's `gpt2` has causal masks and no prefix `transformer.`."""
     theirs, folder = reference
     expected = GPT.from_pretrained(folder).state_dict()
     old = tmp_path / "old"
@@ -121,8 +110,7 @@ def test_initialization():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recomputed_blocks_give_the_same_bits_for_less_memory(dtype):
-    """Of a block only its input is kept, 4 B T C bytes, instead of 34, in float32 68, of
-    activations."""
+    """A block keeps its input only, 4 bytes per B T C, instead of 34 (float32: 68)."""
     torch.manual_seed(0)
     model, results, sizes = GPT(GPTConfig(block_size=32, n_layer=6, n_head=4, n_embd=64)), [], []
     for model.low_memory in (False, True):
@@ -142,11 +130,12 @@ def test_recomputed_blocks_give_the_same_bits_for_less_memory(dtype):
 def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone():
     model = GPT(SMALL)
     for parameter in model.parameters():
-        torch.nn.init.normal_(
-            parameter, std=0.3
-        )  # so that what comes next depends on all of the context
+        torch.nn.init.normal_(parameter, std=0.3)  # the next token depends on the whole context
     idx, before = tokens(2, 60), torch.get_rng_state()
-    draw = lambda **kw: model.generate(idx, 20, generator=torch.Generator().manual_seed(42), **kw)
+
+    def draw(**options):
+        return model.generate(idx, 20, generator=torch.Generator().manual_seed(42), **options)
+
     first = draw()
     assert torch.equal(first, draw()) and torch.equal(before, torch.get_rng_state())
     assert first.shape == (2, 80) and torch.equal(first[:, :60], idx) and first.max() < 50257
@@ -155,7 +144,7 @@ def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone()
         assert torch.equal(greedy[:, t], model(greedy[:, max(0, t - 64) : t])[0][:, -1].argmax(-1))
 
 
-def test_what_is_no_gpt2_is_refused(tmp_path):
+def test_other_models_are_refused(tmp_path):
     """Another model, other shapes, untied, damaged or missing weights."""
     model = GPT(SMALL)
     model.save_pretrained(tmp_path)
@@ -178,9 +167,7 @@ def test_what_is_no_gpt2_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
         GPT.from_pretrained(tmp_path)
     weights.unlink()
-    torch.save(
-        model.state_dict(), tmp_path / "pytorch_model.bin"
-    )  # a pickle, which is never opened
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")  # pickles are never opened
     with pytest.raises(UserError, match=r"no model\.safetensors of a GPT-2 here"):
         GPT.from_pretrained(tmp_path)
 
@@ -205,15 +192,12 @@ def plain(x, wte, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize(
-    "dtype, rtol, atol", [(torch.float32, 1e-4, 3e-7), (torch.bfloat16, 1e-2, 3e-6)]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("V", [1000, 1024])
 @pytest.mark.parametrize("function", [next_token_loss, chunked_next_token_loss])
 @pytest.mark.parametrize("padded", [False, True])
-def test_loss_and_gradients_are_those_of_the_plain_product(
-    padded, function, V, dtype, rtol, atol, monkeypatch
-):
+def test_loss_and_gradients_equal_the_plain_ones(padded, function, V, dtype, monkeypatch):
+    rtol, atol = (1e-4, 3e-7) if dtype == torch.float32 else (1e-2, 3e-6)
     monkeypatch.setattr(ChunkedLoss, "CHUNK", 24)  # of 128 tokens: the last chunk is smaller
     expected = loss_and_gradients(plain, V, dtype)
     if padded:
@@ -227,29 +211,26 @@ def test_loss_and_gradients_are_those_of_the_plain_product(
 
 
 def test_chunked_loss_of_large_logits_is_finite():
-    x, wte = (
-        torch.tensor([[[300.0], [300.0]]], requires_grad=True),
-        torch.tensor([[1.0], [-1.0], [0.5]]),
-    )
-    value = chunked_next_token_loss(x, wte.requires_grad_(), torch.tensor([[1, 0]]))
+    x = torch.tensor([[[300.0], [300.0]]], requires_grad=True)
+    wte = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
+    value = chunked_next_token_loss(x, wte, torch.tensor([[1, 0]]))
     value.backward()
     assert value.item() == pytest.approx(300.0) and x.grad.isfinite().all()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="torch.compile may lack a C++ compiler")
 def test_compiled_loss_ignores_padded_columns(monkeypatch):
-    """torch.compile asks for the real device: the padded head is written out."""
+    """torch.compile sees the real device, so the padded head is spelled out."""
 
     def padded_head(x, wte, padded):
         bias = F.pad(wte.new_zeros(50257), (0, 47), value=-math.inf)
         return F.linear(x, F.pad(wte, (0, 0, 0, 47)), bias)
 
     monkeypatch.setattr(train_gpt2, "lm_head", padded_head)
-    model = train_gpt2.GPT(train_gpt2.GPTConfig(64, 1000, 0, 4, 48))
+    model = GPT(GPTConfig(64, 1000, 0, 4, 48))
     del model.wte
-    model.wte = SimpleNamespace(
-        weight=SimpleNamespace(device=torch.device("cuda"))
-    )  # as prepare() sees it
+    weight = SimpleNamespace(device=torch.device("cuda"))  # for prepare()
+    model.wte = SimpleNamespace(weight=weight)
     model.prepare(compiled=True)
     expected = loss_and_gradients(plain, 50257, torch.float32)
     loss, *gradients = loss_and_gradients(model.loss_function, 50257, torch.float32)

@@ -1,4 +1,4 @@
-"""The notebooks are committed without outputs, and play.ipynb and Colab's cells run."""
+"""Notebooks are committed without outputs; the cells of play.ipynb and colab.ipynb run."""
 
 import shlex
 import shutil
@@ -10,7 +10,7 @@ import pytest
 import fineweb
 import hellaswag
 import sample
-from tests.conftest import ROOT, TINY, train
+from tests.conftest import ROOT, TINY, train, words
 from train_gpt2 import GPT, GPTConfig
 
 NOTEBOOKS = [*ROOT.glob("*.ipynb"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("examples/*.ipynb")]
@@ -85,7 +85,7 @@ def test_colab_commands_run_in_order_on_a_cpu(text, tmp_path, monkeypatch, capsy
     assert "torch" not in kept and "ipykernel" not in kept  # Colab's own versions stay
 
     tasks = ROOT / "tests/hellaswag_sample.jsonl"
-    small_run = [*TINY, "--preset", "gpt2", "--seq-len", 64, "--max-steps", 2, "--save-every", 2]
+    small_run = [*TINY, *words("--preset gpt2 --seq-len 64 --max-steps 2 --save-every 2")]
     programs = {  # script -> what runs it, and flags that make it small
         "fineweb.py": (fineweb.main, ["--input", text, "--workers", 1]),
         "train_gpt2.py": (lambda args: train(*args), small_run),

@@ -1,4 +1,4 @@
-"""README.md and docs/: commands run at a small size, Python blocks run, links lead somewhere."""
+"""README.md and docs/: commands and Python blocks run at a small size, links work."""
 
 import json
 import re
@@ -30,7 +30,7 @@ NOT_RUN = {  # how a command begins -> why it is not run
 
 
 def blocks(language: str) -> list[str]:
-    """The code blocks of all pages that are marked with `language`."""
+    """The code blocks of all pages in this language."""
     found = []
     for page in PAGES:
         parts = re.split("^ *```", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -42,7 +42,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    """The commands of all unmarked blocks, each once, without comments."""
+    """The distinct commands of all blocks without a language, without comments."""
     found = {}
     for block in blocks(""):
         for line in block.splitlines():
@@ -81,10 +81,9 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     for name in ("log/step_000600", "gpt2"):  # a folder comes before the Hub
         GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(tmp_path / name)
     shutil.copytree("log", "log_pairs")
-    # as though downloaded
+    # instead of the download
     fineweb.main(["--input", "a.txt", "--out", "edu_fineweb10B", "--workers", "1"])
-    for name in ("my_shards", "tiny"):
-        shutil.copytree("edu_fineweb10B", name)
+    shutil.copytree("edu_fineweb10B", "tiny")
     todo = [command for command in commands() if reason_not_to_run(command) is None]
     assert len(todo) >= 8
     for i, command in enumerate(todo):
@@ -127,7 +126,7 @@ LINKED = [*PAGES, *ROOT.glob("reference/*.md"), *ROOT.glob("bench/**/*.md")]
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    """Linked files and headings exist, also those of `[name]: target`."""
+    """To files and headings that exist, also those of `[name]: target`."""
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)]+)\)|^\[[^\]]+\]: (\S+)", text, flags=re.MULTILINE):
         target, _, heading = "".join(target).partition("#")

@@ -1,4 +1,4 @@
-"""sample.py on what training leaves."""
+"""sample.py on a run's checkpoints."""
 
 import io
 import shutil
@@ -14,30 +14,30 @@ from train_gpt2 import GPT, GPTConfig
 
 @pytest.fixture(scope="module")
 def log_dir(tmp_path_factory):
-    """A run's folder with two checkpoints of untrained models; the context is 24 tokens."""
+    """A run's folder with two untrained checkpoints; the context is 24 tokens."""
     folder = tmp_path_factory.mktemp("log")
     for step, seed in ((20, 0), (100, 1)):
         torch.manual_seed(seed)
         model = GPT(GPTConfig(24, 50257, 1, 2, 32))
-        torch.nn.init.normal_(model.wte.weight, std=0.3)  # so that the likeliest token stands out
+        torch.nn.init.normal_(model.wte.weight, std=0.3)  # one token is clearly likeliest
         model.save_pretrained(folder / f"step_{step:06d}")
     return folder
 
 
-def test_greedy_output_of_the_newest_checkpoint_is_the_argmax_otherwise_the_seed_decides(
-    log_dir, capsys
-):
-    sample.main([str(log_dir), "ROMEO:", "--temperature", "0", "--max-new-tokens", "9"])
+def greedy(log_dir, prompt, max_new_tokens):
     model = GPT.from_pretrained(log_dir / "step_000100")
-    idx = torch.tensor([get_tokenizer().encode_ordinary("ROMEO:")])
-    expected = get_tokenizer().decode(model.generate(idx, 9, top_k=1)[0].tolist())
+    idx = torch.tensor([get_tokenizer().encode_ordinary(prompt)])
+    return get_tokenizer().decode(model.generate(idx, max_new_tokens, top_k=1)[0].tolist())
+
+
+def test_the_newest_checkpoint_speaks_greedily_or_by_seed(log_dir, capsys):
+    sample.main([str(log_dir), "ROMEO:", "--temperature", "0", "--max-new-tokens", "9"])
+    expected = greedy(log_dir, "ROMEO:", 9)
     assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
-    args, outputs = (
-        [str(log_dir), "ROMEO:", "--max-new-tokens", "12", "--num-samples", "2", "--seed"],
-        [],
-    )
+    outputs = []
     for seed in ("1", "1", "2"):
-        sample.main([*args, seed])
+        flags = ["--max-new-tokens", "12", "--num-samples", "2", "--seed", seed]
+        sample.main([str(log_dir), "ROMEO:", *flags])
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2] and outputs[0].count("ROMEO:") == 2
 
@@ -55,14 +55,11 @@ def test_prompts_from_standard_input(log_dir, monkeypatch, capsys):
 
 @pytest.mark.parametrize("tokens, kept", [(5, 19), (50, 12)])
 def test_a_prompt_longer_than_the_context_leaves_room(tokens, kept, log_dir, capsys):
-    args = [str(log_dir), " or" * 100, "--temperature", "0", "--max-new-tokens", str(tokens)]
-    sample.main(args)
+    flags = ["--temperature", "0", "--max-new-tokens", str(tokens)]
+    sample.main([str(log_dir), " or" * 100, *flags])
     out, err = capsys.readouterr()
     assert err == f"warning: prompt of 100 tokens cut to its last {kept}; the context has 24\n"
-    model = GPT.from_pretrained(log_dir / "step_000100")
-    idx = torch.tensor([get_tokenizer().encode_ordinary(" or") * kept])
-    expected = get_tokenizer().decode(model.generate(idx, 24 - kept, top_k=1)[0].tolist())
-    assert out.rstrip("\n") == expected.rstrip("\n")
+    assert out.rstrip("\n") == greedy(log_dir, " or" * kept, 24 - kept).rstrip("\n")
 
 
 BAD = ["--seed=100000000000000000000", f"--seed={2**64}", "--temperature=1e-300"]

@@ -1,9 +1,10 @@
-"""Whole runs in small: the same losses however a step is split; what a run prints and leaves."""
+"""Small runs: losses do not depend on how a step is split; output on the console and in files."""
 
 import math
 import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ import torch
 
 import train_gpt2
 from support.tokenizer import get_tokenizer
-from tests.conftest import ROOT, losses, read_log, train, train_on_ranks
+from tests.conftest import ROOT, losses, read_log, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks
 
-# What dynamo would do to compiled blocks under DDP, and where the gradients are.
+# Shows dynamo's setting for compiled blocks under DDP, and where the gradients are.
 LOOK = """
 import torch, train_gpt2 as t
 get_lr, wrap_in_ddp, modules = t.get_lr, t.wrap_in_ddp, []
@@ -27,25 +28,14 @@ t.get_lr = lambda *args: show() or get_lr(*args)
 
 def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     """192 tokens a step: 12 micro-batches of 1, 6 of 2, one of 12; on three ranks 2 of 2 each."""
-    common = [
-        "--data",
-        text,
-        "--total-batch-size",
-        192,
-        "--max-steps",
-        8,
-        "--eval-every",
-        8,
-        "--max-lr",
-        1e-2,
-    ]
+    args = ["--total-batch-size 192 --max-steps 8 --eval-every 8 --max-lr 1e-2 --data", text]
     for B in (1, 2, 12):
-        train(*common, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
-    texts = train_on_ranks(3, tmp_path, *common, "--log-dir", tmp_path / "three", disturbance=LOOK)
+        train(*args, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
+    texts = train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "three", code=LOOK)
     assert "2 x 16 tokens x 2 micro-steps x 3 ranks" in texts[0]
     assert "optimize_ddp False" in texts[0]
     places = [line.split()[-1] for line in texts[0].splitlines() if "gradients at" in line]
-    assert len(places) == 8 and len(set(places)) == 1  # in DDP's buckets, from the first step on
+    assert len(places) == 8 and len(set(places)) == 1  # in DDP's buckets from the first step
     expected = losses(tmp_path / "alone_12")
     assert len(expected) == 8 and expected[-1] < expected[0] - 0.5
     for name in ("alone_1", "alone_2", "three"):
@@ -53,20 +43,18 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
         for stream, tolerance in {"val": {"abs": 1e-4}, "norm": {"rel": 1e-3}}.items():
             other = losses(tmp_path / "alone_12", stream)
             assert losses(tmp_path / name, stream) == pytest.approx(other, **tolerance), name
-    for dtype in ("bfloat16", "float16"):  # rounds products to 8 or 11 bits
-        train(*common, "--micro-batch-size", 12, "--dtype", dtype, "--log-dir", tmp_path / dtype)
+    norms = losses(tmp_path / "alone_12", "norm")  # unscaled before clipping
+    for dtype in ("bfloat16", "float16"):  # products are rounded to 8 or 11 bits
+        train(*args, "--micro-batch-size 12 --dtype", dtype, "--log-dir", tmp_path / dtype)
         assert losses(tmp_path / dtype) == pytest.approx(expected, abs=3e-2)
         assert losses(tmp_path / dtype) != expected
-        norms = losses(
-            tmp_path / "alone_12", "norm"
-        )  # the scaler's factor is taken out before clipping
         assert losses(tmp_path / dtype, "norm") == pytest.approx(norms, rel=0.05)
 
 
 def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
     """Two steps of the script against torch's own pieces, without accumulation."""
-    args = ["--max-steps", 2, "--save-every", 2, "--max-lr", 1e-2, "--grad-clip", 0.5, "--seed", 7]
-    train("--data", text, *args, "--log-dir", tmp_path)
+    flags = "--max-steps 2 --save-every 2 --max-lr 1e-2 --grad-clip 0.5 --seed 7"
+    train(flags, "--data", text, "--log-dir", tmp_path)
     torch.manual_seed(7)
     model = GPT(GPTConfig(16, 50257, 2, 2, 16))
     groups = [
@@ -91,8 +79,7 @@ def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
 
 
 def test_validation_loss_is_the_mean_over_all_tokens(text, monkeypatch):
-    """160 tokens are 10 sequences, which B = 3 does not divide. All logits of a batch are never
-    made."""
+    """160 tokens are 10 sequences, which B = 3 does not divide. Logits come in chunks."""
     model, results = GPT(GPTConfig(16, 50257, 1, 2, 16)), []
     loader = train_gpt2.DataLoaderLite(text, "val", 8, 16, shuffle=False)
     tokens = torch.from_numpy(loader.stream.read(0, 161).astype("int64"))
@@ -106,37 +93,19 @@ def test_validation_loss_is_the_mean_over_all_tokens(text, monkeypatch):
 
 def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys, monkeypatch):
     """Validation, HellaSwag and samples under --compile, with the losses of the eager run."""
-    args = [
-        "--data",
-        text,
-        "--max-steps",
-        6,
-        "--eval-every",
-        2,
-        "--hellaswag-every",
-        3,
-        "--hellaswag-data",
-        ROOT / "tests" / "hellaswag_sample.jsonl",
-        "--sample-every",
-        3,
-        "--seq-len",
-        64,
-    ]
+    flags = "--max-steps 6 --eval-every 2 --hellaswag-every 3 --sample-every 3 --seq-len 64"
+    args = [flags, "--data", text, "--hellaswag-data", ROOT / "tests/hellaswag_sample.jsonl"]
     train(*args, "--log-dir", tmp_path / "eager")
     train(*args, "--log-dir", tmp_path / "compiled", "--compile")
-    assert capsys.readouterr().out.count("rank 0 sample") == 2 * (
-        4 + 2
-    )  # at the end two longer ones
+    assert capsys.readouterr().out.count("rank 0 sample") == 2 * (4 + 2)  # two longer ones last
     for stream, count in {"train": 6, "val": 4, "hella": 3}.items():
         assert len(losses(tmp_path / "compiled", stream)) == count
         expected = pytest.approx(losses(tmp_path / "eager", stream), abs=1e-3)
         assert losses(tmp_path / "compiled", stream) == expected
-    compile = torch.nn.Module.compile  # another backend: C++ takes long to compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda *a, **o: compile(*a, backend="aot_eager", **o)
-    )
-    low = ["--data", text, "--seq-len", 64, "--max-steps", 2, "--compile", "--low-memory"]
-    train(*low, "--log-dir", tmp_path / "low")
+    compile = partial(torch.nn.Module.compile, backend="aot_eager")  # C++ takes long to compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kw: compile(*args, **kw))
+    low = "--seq-len 64 --max-steps 2 --compile --low-memory --data"
+    train(low, text, "--log-dir", tmp_path / "low")
     assert losses(tmp_path / "low") == pytest.approx(losses(tmp_path / "eager")[:2], abs=1e-3)
 
 
@@ -144,101 +113,67 @@ def test_a_machine_without_a_compiler_trains_eagerly(text, tmp_path, monkeypatch
     torch._dynamo.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     with torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}):
-        train("--data", text, "--max-steps", 2, "--compile", "--log-dir", tmp_path / "log")
+        train("--max-steps 2 --compile --data", text, "--log-dir", tmp_path / "log")
     assert "torch.compile does not work on this machine" in capsys.readouterr().out
     assert len(losses(tmp_path / "log")) == 2
 
 
-def test_what_a_run_prints_and_leaves_at_its_end(text, tmp_path, monkeypatch, capsys):
-    """Two samples, the loss per character, curves, and a command that writes with the model."""
+def test_a_run_ends_with_its_results(text, tmp_path, monkeypatch, capsys):
+    """Two samples, the loss per character, curves, and a command that samples from the model."""
     import sample
 
     monkeypatch.chdir(tmp_path)
-    args = [
-        "--data",
-        tmp_path / "text.txt",
-        "--eval-every",
-        2,
-        "--eval-tokens",
-        100,
-        "--sample-every",
-        2,
-        "--save-every",
-        2,
-        "--log-dir",
-        "my log",
-        "--max-steps",
-        2,
-    ]
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train_gpt2.py"), *map(str, args)])
+    flags = "--max-steps 2 --eval-every 2 --eval-tokens 100 --sample-every 2 --save-every 2"
+    args = [flags, "--data", text, "--log-dir", Path("my log")]
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train_gpt2.py"), *words(*args)])
     train(*args, curves=True)
     out = capsys.readouterr().out
     end = out[out.index("rank 0 sample 0:") :]
     steps = [line for line in out.splitlines() if line.startswith("step ")]
-    assert (
-        len(steps) == 4 and max(map(len, out[: out.index("rank 0")].splitlines())) <= 80
-    )  # two validations
+    assert len(steps) == 4  # with two validations
+    assert max(map(len, out[: out.index("rank 0")].splitlines())) <= 80
     assert end.count("rank 0 sample") == 2 and end.count("\n  ROMEO:") == 2
-    # Six sequences of 16 tokens, predicted from the first of the 97.
+    # Six sequences of 16 tokens: 97, of which 96 are predicted.
     tokens = [50256, *get_tokenizer().encode_ordinary(text.read_text())]
-    val, x = (
-        losses("my log", "val")[-1],
-        torch.tensor(tokens[len(tokens) - len(tokens) // 10 :][:97]),
-    )
+    x = torch.tensor(tokens[len(tokens) - len(tokens) // 10 :][:97])
+    val = losses("my log", "val")[-1]
     model = GPT.from_pretrained("my log/step_000002")
     assert val == pytest.approx(model(x[:-1].view(6, 16), x[1:].view(6, 16))[1].item(), abs=1e-5)
-    per_character = val * 96 / len(get_tokenizer().decode(x[1:].tolist()))
-    assert (
-        f"validation loss: {val:.4f} nats per token, {per_character:.4f} nats per character" in end
-    )
-    for part in (
-        "\ndone: 2 steps, ",
-        f"curves: {Path('my log/curves.png')}",
-        "model: my log/step_000002/",
-    ):
+    char = val * 96 / len(get_tokenizer().decode(x[1:].tolist()))
+    assert f"validation loss: {val:.4f} nats per token, {char:.4f} nats per character" in end
+    curves = f"curves: {Path('my log/curves.png')}"
+    for part in ("\ndone: 2 steps, ", curves, "model: my log/step_000002/"):
         assert part in end
     assert Path("my log/curves.png").read_bytes().endswith(b"IEND\xaeB\x60\x82")
-    python, program, *words = shlex.split(re.search("sample: (.+)", end)[1])
+    python, program, *rest = shlex.split(re.search("sample: (.+)", end)[1])
     assert python == "python" and Path(program).samefile(ROOT / "sample.py")
-    sample.main([*words, "--max-new-tokens", "2", "--device", "cpu"])
+    sample.main([*rest, "--max-new-tokens", "2", "--device", "cpu"])
     assert capsys.readouterr().out.startswith("ROMEO:")
-    # What may be published does not say where it was made.
+    # Files that may be published don't leak local paths.
     for name in ("run.json", "step_000002/README.md"):
         content = Path("my log", name).read_text()
         assert "train_gpt2.py" in content and str(tmp_path) not in content
     before = read_log("my log")
-    train(*args, "--resume")  # there is nothing left to do
+    train(*args, "--resume")  # nothing left to do
     assert "already trained 2 steps" in capsys.readouterr().out and before == read_log("my log")
 
 
-def test_a_new_start_keeps_what_an_earlier_one_left(text, tmp_path):
-    args = ["--data", text, "--max-steps", 2, "--save-every", 2, "--log-dir", tmp_path]
+def test_a_new_start_keeps_an_earlier_runs_files(text, tmp_path):
+    args = ["--max-steps 2 --save-every 2 --data", text, "--log-dir", tmp_path]
     train(*args)
     first, weights = read_log(tmp_path), (tmp_path / "step_000002/model.safetensors").read_bytes()
-    train(*args, "--seed", 5)
+    train(*args, "--seed 5")
     assert read_log(tmp_path)[: len(first)] == first and len(read_log(tmp_path)) == 2 * len(first)
     assert (tmp_path / "earlier_1/step_000002/model.safetensors").read_bytes() == weights
-    train(*args, "--seed", 5, "--max-steps", 3, "--resume")
-    assert (
-        read_log(tmp_path)[: len(first)] == first and losses(tmp_path)[:2] != losses(tmp_path)[2:4]
-    )
+    train(*args, "--seed 5 --max-steps 3 --resume")
+    assert read_log(tmp_path)[: len(first)] == first
+    assert losses(tmp_path)[:2] != losses(tmp_path)[2:4]
     assert [line.split()[0] for line in read_log(tmp_path, "train")] == ["0", "1", "0", "1", "2"]
 
 
 def test_zero_steps_evaluate_and_exit(text, tmp_path):
     GPT(GPTConfig(16, 50257, 1, 2, 16)).save_pretrained(tmp_path / "model")
-    train(
-        "--data",
-        text,
-        "--init",
-        tmp_path / "model",
-        "--max-steps",
-        0,
-        "--eval-every",
-        1,
-        "--log-dir",
-        tmp_path,
-    )
-    assert losses(tmp_path, "val") == [pytest.approx(math.log(50257), abs=0.1)] and not losses(
-        tmp_path
-    )
+    args = ["--init", tmp_path / "model", "--max-steps 0 --eval-every 1 --data", text]
+    train(*args, "--log-dir", tmp_path)
+    assert losses(tmp_path, "val") == [pytest.approx(math.log(50257), abs=0.1)]
+    assert not losses(tmp_path)
