@@ -82,9 +82,10 @@ def run_rank(env: dict[str, str], cwd: str, output: Path, args: list[str], code:
 def start_ranks(
     world_size: int, folder: Path, *args: object, code: str = ""
 ) -> tuple[list[int], list[str]]:
-    """Runs train_gpt2.py on one or more ranks, as torchrun does, but forked from a process that
-    has imported torch. When a rank fails, the others get SIGTERM. code: run first on each rank.
-    Returns exit statuses and outputs."""
+    """Runs train_gpt2.py on one or more ranks, as torchrun does. (exit statuses, outputs)
+
+    The ranks are forked from a process that has imported torch, and run `code` first. When one
+    fails, the others get SIGTERM."""
     if os.name == "nt":
         pytest.skip("Windows does not fork")
     forks = multiprocessing.get_context("forkserver")

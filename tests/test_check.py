@@ -47,8 +47,9 @@ def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
 
 
 def test_mistakes_show_in_the_first_losses_of_one_seed(text, tmp_path, monkeypatch, capsys):
-    """Other micro-batches and seeds match. A doubled rate, no clipping and no decay do not, nor
-    does an erf GELU, which is off by 1.7e-5 here, where rounding makes 1e-6."""
+    """Correct runs match, broken ones do not.
+
+    An erf GELU is off by 1.7e-5 here, where rounding makes 1e-6."""
     args = ["--max-steps 8 --max-lr 1e-2 --n-embd 64 --warmup-steps 8 --data", text]
     reference = tmp_path / "reference"
     train(*args, "--log-dir", reference)
@@ -110,8 +111,9 @@ def test_a_bad_line_of_the_log_is_named(tmp_path):
 
 
 def test_the_gpt2_reference_tells_published_runs_apart(tmp_path, capsys):
-    """build-nanogpt's before and after its exchange of gradients was fixed (its PR #30), and those
-    of a fork (check.txt) with and without warm-up."""
+    """Correct ones match, broken ones do not (reference/gpt2/check.txt names them).
+
+    Wrongly exchanged gradients show from step 250 on, a missing warm-up from step 500 on."""
     shape = dict(data="edu_fineweb10B", seq_len=1024, n_layer=12, n_head=12, n_embd=768)
 
     def verdict(losses):

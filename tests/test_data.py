@@ -1,5 +1,4 @@
-"""The tokenizer, also as saved with a model, equals tiktoken's GPT-2; the loader's guarantees, over
-random shard sets, batch shapes and world sizes."""
+"""Tokenizer against tiktoken; loader over random shards, batch shapes and world sizes."""
 
 import hashlib
 import itertools

@@ -1,5 +1,4 @@
-"""Stand-ins for other chips: CPUs with bfloat16, Apple's GPU, NVIDIA's; --plan against measured
-peaks; the micro-batch that fits on a GPU."""
+"""Stand-ins for other CPUs and GPUs; --plan against measurements; the largest micro-batch."""
 
 from functools import partial
 from itertools import product
@@ -36,15 +35,12 @@ def test_the_same_losses_on_every_cpu(monkeypatch, text, tmp_path):
 
 
 def test_tf32_is_for_runs_in_16_bits_on_a_gpu(monkeypatch):
-    chosen: list[tuple] = []
-    monkeypatch.setattr(train_gpt2, "start_model", mock.Mock(side_effect=StopIteration))
-    for run in product(("cuda", "cpu"), (torch.bfloat16, torch.float16, torch.float32)):
-        choose = partial(lambda *args: chosen.append(args), run)
+    for device, dtype in product(("cuda", "cpu"), (torch.bfloat16, torch.float16, torch.float32)):
+        choose = mock.Mock()
         monkeypatch.setattr(torch, "set_float32_matmul_precision", choose)
-        with pytest.raises(StopIteration):
-            train_gpt2.train(read_config(TINY), Ranks(0, 1, torch.device(run[0]), run[1], ""))
-    gpu = [(("cuda", torch.bfloat16), "high"), (("cuda", torch.float16), "high")]
-    assert chosen == gpu
+        devices.prepare_training(torch.device(device), dtype, deterministic=False)
+        calls = [mock.call("high")] if device == "cuda" and dtype != torch.float32 else []
+        assert choose.mock_calls == calls, (device, dtype)
 
 
 def gpu(monkeypatch, name: str, capability: tuple[int, int]) -> torch.device:
@@ -77,6 +73,7 @@ def test_precision_and_peak_of_a_gpu(name, capability, dtype, tflops, monkeypatc
 
 def test_device_cpu_leaves_a_gpu_alone(monkeypatch, text, tmp_path):
     """Nothing is pinned, which makes a CUDA context, copied asynchronously or compiled by default.
+
     An update makes no tensor from host data, which would synchronize a GPU."""
     gpu(monkeypatch, "NVIDIA H100 80GB HBM3", (9, 0))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pytest.fail("pinned"))
@@ -131,8 +128,7 @@ StandIn().__enter__()
 
 @pytest.mark.skipif(not no_float64.INSTALLABLE, reason="this torch registers no device from Python")
 def test_a_device_without_float64(text, tmp_path):
-    """Validation, HellaSwag, samples, both optimizers, a checkpoint and a resume, with the CPU's
-    losses, on a stand-in for Apple's GPU."""
+    """Validation, HellaSwag, samples, optimizers, a checkpoint and a resume match the CPU's."""
     tasks = tmp_path / "tasks.jsonl"
     lines = (ROOT / "tests" / "hellaswag_sample.jsonl").read_text().splitlines(keepends=True)
     tasks.write_text("".join(lines[:2]))
@@ -253,7 +249,7 @@ def test_what_fits_is_tried(error, monkeypatch):
     autocast = torch.autocast("cpu", enabled=False)
 
     def trial(model, B, accumulates=True):
-        return fits(model, torch.zeros(B, 4, dtype=torch.int64), autocast, 8, accumulates)
+        return fits(model, B, 4, False, autocast, False, 1, False, accumulates)
 
     loss_function = model.loss_function
     for accumulates in (True, False):
@@ -270,33 +266,45 @@ def test_what_fits_is_tried(error, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "flags, world_size, B, moments, keeps_logits, accumulates",
+    "several_ranks, shards, keeps_logits", [(False, 1, False), (True, 1, True), (True, 4, False)]
+)
+def test_a_trial_reserves_what_else_a_step_needs(several_ranks, shards, keeps_logits, monkeypatch):
+    model, empty = OutOfMemoryAbove(12, RuntimeError()), mock.Mock()
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    monkeypatch.setattr(torch, "empty", empty)
+    assert fits(model, 12, 4, True, autocast, several_ranks, shards, keeps_logits, False)
+    logits = 2 * 12 * 4 * 50304 * 2 if keeps_logits else 0  # and their gradient
+    nccl = 2**30 if several_ranks else 0
+    moments = 8 * model.num_parameters() // shards
+    assert empty.call_args.args == (moments + logits + nccl,)
+
+
+@pytest.mark.parametrize(
+    "flags, world_size, B, shards, keeps_logits, accumulates",
     [
-        ("--no-compile", 1, 8, 8, False, False),
-        ("--no-compile --total-batch-size 64", 1, 8, 8, False, True),
-        ("--compile", 2, 4, 8, True, True),
-        ("--compile --low-memory --shard-optimizer", 2, 4, 4, False, True),
+        ("--no-compile", 1, 8, 1, False, False),
+        ("--no-compile --total-batch-size 64", 1, 8, 1, False, True),
+        ("--compile", 2, 4, 1, True, True),
+        ("--compile --low-memory --shard-optimizer", 2, 4, 2, False, True),
     ],
 )
 def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
-    flags, world_size, B, moments, keeps_logits, accumulates, monkeypatch
+    flags, world_size, B, shards, keeps_logits, accumulates, monkeypatch
 ):
-    """moments: bytes per parameter. The other ranks have room for 4 sequences, this one for 8."""
-    model, tried = OutOfMemoryAbove(0, RuntimeError()), []
+    """The other ranks have room for 4 sequences, this one for 8."""
+    tried = []
 
-    def fits(model, x, autocast, reserve, accumulates):
-        tried.append((len(x), reserve, accumulates))
-        return len(x) <= 8
+    def fits(model, B, T, low_memory, autocast, *how):
+        tried.append((B, low_memory, *how))
+        return B <= 8
 
     def gather(self, value):
         return [value] + [tried[-1][0] <= 4] * (world_size - 1)
 
     monkeypatch.setattr(gpus, "fits", fits)
     monkeypatch.setattr(Ranks, "gather", gather)
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: torch.empty(shape))
     ranks = Ranks(0, world_size, torch.device("cuda"), torch.bfloat16, "")
     config = read_config(words("--preset gpt2 --seq-len 4 --total-batch-size 32", flags))
-    assert choose_micro_batch_size(config, model, ranks) == B
-    logits = 2 * B * 4 * 50304 * 2 if keeps_logits else 0  # and their gradient
-    nccl = 2**30 if world_size > 1 else 0
-    assert tried[-1] == (B, moments * model.num_parameters() + logits + nccl, accumulates)
+    assert choose_micro_batch_size(config, None, ranks) == B
+    low_memory, several_ranks = "--low-memory" in flags, world_size > 1
+    assert tried[-1] == (B, low_memory, several_ranks, shards, keeps_logits, accumulates)

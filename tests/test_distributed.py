@@ -1,5 +1,4 @@
-"""Ranks share a step equally; an error of all ranks is printed once, one of a single rank with its
-number."""
+"""Ranks share a step equally; errors of all ranks are printed once, those of one with its rank."""
 
 import numpy as np
 import pytest

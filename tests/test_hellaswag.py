@@ -47,8 +47,7 @@ def encode(example):
 
 
 def plain_scores(folder, examples):
-    """Summed losses and lengths of the endings, (n, 4) each; the endings with the lowest loss, with
-    the lowest loss per token, and the right ones, (n,) each."""
+    """(losses (n, 4), lengths (n, 4), choices of acc, of acc_norm, labels), from padded rows."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -92,7 +91,7 @@ def evaluate(folder, *more):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_command_on_a_folder(kind, model, tmp_path, capsys):
-    """Any causal language model: predictions in --json, accuracies in the last line."""
+    """--json has the plain scorer's predictions, the last line their accuracies."""
     _, folder = model
     if kind == "llama":
         save_other_model(folder := tmp_path, initializer_range=0.3)

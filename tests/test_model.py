@@ -1,5 +1,6 @@
-"""The model is GPT-2; transformers is the oracle for logits, gradients, files, names. The loss is
-float32 cross-entropy over 50,257 columns, also in chunks, compiled, or with a GPU's padding."""
+"""The model against transformers: logits, gradients, files, names.
+
+The loss is float32 cross-entropy over 50,257 columns, also in chunks, compiled or padded."""
 
 import contextlib
 import json

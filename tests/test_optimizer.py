@@ -19,7 +19,7 @@ MUON = replace(TrainConfig(), optimizer="muon")
 
 
 def split(tensors):
-    """Tensors of SHAPES, with the three matrices in each c_attn.weight apart."""
+    """Tensors of SHAPES. c_attn.weight is three matrices, an MLP's of the same shape is one."""
     parts = []
     for name, tensor in zip(SHAPES, tensors, strict=True):
         parts += tensor.chunk(3) if "c_attn" in name else [tensor]
@@ -29,8 +29,7 @@ def split(tensors):
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-5)])
 def test_muon_equals_torchs(dtype, tolerance, monkeypatch):
-    """Ten steps, for float32 with the cast to bfloat16 in torch's Muon removed. For torch,
-    c_attn.weight is three parameters; an MLP's weight of the same shape is one."""
+    """Ten steps. For float32, the cast to bfloat16 in torch's Muon is removed."""
     if dtype == torch.float32:
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # until torch 2.13
         monkeypatch.setattr(torch, "bfloat16", torch.float32)
@@ -81,9 +80,9 @@ t.get_lr = lambda *args: print("kept:", kept()) or get_lr(*args)
 
 
 def test_ranks_share_muons_work_and_with_a_flag_the_state(text, tmp_path):
-    """Two layers on three ranks, so one has none: the losses of a single process. With
-    --shard-optimizer the bits and the checkpoint are the same, and each rank keeps a part of the
-    moments."""
+    """Two layers on three ranks, so one has none: the losses of a single process.
+
+    --shard-optimizer does not change a bit, and each rank keeps a part of the moments."""
     args = ["--optimizer muon --max-lr 1e-2 --max-steps 4 --save-every 4 --total-batch-size 96"]
     args += ["--data", text, "--log-dir"]
     train(*args, tmp_path / "alone")

@@ -249,9 +249,9 @@ train_gpt2.chunked_next_token_loss = disturbed
 
 
 def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_path):
-    """Only rank 1 sees a NaN loss in step 1; in one of two runs it is killed in step 5, and all
-    resume from step 4. A sum over three ranks depends on the order of its terms, and so on DDP's
-    buckets."""
+    """Only rank 1 sees a NaN loss in step 1; in one of two runs it is killed in step 5.
+
+    A sum over three ranks depends on the order of its terms, and so on DDP's buckets."""
     args = ["--total-batch-size 96 --micro-batch-size 1 --max-lr 3e-2 --max-steps 8 --resume"]
     args += ["--save-every 4 --skip-bad-steps 1 --keep-checkpoints 0 --data", text, "--log-dir"]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
@@ -325,8 +325,7 @@ train_gpt2.DataLoaderLite.next_batch = lambda self: (
 
 
 def test_a_second_interrupt_stops_at_once(text, tmp_path):
-    """It comes while the first one's checkpoint is written, whose partial folder is left until the
-    next start."""
+    """The partial folder of the first one's checkpoint is left until the next start."""
     args = ["--save-every 8 --max-steps 8 --data", text, "--log-dir", tmp_path]
     (code,), (output,) = start_ranks(1, tmp_path, *args, code=TWO_INTERRUPTS)
     assert code == 130 and "Traceback" not in output, output

@@ -1,4 +1,4 @@
-"""bench/recipes/sweep.py: a table and a picture of recipes; what a run sends to trackers."""
+"""bench/recipes/sweep.py: recipes over seeds; what a run sends to trackers."""
 
 import importlib.util
 import sys

@@ -48,8 +48,7 @@ def finish(log_dir: Path, steps: int) -> None:
 
 
 def kill(log_dir: Path, steps: int, when: str, most: int) -> None:
-    """Starts or resumes the run and kills it at a random moment while it is starting, training
-    (after at most `most` steps) or saving."""
+    """Kills a run while it is starting, training (after at most `most` steps) or saving."""
     process = start(log_dir, steps)
     if when == "starting":
         time.sleep(random.uniform(0, 5))  # imports, checkpoints, trimming the log, first steps
@@ -81,8 +80,9 @@ def contents(log_dir: Path) -> dict[str, object]:
 def torture(
     folder: Path, kills: int, steps: int, finish: Callable[[Path, int], None] = finish
 ) -> tuple[int, list[int]]:
-    """Runs both and compares them. Returns how many kills left a half-written checkpoint, and the
-    last step in the log at each kill. finish(log_dir, steps): completes a run."""
+    """Compares both runs. (kills that left a half-written checkpoint, last step at each kill)
+
+    finish(log_dir, steps): completes a run."""
     finish(folder / "straight", steps)
     log_dir, half_written, killed_at = folder / "killed", 0, []
     for i in range(kills):
