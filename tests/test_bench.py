@@ -30,10 +30,8 @@ STEP |= {"mfu_of": "1 TFLOP/s", "peak_memory": None, "parts_ms": {"MLP": 6.0, "w
 def test_ladder(tmp_path, monkeypatch, capsys):
     def run_process(_, *args):  # in this process
         restored = {name: getattr(train_gpt2, name) for name in REPLACED}
-        with (
-            mock.patch.multiple(train_gpt2, **restored),
-            contextlib.redirect_stdout(io.StringIO()) as output,
-        ):
+        output = io.StringIO()
+        with mock.patch.multiple(train_gpt2, **restored), contextlib.redirect_stdout(output):
             bench.main([*map(str, args)])
         return output.getvalue()
 

@@ -179,13 +179,12 @@ def test_order_changes_with_seed_and_epoch_and_not_otherwise(tmp_path):
 
 
 def test_another_stream_is_not_resumed(tmp_path):
-    write_shards(tmp_path / "a", [[5] * 9])
-    write_shards(tmp_path / "b", [[5] * 8])
+    for name, documents in (("a", 9), ("b", 8)):
+        write_shards(tmp_path / name, [[5] * documents])
     state = DataLoaderLite(tmp_path / "a", "train", 1, 4).state_dict()
-    with pytest.raises(UserError, match="shards"):
-        DataLoaderLite(tmp_path / "b", "train", 1, 4).load_state_dict(state)
-    with pytest.raises(UserError, match="seed 2, was 1337"):
-        DataLoaderLite(tmp_path / "a", "train", 1, 4, seed=2).load_state_dict(state)
+    for name, seed, message in (("b", 1337, "shards"), ("a", 2, "seed 2, was 1337")):
+        with pytest.raises(UserError, match=message):
+            DataLoaderLite(tmp_path / name, "train", 1, 4, seed=seed).load_state_dict(state)
 
 
 def test_text_is_split_nine_to_one_and_shuffled_by_passages(tmp_path):

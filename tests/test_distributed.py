@@ -38,8 +38,8 @@ ON_RANK_1 = "import os\nif os.environ['RANK'] == '1':\n    "
 ALONE = {  # what rank 1 does, and its error
     "folder": ("os.chdir('/')", "here: no such data; "),
     "precision": (
-        "from support import devices\n    choose = devices.choose_device\n    "
-        "devices.choose_device = lambda device, dtype, *ranks: choose(device, 'bfloat16', *ranks)",
+        "from support import devices as d\n    choose = d.choose_device\n    "
+        "d.choose_device = lambda device, dtype, *ranks: choose(device, 'bfloat16', *ranks)",
         "this rank would use cpu in bfloat16, rank 0 cpu in float32: set --device and --dtype",
     ),
     "shard": ("pass", "here/x_train_000000.npy: token 60000"),  # in rank 1's part of step 1

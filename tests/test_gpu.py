@@ -28,13 +28,8 @@ def test_compiled_equals_eager(tmp_path):
 def test_resumed_run_equals_one_that_never_stopped(tmp_path, dtype, compiled, request):
     """At T = 1024, where attention's backward kernels add in a varying order by default."""
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    args = [
-        compiled,
-        "--deterministic --dtype",
-        dtype,
-        "--save-every 5 --min-lr 1e-3",
-    ]  # a constant rate
-    args.append("--seq-len 1024 --total-batch-size 8192 --log-dir")
+    args = [compiled, "--deterministic --dtype", dtype, "--seq-len 1024 --total-batch-size 8192"]
+    args.append("--save-every 5 --min-lr 1e-3 --log-dir")  # a constant rate
     train(*args, tmp_path / "straight", "--max-steps 10")
     train(*args, tmp_path / "broken", "--max-steps 5")
     train(*args, tmp_path / "broken", "--max-steps 10 --resume")

@@ -73,10 +73,8 @@ def test_losses_and_predictions_equal_the_plain_scorers(model):
     assert (by_sum != by_mean).any(), "division makes no difference here"
     tasks, cpu = hellaswag.prepare(examples, 160), torch.device("cpu")
     for batch_size, n in ((1, 1), (64, 1), (7, 3)):  # n ranks
-        shares = [
-            hellaswag.score(ours.hidden, ours.wte.weight, tasks, cpu, batch_size, rank, n)
-            for rank in range(n)
-        ]
+        args = (ours.hidden, ours.wte.weight, tasks, cpu, batch_size)
+        shares = [hellaswag.score(*args, rank, n) for rank in range(n)]
         assert sorted(i for share in shares for i in share.index) == list(range(24))
         for share in shares:
             torch.testing.assert_close(share.losses, losses[share.index], atol=1e-3, rtol=1e-5)
@@ -133,10 +131,10 @@ def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
 
 def test_losses_are_float32_under_bfloat16(model):
     ours, _ = model
-    tasks = hellaswag.prepare([task()], 160)
-    exact = hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"))
+    args = (ours.hidden, ours.wte.weight, hellaswag.prepare([task()], 160), torch.device("cpu"))
+    exact = hellaswag.score(*args)
     with torch.autocast("cpu", torch.bfloat16):
-        rounded = hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"))
+        rounded = hellaswag.score(*args)
     assert rounded.losses.dtype == torch.float64 and not torch.equal(exact.losses, rounded.losses)
     torch.testing.assert_close(rounded.losses, exact.losses, rtol=0.05, atol=0.5)
 

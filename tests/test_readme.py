@@ -5,22 +5,23 @@ import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
 import sample
 import train_gpt2
 from reference import check
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY, words
 from train_gpt2 import GPT, GPTConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 NOT_RUN = {  # how a command begins -> why it is not run
-    "pip ": "every test needs what it installs",
+    "pip ": "installs",
     "sbatch ": "needs a cluster",
     "torchrun ": "needs GPUs; tests/test_resume.py starts it on the CPU",
     "python hellaswag.py": "downloads; tests/test_hellaswag.py has local tasks",
-    "python bench": "takes minutes; tests/test_bench.py and tests/test_sweep.py run small ones",
+    "python bench": "takes minutes; see tests/test_bench.py and tests/test_sweep.py",
     "lm_eval ": "not installed; docs/after.md says where it was run",
     "vllm ": "needs a GPU",
     "hf ": "needs the Hub",
@@ -68,18 +69,18 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     import fineweb
 
     monkeypatch.chdir(tmp_path)
-    words = text.read_text(encoding="utf-8")
+    content = text.read_text(encoding="utf-8")
     for name in ("my.txt", "a.txt", "input.txt"):
-        (tmp_path / name).write_text(words, encoding="utf-8")
-    (tmp_path / "notes.jsonl").write_text(json.dumps({"text": words}) + "\n")
+        Path(name).write_text(content, encoding="utf-8")
+    Path("notes.jsonl").write_text(json.dumps({"text": content}) + "\n")
     pair = {"question": "What is the sea?", "answer": "Wet."}
-    (tmp_path / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 20)
-    (tmp_path / "books").mkdir()
-    pq.write_table(pa.table({"text": [words]}), tmp_path / "books" / "one.parquet")
-    shutil.copytree(ROOT / "reference", tmp_path / "reference")
-    shutil.copytree(ROOT / "reference/shakespeare", tmp_path / "log")
+    Path("pairs.jsonl").write_text((json.dumps(pair) + "\n") * 20)
+    Path("books").mkdir()
+    pq.write_table(pa.table({"text": [content]}), "books/one.parquet")
+    shutil.copytree(ROOT / "reference", "reference")
+    shutil.copytree(ROOT / "reference/shakespeare", "log")
     for name in ("log/step_000600", "gpt2"):  # a folder comes before the Hub
-        GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(tmp_path / name)
+        GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(name)
     shutil.copytree("log", "log_pairs")
     # instead of the download
     fineweb.main(["--input", "a.txt", "--out", "edu_fineweb10B", "--workers", "1"])
@@ -90,7 +91,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
         _, script, *args = shlex.split(command)
         capsys.readouterr()
         if script == "train_gpt2.py":
-            small = [*TINY, "--dtype", "auto", "--max-steps", "2", "--log-dir", f"run_{i}"]
+            small = [*TINY, *words(f"--dtype auto --max-steps 2 --log-dir run_{i}")]
             if "--plan" in args:
                 small = ["--device", "cpu"]
             assert train_gpt2.main([*args, *small]) == 0, command

@@ -181,7 +181,7 @@ def test_the_best_checkpoint_is_kept_and_named_at_the_end(text, tmp_path, monkey
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_no_checkpoint(text, tmp_path, monkeypatch):
-    """As on NFS, where a file that is still open leaves a .nfsXXXX behind."""
+    """As on NFS, where an open file stays as .nfsXXXX."""
     monkeypatch.setattr(shutil, "rmtree", lambda path, **options: None)
     args = ["--save-every 1 --keep-checkpoints 1 --resume --data", text, "--log-dir", tmp_path]
     assert train(*args, "--max-steps 3") == 0
@@ -319,8 +319,8 @@ import os, signal, time, train_gpt2
 interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
 train_gpt2.GPT.save_pretrained = lambda self, folder: folder.mkdir() or interrupt() or time.sleep(9)
 next_batch = train_gpt2.DataLoaderLite.next_batch
-train_gpt2.DataLoaderLite.next_batch = lambda self: (
-    interrupt() if self.position == 4 * 128 + 32 else None) or next_batch(self)
+due = lambda self: self.position == 4 * 128 + 32
+train_gpt2.DataLoaderLite.next_batch = lambda self: due(self) and interrupt() or next_batch(self)
 """
 
 

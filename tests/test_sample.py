@@ -9,6 +9,7 @@ import torch
 import sample
 from support.cli import UserError
 from support.tokenizer import get_tokenizer
+from tests.conftest import words
 from train_gpt2 import GPT, GPTConfig
 
 
@@ -31,13 +32,12 @@ def greedy(log_dir, prompt, max_new_tokens):
 
 
 def test_the_newest_checkpoint_speaks_greedily_or_by_seed(log_dir, capsys):
-    sample.main([str(log_dir), "ROMEO:", "--temperature", "0", "--max-new-tokens", "9"])
+    sample.main(words(log_dir, "ROMEO: --temperature 0 --max-new-tokens 9"))
     expected = greedy(log_dir, "ROMEO:", 9)
     assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
     outputs = []
     for seed in ("1", "1", "2"):
-        flags = ["--max-new-tokens", "12", "--num-samples", "2", "--seed", seed]
-        sample.main([str(log_dir), "ROMEO:", *flags])
+        sample.main(words(log_dir, "ROMEO: --max-new-tokens 12 --num-samples 2 --seed", seed))
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2] and outputs[0].count("ROMEO:") == 2
 
@@ -55,21 +55,20 @@ def test_prompts_from_standard_input(log_dir, monkeypatch, capsys):
 
 @pytest.mark.parametrize("tokens, kept", [(5, 19), (50, 12)])
 def test_a_prompt_longer_than_the_context_leaves_room(tokens, kept, log_dir, capsys):
-    flags = ["--temperature", "0", "--max-new-tokens", str(tokens)]
-    sample.main([str(log_dir), " or" * 100, *flags])
+    sample.main([str(log_dir), " or" * 100, *words("--temperature 0 --max-new-tokens", tokens)])
     out, err = capsys.readouterr()
     assert err == f"warning: prompt of 100 tokens cut to its last {kept}; the context has 24\n"
     assert out.rstrip("\n") == greedy(log_dir, " or" * kept, 24 - kept).rstrip("\n")
 
 
-BAD = ["--seed=100000000000000000000", f"--seed={2**64}", "--temperature=1e-300"]
-BAD += ["--temperature=nan", "--temperature=inf"]
+BAD = [("seed", 10**20), ("seed", 2**64)]
+BAD += [("temperature", value) for value in ("1e-300", "nan", "inf")]
 
 
-@pytest.mark.parametrize("word", BAD)
-def test_bad_flags_are_one_line(word, log_dir):
-    with pytest.raises(UserError, match=word.split("=")[0]):
-        sample.main([str(log_dir), "ROMEO:", "--max-new-tokens", "2", word])
+@pytest.mark.parametrize("flag, value", BAD)
+def test_bad_flags_are_one_line(flag, value, log_dir):
+    with pytest.raises(UserError, match=f"--{flag}"):
+        sample.main(words(log_dir, f"ROMEO: --max-new-tokens 2 --{flag}", value))
 
 
 def test_a_prompt_that_is_not_utf8_is_one_line(log_dir, monkeypatch):

@@ -4,7 +4,7 @@ import math
 import re
 import shlex
 import sys
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ t.get_lr = lambda *args: show() or get_lr(*args)
 
 
 def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
-    """192 tokens a step: 12 micro-batches of 1, 6 of 2, one of 12; on three ranks 2 of 2 each."""
+    """192 tokens per step: 12 micro-batches of 1, 6 of 2, one of 12; on three ranks 2 of 2 each."""
     args = ["--total-batch-size 192 --max-steps 8 --eval-every 8 --max-lr 1e-2 --data", text]
     for B in (1, 2, 12):
         train(*args, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
@@ -57,10 +57,10 @@ def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
     train(flags, "--data", text, "--log-dir", tmp_path)
     torch.manual_seed(7)
     model = GPT(GPTConfig(16, 50257, 2, 2, 16))
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
-    ]
+    groups = []
+    for dim, decay in ((2, 0.1), (1, 0.0)):
+        parameters = [p for p in model.parameters() if p.dim() == dim]
+        groups.append({"params": parameters, "weight_decay": decay})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     loader = train_gpt2.DataLoaderLite(text, "train", 8, 16, seed=7)
     for step, lr in enumerate((5e-3, 1e-2)):
@@ -102,8 +102,8 @@ def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys, monkeyp
         assert len(losses(tmp_path / "compiled", stream)) == count
         expected = pytest.approx(losses(tmp_path / "eager", stream), abs=1e-3)
         assert losses(tmp_path / "compiled", stream) == expected
-    compile = partial(torch.nn.Module.compile, backend="aot_eager")  # C++ takes long to compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kw: compile(*args, **kw))
+    aot = partialmethod(torch.nn.Module.compile, backend="aot_eager")  # C++ takes long to compile
+    monkeypatch.setattr(torch.nn.Module, "compile", aot)
     low = "--seq-len 64 --max-steps 2 --compile --low-memory --data"
     train(low, text, "--log-dir", tmp_path / "low")
     assert losses(tmp_path / "low") == pytest.approx(losses(tmp_path / "eager")[:2], abs=1e-3)
