@@ -7,11 +7,10 @@
 A document is a row, or a whole .txt or .md file; it becomes 50256 and its tokens. Shard 0 is for
 validation: a dataset's validation split if it has one, otherwise the first documents.
 
-After each shard manifest.json records the stream's state before the batch in which the shard ended,
-and how many tokens of that batch are used. The same command continues there after any interruption,
-and makes the same bytes for any number of workers. Under torchrun each rank reads its part, writes
-every WORLD_SIZE-th shard and keeps a manifest.RANK.json; ranks share a folder and do not
-communicate. Invalid input raises UserError."""
+manifest.json records the stream's state before the batch in which the last shard ended, and how
+many tokens of that batch are used. There the same command continues, and makes the same bytes for
+any number of workers. Under torchrun each rank reads its part, writes every WORLD_SIZE-th shard and
+keeps a manifest.RANK.json; ranks share a folder and do not communicate."""
 
 import json
 import os
@@ -29,9 +28,9 @@ import numpy as np
 
 from support import texts
 from support.cli import UserError, flag, parse_args, print0, run, torchrun_ranks
-from support.files import atomic_write, sha256
+from support.files import atomic_write, sha256, write_text
 from support.texts import explained
-from support.tokenizer import EOT, SHA256, open_shard
+from support.tokenizer import EOT, SHA256, SHARD_NAME, open_shard
 
 SUFFIXES = (".npy", ".bin", ".partial")
 FINEWEB = "HuggingFaceFW/fineweb-edu"
@@ -62,10 +61,9 @@ class ShardConfig:
         """Names every invalid value."""
         problems = []
         for name in ("workers", "max_shards", "pretokenized", "shard_size"):
-            if getattr(self, name) < 0:
-                problems.append(f"{flag(name)} {getattr(self, name)}: must be at least 0")
-        if self.shard_size > MAX_SHARD_SIZE:
-            problems.append(f"--shard-size {self.shard_size}: must be at most {MAX_SHARD_SIZE}")
+            value = getattr(self, name)
+            if not 0 <= value <= MAX_SHARD_SIZE:
+                problems.append(f"{flag(name)} {value}: must be from 0 to {MAX_SHARD_SIZE}")
         for names in (("pretokenized", "input", "dataset"), ("text_column", "template")):
             given = [flag(name) for name in names if getattr(self, name)]
             if len(given) > 1:
@@ -80,17 +78,21 @@ class ShardConfig:
 class Folder:
     """A rank's shards in --out, and their manifest. It is an error if they disagree."""
 
-    def __init__(self, out: Path, rank: int = 0, world_size: int = 1):
-        self.out, self.rank, self.world_size = out, rank, world_size
+    def __init__(self, out: Path, max_shards: int = 0, rank: int = 0, world_size: int = 1):
+        self.out, self.max_shards = out, max_shards
+        self.rank, self.world_size = rank, world_size
         self.path = out / ("manifest.json" if world_size == 1 else f"manifest.{rank}.json")
         self.manifest = START | {"shards": []}
         if self.path.exists():
             with explained(str(self.path), remedy="move it and its shards away"):
                 self.manifest |= json.loads(self.path.read_text(encoding="utf-8"))
-                for shard in self.manifest["shards"]:
+                for shard in self.shards:
                     if not {"name", "tokens", "documents", "sha256"} <= shard.keys():
                         raise ValueError(f"an incomplete shard: {shard}")
-        self.shards: list[dict[str, Any]] = self.manifest["shards"]
+
+    @property
+    def shards(self) -> list[dict[str, Any]]:
+        return self.manifest["shards"]
 
     def check_shards(self) -> None:
         """Checks that the shards are whole. A missing one and all later ones are made again."""
@@ -111,195 +113,176 @@ class Folder:
     def next_name(self) -> str:
         return f"edufineweb_{'train' if self.next_index else 'val'}_{self.next_index:06d}.npy"
 
-    def finished(self, max_shards: int) -> bool:
-        return self.manifest["complete"] or 0 < max_shards <= self.next_index
+    @property
+    def finished(self) -> bool:
+        return self.manifest["complete"] or 0 < self.max_shards <= self.next_index
 
     def check(self, options: dict[str, Any]) -> None:
         """Checks that the shards here were made with the same options."""
         for key, now in options.items():
             then = self.manifest.get(key)
             if now != then and (self.shards or self.manifest["complete"]):
-                raise UserError(
-                    f"{self.out}: started with {key} {then!r:.300}, now {now!r:.300}; "
-                    "use the original value or a new --out"
-                )
+                change = f"started with {key} {then!r:.300}, now {now!r:.300}"
+                raise UserError(f"{self.out}: {change}; restore it or use a new --out")
 
     def begin(self, options: dict[str, Any]) -> None:
         """Records the options and removes what a killed run left. Foreign shards are an error."""
         self.check(options)
         self.out.mkdir(parents=True, exist_ok=True)
-        partial_shard = f".*_{self.next_index:06d}.*.partial"
-        for pattern in (partial_shard, f".{self.path.name}.*", ".manifest.json.*"):
-            for path in self.out.glob(pattern):
-                path.unlink()
         known = [shard["name"] for shard in self.shards]
         if self.path.exists():  # a shard that a killed run did not enter is written again
             known.append(self.next_name)
-        for path in self.out.glob("*_[0-9][0-9][0-9][0-9][0-9][0-9].*"):
-            ours = int(path.stem[-6:]) % self.world_size == self.rank
-            if ours and path.suffix in (".npy", ".bin") and path.name not in known:
+        for name in (self.next_name, self.path.name, "manifest.json"):
+            for path in self.out.glob(f".{name}.*.partial"):
+                path.unlink()
+        for path in self.out.iterdir():
+            shard = SHARD_NAME.fullmatch(path.name) and path.name not in known
+            if shard and int(path.stem[-6:]) % self.world_size == self.rank:
                 raise UserError(f"{path}: not in {self.path.name}; remove it or use a new --out")
         self.manifest |= options
         self.save()
 
     def save(self) -> None:
-        with atomic_write(self.path, "w") as file:
-            json.dump(self.manifest, file, indent=1)
+        write_text(self.path, json.dumps(self.manifest, indent=1))
 
-    def write(self, parts: list[np.ndarray], state: dict[str, Any]) -> None:
-        """Adds a shard made of parts, each 1-D uint16. state: where the next one begins."""
+    def write(self, parts: list[np.ndarray], skipped: Iterable[int]) -> None:
+        """Adds a shard made of parts, each 1-D uint16, if any, and saves the manifest."""
+        self.manifest["skipped"] = [int(number) for number in skipped]
         if not parts:
-            self.manifest |= state
             self.save()
             return
-        length = sum(len(part) for part in parts)
-        header = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
-        path = self.out / self.next_name
-        try:
-            with atomic_write(path) as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                file.writelines(part.data for part in parts)
-        except OSError as error:
-            remedy = "free some space and run the same command again"
-            raise UserError(f"{path}: cannot be written (OSError: {error}); {remedy}") from None
-        self.enter(path, state)
+        shape = (sum(len(part) for part in parts),)
+        header = {"descr": "<u2", "fortran_order": False, "shape": shape}
+        path, remedy = self.out / self.next_name, "free some space and run the same command again"
+        with explained(str(path), "cannot be written", remedy), atomic_write(path) as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            file.writelines(part.data for part in parts)
+        self.enter(path)
 
-    def enter(self, path: Path, state: dict[str, Any]) -> None:
-        """Enters a shard into the manifest."""
+    def enter(self, path: Path) -> None:
+        """Enters a shard into the manifest and saves it."""
         tokens = open_shard(path)
         documents = int(np.count_nonzero(tokens == EOT))  # those that begin in it
         shard = {"name": path.name, "tokens": len(tokens), "documents": documents}
         self.shards.append(shard | {"sha256": sha256(path)})
-        self.manifest |= state
         self.save()
         print(f"{path.name}: {len(tokens):,} tokens, {documents:,} documents", flush=True)
 
     def verify(self) -> None:
         """Names the files that changed or do not belong."""
         listed = {shard["name"]: shard["sha256"] for shard in self.shards}
-        files = {path.name for path in self.out.glob("*") if path.suffix in SUFFIXES}
-        bad = []
-        for name in sorted(files | set(listed)):
-            if name not in files or sha256(self.out / name) != listed.get(name):
-                bad.append(name)
+        paths = [path for path in self.out.glob("*") if path.suffix in SUFFIXES]
+        found = {path.name: sha256(path) for path in paths}
+        bad = sorted({name for name, _ in found.items() ^ listed.items()})
         if bad or not listed:
             names = ", ".join(bad) or "no shards"
             raise UserError(f"{self.out}: not as in {self.path.name}: {names}")
         print("all checksums match")
 
 
-def merge(here: Folder, max_shards: int) -> Folder:
+def merge(here: Folder) -> Folder:
     """Rank 0's last task: waits for the other ranks and merges their manifests."""
     ranks = [here]
     while len(ranks) < here.world_size:
-        folder = Folder(here.out, len(ranks), here.world_size)
+        folder = Folder(here.out, here.max_shards, len(ranks), here.world_size)
         folder.check_shards()
-        if folder.finished(max_shards):
+        if folder.finished:
             ranks.append(folder)
         else:
             time.sleep(1)
     shards = [shard for folder in ranks for shard in folder.shards]
-    skipped = np.sum([folder.manifest["skipped"] for folder in ranks], axis=0)
     whole = Folder(here.out)
     whole.manifest = here.manifest | {
         "shards": sorted(shards, key=lambda shard: shard["name"][-10:]),
         "complete": all(folder.manifest["complete"] for folder in ranks),
-        "skipped": skipped.tolist(),
+        "skipped": np.sum([folder.manifest["skipped"] for folder in ranks], axis=0).tolist(),
     }
     whole.save()
-    return Folder(here.out)
+    return whole
 
 
-def write_shards(
-    here: Folder, batches: Iterable, size: int, max_shards: int, validation: bool
-) -> None:
-    """Writes a rank's shards from batches of (position, tokens, skipped), at most max_shards.
+def write_shards(here: Folder, batches: Iterable, size: int, validation: bool) -> None:
+    """Writes a rank's shards from batches of (position, tokens, skipped).
 
-    A validation split, stream 0, becomes shard 0. If shard 0 would hold all text, it is cut."""
+    validation: stream 0 is a validation split, all of which is shard 0."""
     used = here.manifest["used"]  # tokens of the first batches
-    skipped = here.manifest["skipped"]
+    skipped = np.array(here.manifest["skipped"])
     parts: list[np.ndarray] = []
-    whole = False  # are these parts of a validation split?
-
-    def finish(position: tuple, used: int, complete: bool = False) -> bool:
-        state = {"position": position, "used": used, "skipped": skipped, "complete": complete}
-        here.write(parts, state)
-        parts.clear()
-        return here.finished(max_shards)
-
+    room = size  # in the shard; beyond `size` for a validation split
     for position, tokens, more in batches:
-        if whole and parts and position[0] > 0 and finish(position, 0):
-            return
-        whole = validation and position[0] == 0
+        if validation and position[0] == 0:
+            room = sys.maxsize
+        elif room > size:
+            room = 0
         while used < len(tokens):
-            room = sys.maxsize if whole else size - sum(len(part) for part in parts)
+            if room == 0:  # a full shard is written when it is known not to be the last
+                if parts:
+                    here.manifest |= {"position": position, "used": used}
+                    here.write(parts, skipped)
+                    if here.finished:
+                        return
+                parts, room = [], size
             parts.append(tokens[used : used + room])
             used += len(parts[-1])
-            if len(parts[-1]) == room and finish(position, used):
-                return
+            room -= len(parts[-1])
         used -= len(tokens)
-        skipped = [skipped[0] + more[0], skipped[1] + more[1]]
+        skipped += more
     if not (parts or here.shards or here.rank):
         raise UserError("no text in the input: nothing to tokenize")
-    if parts and here.next_index == 0 and not whole:
+    if parts and here.next_index == 0 and room <= size:  # leave text for training
         text = np.concatenate(parts)
         tenth = max(len(text) // 10, 1)
-        here.write([text[:tenth]], {"used": tenth})  # a resumed run reads it all again
-        if here.finished(max_shards):
+        here.manifest["used"] = tenth  # a resumed run reads it all again
+        here.write([text[:tenth]], [0, 0])
+        if here.finished:
             return
         parts = [text[tenth:]]
-    finish((sys.maxsize, None, 0), 0, complete=True)
+    here.manifest |= START | {"complete": True}
+    here.write(parts, skipped)
 
 
 def make_shards(config: ShardConfig, here: Folder) -> None:
     """Makes a rank's shards of --input or --dataset."""
-    columns = {"text_column": config.text_column, "template": config.template}
-    options = columns | {"config": config.config, "split": config.split}
+    dataset = config.dataset or FINEWEB
+    options: dict[str, Any] = {"text_column": config.text_column, "template": config.template}
+    options["world_size"] = here.world_size
     if config.input:
-        files = texts.find_files(config.input)
-        opener = partial(texts.open_files, files, here.world_size, **columns)
-        options["source"] = source = "files"
+        opener = partial(texts.open_files, texts.find_files(config.input), **options)
+        options["source"] = "files"
     else:
-        dataset = config.dataset or FINEWEB
-        if not config.dataset:
-            options["config"] = config.name
+        options["split"] = config.split
+        options["config"] = config.config if config.dataset else config.name
         opener = partial(texts.open_dataset, dataset, here.manifest.get("commit"), **options)
-        options["source"] = source = "folder" if Path(dataset).is_dir() else dataset
-    options |= {"world_size": here.world_size, "batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
+        options["source"] = "folder" if Path(dataset).is_dir() else dataset
+    options |= {"batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
     if config.shard_size:
         options["shard_size"] = config.shard_size
     here.check(options)
-    if here.finished(config.max_shards) and source not in ("files", "folder"):
+    if here.finished and options["source"] == dataset:
         return  # without the network
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    workers = config.workers or max(cores, 1)
-    position = here.manifest["position"]
-    with closing(texts.tokenized(workers, opener, position, here.rank, here.world_size)) as batches:
+    reader = (opener, here.manifest["position"], here.rank, here.world_size)
+    with closing(texts.tokenized(config.workers or max(cores, 1), *reader)) as batches:
         facts = next(batches)
-        tokens = facts["tokens"]
+        tokens = facts.pop("tokens")
         tenth = int(float(f"{tokens / 10 + 1:.0e}"))  # one digit
         size = config.shard_size or min(tenth, 10**8)
-        options |= {"commit": facts["commit"], "files": facts["files"], "shard_size": size}
+        options |= facts | {"shard_size": size}
         here.check(options)
-        if here.finished(config.max_shards):
+        if here.finished:
             return
         if config.max_shards:
             tokens = min(tokens, config.max_shards * size)
-        check_disk(here.out, 2 * (tokens - here.next_index * size))
+        need = 2 * (tokens - here.next_index * size)
+        existing = next(path for path in (here.out, *here.out.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        if need > free:
+            remedy = "free some space, use another --out or lower --max-shards"
+            amounts = f"needs about {need / 1e9:,.2f} GB of disk, has {free / 1e9:,.2f}"
+            raise UserError(f"{here.out}: {amounts}; {remedy}")
         print0(f"{here.out}: about {tokens / 1e6:,.1f} million tokens in shards of {size:,}")
         here.begin(options)
-        write_shards(here, batches, size, config.max_shards, facts["validation"])
-
-
-def check_disk(out: Path, need: int) -> None:
-    """Checks that the disk of --out has `need` bytes free."""
-    existing = next(path for path in (out, *out.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if need > free:
-        raise UserError(
-            f"{out}: needs about {need / 1e9:,.2f} GB of disk, has {free / 1e9:,.2f}; "
-            "free some space, use another --out or lower --max-shards"
-        )
+        write_shards(here, batches, size, validation=not config.input)
 
 
 def fetch_pretokenized(number: int, here: Folder) -> None:
@@ -310,15 +293,14 @@ def fetch_pretokenized(number: int, here: Folder) -> None:
     with explained(source):
         commit = here.manifest.get("commit") or HfApi().dataset_info(PRETOKENIZED).sha
     here.begin({"source": PRETOKENIZED, "commit": commit})
+    place = {"repo_type": "dataset", "revision": commit, "local_dir": copies}
     while here.next_index < number:
         name = f"finewebedu_{'train' if here.next_index else 'val'}_{here.next_index:06d}.bin"
         with explained(source):
-            path = hf_hub_download(
-                PRETOKENIZED, name, repo_type="dataset", revision=commit, local_dir=copies
-            )
+            path = hf_hub_download(PRETOKENIZED, name, **place)
         open_shard(Path(path))
         os.replace(path, here.out / name)
-        here.enter(here.out / name, {})
+        here.enter(here.out / name)
     shutil.rmtree(copies, ignore_errors=True)
 
 
@@ -333,7 +315,7 @@ def main(args: list[str] | None = None) -> None:
         if rank > 0:
             return
         world_size = 1
-    here = Folder(Path(config.out), rank, world_size)
+    here = Folder(Path(config.out), config.max_shards, rank, world_size)
     if config.verify:
         here.verify()
     else:
@@ -344,17 +326,12 @@ def main(args: list[str] | None = None) -> None:
             make_shards(config, here)
     if rank == 0:
         if world_size > 1:
-            here = merge(here, config.max_shards)
+            here = merge(here)
         tokens = sum(shard["tokens"] for shard in here.shards)
         documents = sum(shard["documents"] for shard in here.shards)
         nulls, empties = here.manifest["skipped"]
-        print(
-            f"{here.out}: {len(here.shards)} shards, {tokens:,} tokens, {documents:,} documents "
-            f"({nulls:,} nulls and {empties:,} empty texts skipped)"
-        )
-        if here.manifest["complete"] and len(here.shards) == 1 and not config.verify:
-            remedy = "use a new --out and a smaller --shard-size, or another --split"
-            raise UserError(f"{here.out}: the validation shard holds all the text; {remedy}")
+        print(f"{here.out}: {len(here.shards)} shards, {tokens:,} tokens, {documents:,} documents")
+        print(f"skipped {nulls:,} nulls and {empties:,} empty texts")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ SUFFIX = re.compile(r"\.(parquet|(jsonl|csv|txt|md)(\.gz|\.zst)?)$", re.IGNORECA
 BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use the same
 KILLED = "a process was killed (out of memory?); repeat with fewer --workers"
 HUB_REMEDY = (
-    "check names and network, then run the same command again; if it is private or gated, request "
-    "access on its Hub page and log in with `hf auth login`"
+    "check names and network and run the same command again; if it is private or gated, "
+    "request access on its Hub page and log in with `hf auth login`"
 )
 
 
@@ -39,11 +39,11 @@ class Stream(NamedTuple):
     """A file, or a split of a dataset. Without a template there is a single column."""
 
     name: str  # for messages
+    kind: str  # "jsonl": a row is a line; "txt" or "md": a row is the file
     columns: list[str]
     template: str  # joins the columns
-    kind: str  # "parquet", "csv", "jsonl", "txt" or "md"; of a dataset "dataset"
     shared: bool  # does every rank read a part? Otherwise one reads it all
-    open: Any = None  # () -> datasets.IterableDataset
+    open: Any  # () -> datasets.IterableDataset
 
 
 @contextmanager
@@ -76,18 +76,14 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
     paths: list[str] = []
     for pattern in patterns:
         if pattern and Path(pattern).is_dir():
-            paths += find_in_folder(Path(pattern)) or [pattern]
-        elif Path(pattern).is_file():
-            paths.append(pattern)
-        else:
-            paths += sorted(glob.glob(pattern, recursive=True)) or [pattern]
+            found = find_in_folder(Path(pattern))
+        else:  # a file may have [ in its name
+            found = [] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
+        paths += found or [pattern]
     for path in paths:
         if not (SUFFIX.search(path) and Path(path).is_file()):
             kinds = ".parquet, .jsonl, .csv, .txt or .md, nor one of the last four as .gz or .zst"
             raise UserError(f"--input {path}: no such file, or not {kinds}")
-        if re.search(r"::|\[.*\.(gz|zst)$", path):
-            taken = "`datasets` reads :: and, if compressed, [ as a URL"
-            raise UserError(f"--input {path}: {taken}; rename it")
     return paths
 
 
@@ -96,14 +92,13 @@ def find_in_folder(folder: Path) -> list[str]:
     paths, skipped = [], Counter()
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if hidden or path.is_dir():
-            if path.is_symlink() and not hidden:
-                skipped["linked folder"] += 1
-        elif path.name == "README.md":
-            skipped["README.md"] += 1
-        elif SUFFIX.search(path.name):
+        if hidden or path.name == "README.md":
+            continue
+        if path.is_dir() and path.is_symlink():
+            skipped["linked folder"] += 1
+        elif path.is_file() and SUFFIX.search(path.name):
             paths.append(str(path))
-        else:
+        elif path.is_file():
             skipped[path.suffix or path.name] += 1
     if skipped and torchrun_ranks()[0] == 0:
         counts = ", ".join(f"{number} {kind}" for kind, number in skipped.items())
@@ -137,12 +132,8 @@ def facts_about(name: str, paths: list[str], commit: str | None) -> dict[str, An
     # bytes of text per byte
     factors = {".parquet": 1.6 if commit else 3, ".gz": 4, ".zst": 4, ".zip": 4}
     text = sum(size * factors.get(Path(name).suffix.lower(), 1) for name, size in files)
-    return {
-        "commit": commit,
-        "files": [] if commit else files,
-        "tokens": int(text / 4.5),  # bytes per token of English
-        "validation": False,  # has it a validation split?
-    }
+    tokens = int(text / 4.5)  # bytes per token of English
+    return {"commit": commit, "files": [] if commit else files, "tokens": tokens}
 
 
 def parquet_options(columns: list[str]) -> dict[str, Any]:
@@ -155,7 +146,7 @@ def parquet_options(columns: list[str]) -> dict[str, Any]:
 
 def open_files(
     paths: list[str], world_size: int, text_column: str, template: str
-) -> tuple[dict, list[Stream]]:
+) -> tuple[dict, dict[int, Stream]]:
     """-> (facts, a stream per file, so that errors can name it). Ranks share files if few."""
     from datasets import Features, Value, load_dataset
 
@@ -164,29 +155,33 @@ def open_files(
     # rows have one value more than the header, columns must not shift.
     csv = {"features": Features(dict.fromkeys(columns, Value("string"))), "chunksize": 1000}
     csv |= {"keep_default_na": False, "index_col": False}
-    streams = []
-    for path in paths:
+    streams = {}
+    for index, path in enumerate(paths):
         match = SUFFIX.search(path.lower())
         kind = match[2] or match[1]
-        stream = Stream(path, columns, template, kind, len(paths) < world_size)
-        source = {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
+        reader, options, joined = "text", {}, (columns, template)
         if kind == "parquet":
-            opener = partial(load_dataset, "parquet", **source, **parquet_options(columns))
+            reader, options = kind, parquet_options(columns)
         elif kind == "csv":
-            opener = partial(load_dataset, "csv", **source, **csv)
-        elif kind == "jsonl":
-            opener = partial(load_dataset, "text", **source)
-        else:
-            opener = partial(load_dataset, "text", **source, sample_by="document")
-            stream = stream._replace(columns=["text"], template="")
-        streams.append(stream._replace(open=opener))
+            reader, options = kind, csv
+        elif kind != "jsonl":
+            options, joined = {"sample_by": "document"}, (["text"], "")
+        options |= {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
+        opener = partial(load_dataset, reader, **options)
+        streams[index] = Stream(path, kind, *joined, len(paths) < world_size, opener)
     return facts_about("--input", paths, None), streams
 
 
 def open_dataset(
-    dataset: str, commit: str | None, config: str, split: str, text_column: str, template: str
-) -> tuple[dict, list[Stream | None]]:
-    """-> (facts, [stream of a validation split or None, stream of the split])."""
+    dataset: str,
+    commit: str | None,
+    config: str,
+    split: str,
+    text_column: str,
+    template: str,
+    world_size: int,
+) -> tuple[dict, dict[int, Stream]]:
+    """-> (facts, {0: stream of a validation split, if any, 1: stream of the split})."""
     from datasets import Features, load_dataset_builder
     from huggingface_hub import HfApi
 
@@ -198,15 +193,15 @@ def open_dataset(
         builder = load_dataset_builder(folder or dataset, config or None, revision=commit)
         if builder.name == "csv" and builder.config.index_col is None:
             builder.config.index_col = False  # as in open_files
-    splits = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}
+    paths = {str(key): value for key, value in (builder.config.data_files or {}).items()}
     if not split:
-        split = "train" if "train" in splits or len(splits) != 1 else next(iter(splits))
-    if split not in splits:
-        raise UserError(f"{name}: no split {split!r}; --split names one of: {', '.join(splits)}")
-    validation = None
-    if split == "train":
-        names = [key for key in ("validation", "valid", "val", "dev") if key in splits]
-        validation = names[0] if names else None
+        split = "train" if "train" in paths or len(paths) != 1 else next(iter(paths))
+    if split not in paths:
+        raise UserError(f"{name}: no split {split!r}; --split names one of: {', '.join(paths)}")
+    splits = {1: split}
+    validation = [key for key in ("validation", "valid", "val", "dev") if key in paths]
+    if validation and split == "train":
+        splits = {0: validation[0], 1: split}
     with explained(name):
         rows = builder.as_streaming_dataset(split)
         if rows.features:
@@ -222,18 +217,17 @@ def open_dataset(
         problem = f"no text in {', '.join(columns)}"
         raise UserError(f"{name}: {problem}; --text-column, --template: {listed}")
     if builder.name == "parquet":
-        for key, value in parquet_options(columns).items():
-            setattr(builder.config, key, value)
+        vars(builder.config).update(parquet_options(columns))
     if builder.name == "csv":  # infer types from the first rows, not again every 10,000 rows
         features = Features.from_arrow_schema(schema)
         builder.config.features = Features({column: features[column] for column in columns})
-    opener = builder.as_streaming_dataset
-    stream = Stream(name, columns, template, "dataset", True, partial(opener, split))
-    if not validation:
-        return facts_about(name, splits[split], commit), [None, stream]
-    first = stream._replace(shared=False, open=partial(opener, validation))
-    facts = facts_about(name, [*splits[validation], *splits[split]], commit)
-    return facts | {"validation": True}, [first, stream]
+    files, streams = [], {}
+    for index, key in splits.items():
+        files += paths[key]
+        shared = index == 1 and world_size > 1
+        opener = partial(builder.as_streaming_dataset, key)
+        streams[index] = Stream(name, "dataset", columns, template, shared, opener)
+    return facts_about(name, files, commit), streams
 
 
 def read(
@@ -250,21 +244,16 @@ def read(
     try:
         facts, streams = opener()
         connection.send(facts)
-        for index, stream in enumerate(streams):
-            if index < position[0] or not stream:
+        for index, stream in streams.items():
+            if index < position[0] or not (stream.shared or index % world_size == rank):
                 continue
-            if not stream.shared and index % world_size != rank:
-                continue
-            state, row = None, 0
-            if index == position[0]:
-                state = position[1]
-                row = position[2] if len(position) > 2 else 0  # manifests of earlier versions
-            sent = stream._replace(open=None, shared=stream.shared and world_size > 1)
+            _, state, row = position if index == position[0] else (index, None, 0)
             for table, next_state in tables(stream, state, rank, world_size):
                 sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
                 with pyarrow.ipc.new_stream(sink, table.schema) as writer:
                     writer.write_table(table)
-                connection.send(([index, state, row], sent, sink.getvalue().to_pybytes()))
+                rows = sink.getvalue().to_pybytes()
+                connection.send(([index, state, row], stream._replace(open=None), rows))
                 state, row = next_state, row + len(table)
         connection.send(None)
     except Exception as error:
@@ -279,16 +268,16 @@ def tables(
     """A rank's batches of rows from `state` on, each with the state after it."""
     from datasets.distributed import split_dataset_by_node
 
-    remedy = "replace the file, or name its column with --text-column"
+    remedy = "replace or rename the file, or choose --text-column"
     with explained(stream.name, remedy=remedy):  # an exception of the caller does not pass here
         dataset = stream.open()
-        if stream.shared and world_size > 1:
+        if stream.shared:
             strategy = "shards" if dataset.num_shards >= world_size else "examples"
             dataset = split_dataset_by_node(dataset, rank, world_size, strategy=strategy)
         dataset = dataset.with_format("arrow")
         dataset.load_state_dict(state)
+        columns = ["text"] if stream.kind == "jsonl" else stream.columns
         for table in dataset.iter(batch_size=BATCH_ROWS):
-            columns = ["text"] if stream.kind == "jsonl" else stream.columns
             yield table.select(columns), dataset.state_dict()
 
 
@@ -351,7 +340,7 @@ def tokenize(stream: Stream, rows: bytes, first: int) -> tuple[np.ndarray, list[
     with explained(stream.name, "a row has no text", remedy):
         table = pyarrow.ipc.open_stream(rows).read_all().to_pylist()
     for number, row in enumerate(table, first + 1):
-        if number == 1 and stream.kind in ("jsonl", "txt", "md"):
+        if stream.kind in ("jsonl", "txt", "md"):
             row["text"] = row["text"].removeprefix("\ufeff")  # a byte order mark
         if stream.kind == "jsonl" and not row["text"].strip():
             continue
@@ -376,20 +365,19 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
     get_tokenizer()  # for forked workers; meanwhile the reader imports `datasets`
     pool = ProcessPoolExecutor(workers, initializer=start_child)
     pending: deque = deque()
+
+    def receive() -> Any:
+        try:
+            message = ours.recv()
+        except (EOFError, OSError):  # OSError: killed within a message
+            raise UserError(KILLED) from None
+        if isinstance(message, Exception):
+            raise message
+        return message
+
     try:
-        while True:
-            try:
-                message = ours.recv()
-            except (EOFError, OSError):  # OSError: killed within a message
-                raise UserError(KILLED) from None
-            if message is None:
-                break
-            if isinstance(message, Exception):
-                raise message
-            if isinstance(message, dict):
-                yield message
-                continue
-            position, stream, rows = message
+        yield receive()
+        for position, stream, rows in iter(receive, None):
             pending.append((position, pool.submit(tokenize, stream, rows, position[2])))
             if len(pending) > 2 * workers:
                 position, future = pending.popleft()

@@ -100,6 +100,12 @@ def refused(*args):
     return str(error.value)
 
 
+def be_rank(monkeypatch, rank, world_size):
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    for name, value in (values | {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}).items():
+        monkeypatch.setenv(name, str(value))
+
+
 def parquet(documents, column="text"):
     notes = [None if i % 3 else f"note {i}" for i in range(len(documents))]
     table = pa.table({"id": range(len(documents)), column: documents, "note": notes})
@@ -254,12 +260,11 @@ def test_resumed_three_times_and_killed(kind, tmp_path):
     assert contents(killed) == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("source", ["--input", "--dataset"])
 def test_a_changed_command_or_input_is_refused(source, rank, tmp_path, monkeypatch):
     """Unfinished or finished, and nothing is touched. Folder and --workers may change."""
-    monkeypatch.setenv("WORLD_SIZE", str(int(rank) + 1))
-    monkeypatch.setenv("RANK", rank)
+    be_rank(monkeypatch, rank, rank + 1)
     out, line = tmp_path / "out", b'{"text": "a b c d e f g h", "body": "ab"}\n'
     folder = write_folder(tmp_path / "in", {"a.jsonl": line * 9, "b.jsonl": line * 9})
     options = ["--out", out, "--text-column", "text", "--shard-size", 10, "--max-shards"]
@@ -300,10 +305,7 @@ def test_verify(tmp_path, capsys):
 damaged = b"PAR1" + b"\xff" * 500 + parquet(DOCUMENTS)[504:]
 not_utf8 = pa.array([b"ab\xff"]).view(pa.string())
 MISTAKES = {  # name: (content, message)
-    "a [1].txt.gz": (
-        gzip.compress(b"text"),
-        "a [1].txt.gz: `datasets` reads :: and, if compressed, [",
-    ),
+    "a [1].txt.gz": (gzip.compress(b"text"), "a [1].txt.gz: cannot be read"),
     "none.docx": (b"", "none.docx: no such file, or not .parquet, .jsonl"),
     "damaged.parquet": (damaged, "damaged.parquet: cannot be read"),
     "column.parquet": (
@@ -328,9 +330,9 @@ MISTAKES = {  # name: (content, message)
     "--dataset a/b --pretokenized 1": (None, "--pretokenized and --dataset: choose one"),
     "--config x --workers -1": (
         None,
-        "--workers -1: must be at least 0; --config and --split need",
+        "--workers -1: must be from 0 to 4000000000; --config and --split need",
     ),
-    "--shard-size 4000000001": (None, "--shard-size 4000000001: must be at most 4000000000"),
+    "--shard-size 4000000001": (None, "--shard-size 4000000001: must be from 0 to 4000000000"),
     "--input": (None, "--input: has no value"),
     "--template {a} --text-column a": (None, "--text-column and --template: choose one"),
     "--template text": (
@@ -456,8 +458,8 @@ def test_training_has_text(tmp_path, monkeypatch):
     make(*args, tmp_path / "out", "--max-shards", 1)
     make(*args, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    message = refused(*args, tmp_path / "exact", "--shard-size", len(tokens))
-    assert "holds all the text" in message and "--shard-size" in message
+    make(*args, tmp_path / "exact", "--shard-size", len(tokens))
+    assert len(shard_paths(tmp_path / "exact")) == 2
 
 
 def test_which_files_of_a_folder_are_read(tmp_path, capsys):
@@ -470,7 +472,7 @@ def test_which_files_of_a_folder_are_read(tmp_path, capsys):
     make("--input", folder, "--out", out)
     assert shard_tokens(out) == expected_tokens(["a.txt", "b.TXT", "d"])
     error = capsys.readouterr().err
-    for part in ("1 Makefile", "1 README.md", "2 .pdf", "1 .json", "1 linked folder"):
+    for part in ("1 Makefile", "2 .pdf", "1 .json", "1 linked folder"):
         assert part in error
     assert "--input : no such file" in refused("--input", "", "--out", tmp_path / "none")
 
@@ -498,9 +500,8 @@ def test_ranks_share_the_documents(source, number, tmp_path, monkeypatch):
     validation = ["to validate"] if source == "--dataset" else []
     files |= {"validation.csv": csv(validation)} if validation else {}
     args = [source, write_folder(tmp_path / "in", files), "--shard-size", 9, "--out", out]
-    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, shards in ((1, 3), (0, 3), (1, 0), (0, 0)):
-        monkeypatch.setenv("RANK", str(rank))
+        be_rank(monkeypatch, rank, 2)
         make(*args, "--max-shards", shards)
     paths = shard_paths(out)
     listed = [shard["name"] for shard in read_manifest(out)["shards"]]
@@ -511,7 +512,7 @@ def test_ranks_share_the_documents(source, number, tmp_path, monkeypatch):
     tokens = np.concatenate([np.load(path) for path in paths])
     made = [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == EOT))[1:]]
     assert sorted(made) == sorted(expected_tokens([text]) for text in validation + documents)
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    be_rank(monkeypatch, 0, 1)
     make("--verify", "--out", out)
     assert "started with world_size 2, now 1" in refused(*args)
 
