@@ -36,31 +36,23 @@ from support.files import sha256
 from support.tokenizer import EOT, get_tokenizer, tokenize_text
 from tests.conftest import ROOT, SHARED, posix, script
 
-pytestmark = posix
+pytestmark = [posix, pytest.mark.usefixtures("empty_folder")]
 datasets.config.TORCH_AVAILABLE = False
 tqdm.set_lock(threading.RLock())  # its own is shared with processes that tests kill
 EVERY_PLANE = "".join(chr(plane * 0x10000 + 0x3A9) for plane in range(17))
-DOCUMENTS = [
-    "Hello, world!",
-    "",
-    None,
-    "<|endoftext|> is text",
-    "CRLF\r\nand\ttabs\0and\x1b controls",
-    EVERY_PLANE,
-    "NA",
-    "naïve 世界 🙂\u2028\ufeff",
-    " ",
-    "\n",
-    "007",
-    "a" * 5000,
-    " \n" * 40 + '\'s  12  "apart" \n',
-    "z",
-]
+DOCUMENTS = ["Hello, world!", "", None, "<|endoftext|> is text", "NA", "007", " ", "\n", "z"]
+DOCUMENTS += ["CRLF\r\nand\ttabs\0and\x1b controls", EVERY_PLANE, "naïve 世界 🙂\u2028\ufeff"]
+DOCUMENTS += ["a" * 5000, " \n" * 40 + '\'s  12  "apart" \n']
 SPLITS = {
     "validation": ["to validate", "naïve 世界 🙂", None, ""],
     "train": [*(f"text {i} <|endoftext|> {'some length ' * (i % 5)}'q'" for i in range(40)), None],
 }
 EDU = sorted((SHARED / "edu_sample").glob("*.parquet"))
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def expected_tokens(documents):
@@ -71,26 +63,27 @@ def expected_tokens(documents):
     return tokens
 
 
-def shard_paths(folder):
+def shard_paths(folder="out"):
     paths = [path for path in Path(folder).glob("*") if path.suffix in (".npy", ".bin")]
     return sorted(paths, key=lambda path: path.stem[-6:])
 
 
-def shard_tokens(folder, first=0):
+def shard_tokens(folder="out", first=0):
     return np.concatenate([np.load(path) for path in shard_paths(folder)[first:]]).tolist()
 
 
-def contents(folder):
+def contents(folder="out"):
     """{name: SHA-256} of everything in a folder."""
     return {path.name: sha256(path) for path in Path(folder).iterdir()}
 
 
-def read_manifest(folder):
-    return json.loads((folder / "manifest.json").read_text())
+def read_manifest(folder="out"):
+    return json.loads(Path(folder, "manifest.json").read_text())
 
 
 def make(*args):
-    fineweb.main(["--workers", "1", *map(str, args)])
+    """Runs fineweb.py with one worker, into the folder `out`, unless `args` say otherwise."""
+    fineweb.main(["--workers", "1", "--out", "out", *map(str, args)])
 
 
 def refused(*args):
@@ -128,6 +121,7 @@ def zstd(data):
 
 
 def write(path, content):
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
@@ -135,8 +129,8 @@ def write(path, content):
 
 def write_folder(folder, files):
     for name, content in files.items():
-        write(folder / name, content)
-    return folder
+        write(f"{folder}/{name}", content)
+    return Path(folder)
 
 
 FORMATS = {
@@ -156,25 +150,18 @@ def dataset(kind):
     return files | {f"validation/0.{kind}": FORMATS[kind](SPLITS["validation"])}
 
 
-def test_shards_hold_tiktokens_tokens_for_any_workers_and_batches(tmp_path, monkeypatch):
-    files = {
-        "a [1].jsonl": json_lines(DOCUMENTS),
-        "e.csv": csv(DOCUMENTS),
-        "e.csv.gz": gzip.compress(csv(DOCUMENTS)),
-        "books/e.txt": EVERY_PLANE.encode(),
-        "books/f.txt": b"",
-        "books/g.md.gz": gzip.compress(b"a\nb\n"),
-        "books/README.md": b"not a book",
-    }
-    files |= {
-        f"b.{kind}": FORMATS[kind](DOCUMENTS) for kind in ("parquet", "jsonl.gz", "jsonl.zst")
-    }
-    write_folder(tmp_path, files)
-    patterns, made = [tmp_path / name for name in ("a [1].jsonl", "b.*", "e.*", "books")], []
+def test_shards_hold_tiktokens_tokens_for_any_workers_and_batches(monkeypatch):
+    files = {"a [1].jsonl": json_lines(DOCUMENTS), "e.csv.gz": gzip.compress(csv(DOCUMENTS))}
+    for name in ("b.parquet", "b.jsonl.gz", "b.jsonl.zst", "e.csv"):
+        files[name] = FORMATS[name[2:]](DOCUMENTS)
+    files |= {"books/e.txt": EVERY_PLANE.encode(), "books/f.txt": b"", "books/README.md": b"no"}
+    write_folder(".", files | {"books/g.md.gz": gzip.compress(b"a\nb\n")})
+    made = []
     for workers, rows in ((1, 256), (2, 7), (3, 4)):
         monkeypatch.setattr(texts, "BATCH_ROWS", rows)
-        out = tmp_path / f"out{workers}"
-        make("--input", *patterns, "--out", out, "--shard-size", 3000, "--workers", workers)
+        out = f"out{workers}"
+        args = ["--shard-size", 3000, "--workers", workers, "--out", out]
+        make("--input", "a [1].jsonl", "b.*", "e.*", "books", *args)
         assert read_manifest(out)["skipped"] == [4, 9]  # .csv has no nulls
         made.append(contents(out))
         assert made[-1].pop("manifest.json") and made[-1] == made[0]
@@ -184,11 +171,11 @@ def test_shards_hold_tiktokens_tokens_for_any_workers_and_batches(tmp_path, monk
 
 
 @pytest.mark.skipif(not EDU, reason="no ../shared/data/edu_sample")
-def test_educational_sample(tmp_path):
+def test_educational_sample():
     """A real parquet file: about ten shards, with the recorded numbers of tokens."""
-    done = script("fineweb.py", "--input", EDU[0], "--out", tmp_path / "out")
-    assert done.returncode == 0 and 9 < len(shard_paths(tmp_path / "out")) < 15, done.stderr
-    table, tokens = pq.read_table(EDU[0]), shard_tokens(tmp_path / "out")
+    done = script("fineweb.py", "--input", EDU[0], "--out", "out")
+    assert done.returncode == 0 and 9 < len(shard_paths()) < 15, done.stderr
+    table, tokens = pq.read_table(EDU[0]), shard_tokens()
     assert tokens == expected_tokens(table["text"].to_pylist())
     starts = np.flatnonzero(np.array(tokens) == EOT)
     assert (np.diff(starts, append=len(tokens)) - 1 == table["token_count"]).all()
@@ -199,11 +186,11 @@ def test_educational_sample(tmp_path):
     [(kind, "") for kind in ("parquet", "csv", "jsonl.zst", "txt", "json")]
     + [("parquet", r"Q: {text}\n\tA: {note}"), ("csv", "{{{id:03d}}}{note}")],
 )
-def test_tokens_are_those_of_load_dataset(kind, template, tmp_path, monkeypatch):
+def test_tokens_are_those_of_load_dataset(kind, template, monkeypatch):
     """Also if interrupted; the validation split is shard 0, whole; nulls in templates are empty."""
     monkeypatch.setattr(texts, "BATCH_ROWS", 3)
-    folder, out = write_folder(tmp_path / "folder", dataset(kind)), tmp_path / "out"
-    args = ["--dataset", folder, "--template", template, "--shard-size", 30, "--out", out]
+    write_folder("folder", dataset(kind))
+    args = ["--dataset", "folder", "--template", template, "--shard-size", 30]
     for shards in (1, 2, 4, 0):
         make(*args, "--max-shards", shards)
     pattern = (template or "{text}").replace(r"\n", "\n").replace(r"\t", "\t")
@@ -213,42 +200,39 @@ def test_tokens_are_those_of_load_dataset(kind, template, tmp_path, monkeypatch)
             return None
         return pattern.format(**{key: "" if value is None else value for key, value in row.items()})
 
-    splits = datasets.load_dataset(str(folder), cache_dir=tmp_path / "cache")
+    splits = datasets.load_dataset("folder", cache_dir="cache")
     validation, train = ([*map(document, splits[name])] for name in ("validation", "train"))
-    assert np.load(out / "edufineweb_val_000000.npy").tolist() == expected_tokens(validation)
-    assert shard_tokens(out, 1) == expected_tokens(train)
+    assert np.load("out/edufineweb_val_000000.npy").tolist() == expected_tokens(validation)
+    assert shard_tokens(first=1) == expected_tokens(train)
     both = validation + train
-    assert read_manifest(out)["skipped"] == [both.count(None), both.count("")]
+    assert read_manifest()["skipped"] == [both.count(None), both.count("")]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_resumed_three_times_and_killed(kind, tmp_path):
+def test_resumed_three_times_and_killed(kind):
     """After raising --max-shards and after kill -9 at any moment the bytes are the same.
 
     Finished shards stay, processes do not."""
     text = (ROOT / "input.txt").read_text(encoding="utf-8")
     documents = [text[i : i + 300] for i in range(0, len(text), 300)]
-    path, killed = write(tmp_path / f"a.{kind}", FORMATS[kind](documents)), tmp_path / "killed"
+    path, killed = write(f"a.{kind}", FORMATS[kind](documents)), "killed"
     args = ["--input", str(path), "--shard-size", "30000", "--workers", "2", "--out"]
     began = time.perf_counter()
-    assert script("fineweb.py", *args, tmp_path / "whole").returncode == 0
+    assert script("fineweb.py", *args, "whole").returncode == 0
     seconds = time.perf_counter() - began
-    assert shard_tokens(tmp_path / "whole") == expected_tokens(documents)
+    assert shard_tokens("whole") == expected_tokens(documents)
     for shards in (1, 2, 4):
         make(*args, killed, "--max-shards", shards)
     chance, kills = random.Random(os.environ.get("FINEWEB_SEED", 1337)), 0
     while kills < int(os.environ.get("FINEWEB_KILLS", 1)):
         before = {path: path.stat().st_mtime_ns for path in shard_paths(killed)[:-1]}
-        run = subprocess.Popen(
-            [sys.executable, ROOT / "fineweb.py", *args, killed],
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command = [sys.executable, ROOT / "fineweb.py", *args, killed]
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
         time.sleep(chance.uniform(0.3, 0.9) * seconds)
         run.kill()
         if run.wait() != -signal.SIGKILL:  # it was done: begin again
-            assert contents(killed) == contents(tmp_path / "whole")
-            killed = tmp_path / f"killed{time.monotonic()}"
+            assert contents(killed) == contents("whole")
+            killed = f"killed{time.monotonic()}"
             continue
         kills += 1
         with pytest.raises(ProcessLookupError):  # none of its processes is left
@@ -257,39 +241,38 @@ def test_resumed_three_times_and_killed(kind, tmp_path):
                 time.sleep(0.02)
         assert before == {path: path.stat().st_mtime_ns for path in before}
     make(*args, killed)
-    assert contents(killed) == contents(tmp_path / "whole")
+    assert contents(killed) == contents("whole")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("source", ["--input", "--dataset"])
-def test_a_changed_command_or_input_is_refused(source, rank, tmp_path, monkeypatch):
+def test_a_changed_command_or_input_is_refused(source, rank, monkeypatch):
     """Unfinished or finished, and nothing is touched. Folder and --workers may change."""
     be_rank(monkeypatch, rank, rank + 1)
-    out, line = tmp_path / "out", b'{"text": "a b c d e f g h", "body": "ab"}\n'
-    folder = write_folder(tmp_path / "in", {"a.jsonl": line * 9, "b.jsonl": line * 9})
-    options = ["--out", out, "--text-column", "text", "--shard-size", 10, "--max-shards"]
+    line = b'{"text": "a b c d e f g h", "body": "ab"}\n'
+    folder = write_folder("in", {"a.jsonl": line * 9, "b.jsonl": line * 9})
+    options = ["--text-column", "text", "--shard-size", 10, "--max-shards"]
     for shards, workers in ((2, 1), (0, 3)):
         args = [source, folder, *options, shards]
         make(*args, "--workers", workers)
-        before = contents(out), out.stat().st_mtime_ns
+        before = contents(), os.stat("out").st_mtime_ns
         make(*args)
         assert "started with shard_size 10, now 11" in refused(*args, "--shard-size", 11)
         assert "text_column 'text', now 'body'" in refused(*args, "--text-column", "body")
         added = write(folder / "c.jsonl", line)
         assert "['c.jsonl', 42]" in refused(*args)
         added.unlink()
-        assert (contents(out), out.stat().st_mtime_ns) == before
-        folder = folder.rename(tmp_path / "moved")
+        assert (contents(), os.stat("out").st_mtime_ns) == before
+        folder = folder.rename("moved")
 
 
-def test_verify(tmp_path, capsys):
+def test_verify(capsys):
     """It names files that changed or do not belong."""
-    out, shard = tmp_path / "out", "edufineweb_train_000001.npy"
-    path = write(tmp_path / "a.parquet", parquet(DOCUMENTS))
-    make("--input", path, "--shard-size", 500, "--out", out)
-    make("--verify", "--out", out)
+    shard = "edufineweb_train_000001.npy"
+    make("--input", write("a.parquet", parquet(DOCUMENTS)), "--shard-size", 500)
+    make("--verify")
     assert "all checksums match\n" in capsys.readouterr().out
-    whole = (out / shard).read_bytes()
+    whole = Path("out", shard).read_bytes()
     for name, content, message in [
         (shard, whole[:-3] + b"\1" + whole[-2:], f"not as in manifest.json: {shard}"),
         ("x_train_000001.npy", b"", "not as in manifest.json: x_train_000001.npy"),
@@ -297,64 +280,60 @@ def test_verify(tmp_path, capsys):
         ("manifest.json", b'{"shards": 5}', "manifest.json: cannot be read (TypeError"),
         ("manifest.json", b"{}", f"not as in manifest.json: {shard}, "),
     ]:
-        folder = shutil.copytree(out, tmp_path / f"{name}{content[-5:]}")
-        write(folder / name, content)
+        folder = shutil.copytree("out", f"{name}{content[-5:]}")
+        write(f"{folder}/{name}", content)
         assert message in refused("--verify", "--out", folder)
 
 
 damaged = b"PAR1" + b"\xff" * 500 + parquet(DOCUMENTS)[504:]
 not_utf8 = pa.array([b"ab\xff"]).view(pa.string())
-MISTAKES = {  # name: (content, message)
-    "a [1].txt.gz": (gzip.compress(b"text"), "a [1].txt.gz: cannot be read"),
-    "none.docx": (b"", "none.docx: no such file, or not .parquet, .jsonl"),
-    "damaged.parquet": (damaged, "damaged.parquet: cannot be read"),
-    "column.parquet": (
-        parquet(["x"], "body"),
-        "column.parquet: cannot be read (ArrowInvalid: No match",
-    ),
-    "utf.parquet": (parquet(not_utf8), "utf.parquet: a row has no text (UnicodeDecodeError"),
-    "column.csv": (b"a,b\n1,2\n", "column.csv: cannot be read (KeyError: "),
-    "ragged.csv": (b"text,n\na,1\nb, c,2\n", "ragged.csv: cannot be read (ParserError"),
-    "utf.txt": (b"abc\xff", "utf.txt: cannot be read (UnicodeDecodeError"),
-    "half.jsonl": (b'{"text": "a"}\n{"text', "half.jsonl: row 2 has no text (JSONDecodeError"),
-    "key.jsonl": (b'{"body": "a"}', "key.jsonl: row 1 has no text (KeyError: 'text')"),
-    "number.jsonl": (b'{"text": 5}', "number.jsonl: row 1 has no text"),
-    "surrogate.jsonl": (
-        b'{"text": "\\ud83d"}',
-        "surrogate.jsonl: row 1 has no text (UnicodeEncodeError",
-    ),
-    "half.txt.gz": (gzip.compress(b"text" * 99)[:-9], "half.txt.gz: cannot be read"),
-    "half.txt.zst": (zstd(b"text" * 99)[:-9], "half.txt.zst: cannot be read"),
-    "empty.jsonl": (b'{"text": ""}\n{"text": null}', "nothing to tokenize"),
-    "--dataset no/such": (None, "--dataset no/such: cannot be read"),
-    "--dataset a/b --pretokenized 1": (None, "--pretokenized and --dataset: choose one"),
-    "--config x --workers -1": (
-        None,
-        "--workers -1: must be from 0 to 4000000000; --config and --split need",
-    ),
-    "--shard-size 4000000001": (None, "--shard-size 4000000001: must be from 0 to 4000000000"),
-    "--input": (None, "--input: has no value"),
-    "--template {a} --text-column a": (None, "--text-column and --template: choose one"),
-    "--template text": (
-        None,
-        "--template 'text': invalid (ValueError: no column); put column names",
-    ),
-    "--template {text": (None, "--template '{text': invalid (ValueError: expected '}' before"),
+FILES = {  # name: (content, message); the name precedes it
+    "a [1].txt.gz": (gzip.compress(b"text"), "cannot be read"),
+    "none.docx": (b"", "no such file, or not .parquet, .jsonl"),
+    "damaged.parquet": (damaged, "cannot be read"),
+    "column.parquet": (parquet(["x"], "body"), "cannot be read (ArrowInvalid: No match"),
+    "utf.parquet": (parquet(not_utf8), "a row has no text (UnicodeDecodeError"),
+    "column.csv": (b"a,b\n1,2\n", "cannot be read (KeyError: "),
+    "ragged.csv": (b"text,n\na,1\nb, c,2\n", "cannot be read (ParserError"),
+    "utf.txt": (b"abc\xff", "cannot be read (UnicodeDecodeError"),
+    "half.jsonl": (b'{"text": "a"}\n{"text', "row 2 has no text (JSONDecodeError"),
+    "key.jsonl": (b'{"body": "a"}', "row 1 has no text (KeyError: 'text')"),
+    "number.jsonl": (b'{"text": 5}', "row 1 has no text"),
+    "surrogate.jsonl": (b'{"text": "\\ud83d"}', "row 1 has no text (UnicodeEncodeError"),
+    "half.txt.gz": (gzip.compress(b"text" * 99)[:-9], "cannot be read"),
+    "half.txt.zst": (zstd(b"text" * 99)[:-9], "cannot be read"),
+}
+COMMANDS = {
+    "--dataset no/such": "--dataset no/such: cannot be read",
+    "--dataset a/b --pretokenized 1": "--pretokenized and --dataset: choose one",
+    "--config x --workers -1": "--workers -1: must be from 0 to 4000000000; --config and --split",
+    "--shard-size 4000000001": "--shard-size 4000000001: must be from 0 to 4000000000",
+    "--input": "--input: has no value",
+    "--template {a} --text-column a": "--text-column and --template: choose one",
+    "--template text": "--template 'text': invalid (ValueError: no column); put column names",
+    "--template {text": "--template '{text': invalid (ValueError: expected '}' before",
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(name, tmp_path):
-    content, message = MISTAKES[name]
-    args = name.split() if content is None else ["--input", write(tmp_path / name, content)]
-    assert message in refused(*args, "--out", tmp_path / "out")
-    assert not shard_paths(tmp_path / "out")
+@pytest.mark.parametrize("name", FILES)
+def test_unusable_files(name):
+    content, message = FILES[name]
+    path = write(name, content)
+    assert f"{name}: {message}" in refused("--input", path)
+    assert not shard_paths()
 
 
-def test_full_disks(tmp_path, monkeypatch):
+def test_mistakes():
+    for command, message in COMMANDS.items():
+        assert message in refused(*command.split())
+    path = write("empty.jsonl", b'{"text": ""}\n{"text": null}')
+    assert "nothing to tokenize" in refused("--input", path)
+    assert not shard_paths()
+
+
+def test_full_disks(monkeypatch):
     """Too little space is refused at once. If the disk fills up, a second run makes the rest."""
-    out, path = tmp_path / "out", write(tmp_path / "a.parquet", parquet(DOCUMENTS))
-    args = ["--input", path, "--shard-size", 400, "--out", out]
+    args = ["--input", write("a.parquet", parquet(DOCUMENTS)), "--shard-size", 400]
 
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -362,24 +341,23 @@ def test_full_disks(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         assert "needs about 0.00 GB of disk, has 0.00; free some" in refused(*args)
-    assert not out.exists()
+    assert not os.path.exists("out")
     make(*args, "--max-shards", 2)
-    before = contents(out)
+    before = contents()
     with monkeypatch.context() as patch:
         patch.setattr(np.lib.format, "write_array_header_1_0", full)
         message = refused(*args)
     assert "000002.npy: cannot be written (OSError: [Errno 28] No space left on" in message
-    assert contents(out) == before
+    assert contents() == before
     make(*args)
-    assert shard_tokens(out) == expected_tokens(DOCUMENTS)
+    assert shard_tokens() == expected_tokens(DOCUMENTS)
 
 
-def test_missing_and_damaged_shards_are_made_again(tmp_path):
+def test_missing_and_damaged_shards_are_made_again():
     """A missing one with all that follow; for a damaged one the message says how."""
-    out, folder = tmp_path / "out", write_folder(tmp_path / "in", dataset("jsonl"))
-    args = ["--dataset", folder, "--shard-size", 100, "--out", out]
+    args = ["--dataset", write_folder("in", dataset("jsonl")), "--shard-size", 100]
     make(*args)
-    before, paths = contents(out), shard_paths(out)
+    before, paths = contents(), shard_paths()
     write(paths[2], paths[2].read_bytes()[:-20])
     message = refused(*args)
     assert "000002.npy: not a whole shard" in message and "remove it and all later" in message
@@ -389,7 +367,7 @@ def test_missing_and_damaged_shards_are_made_again(tmp_path):
         path.unlink()
     make(*args, "--max-shards", 4)
     make(*args)
-    assert contents(out) == before
+    assert contents() == before
 
 
 def die(connection, *args):
@@ -398,113 +376,104 @@ def die(connection, *args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("name", ["tokenize", "read"])
-def test_a_killed_process(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(texts, name, die)
-    path = write(tmp_path / "a.txt", b"text")
-    assert "a process was killed" in refused("--input", path, "--out", tmp_path / "out")
-
-
 def bug(*args, **options):
     raise AttributeError("a bug")
 
 
-@pytest.mark.parametrize("name", ["encode", "facts_about"])
-def test_a_bug_keeps_its_traceback(name, tmp_path, monkeypatch):
-    """In a worker as in the reader."""
-    monkeypatch.setattr(texts, name, bug)
-    path = write(tmp_path / "in" / "a.jsonl", b'{"text": "a"}')
-    for source in ("--input", "--dataset"):
-        with pytest.raises(AttributeError, match="a bug") as error:
-            make(source, path.parent, "--out", tmp_path / "out")
-        notes = getattr(error.value, "__notes__", [str(error.value.__cause__)])
-        assert "in bug" in notes[0] and "Traceback" in notes[0]
+@pytest.mark.parametrize("source", ["--input", "--dataset"])
+def test_killed_processes_and_bugs(source, monkeypatch):
+    """A bug in a worker or the reader keeps its traceback."""
+    folder = write("in/a.jsonl", b'{"text": "a"}').parent
+    for name in ("tokenize", "read", "encode", "facts_about"):
+        with monkeypatch.context() as patch:
+            if name in ("tokenize", "read"):
+                patch.setattr(texts, name, die)
+                assert "a process was killed" in refused(source, folder)
+                continue
+            patch.setattr(texts, name, bug)
+            with pytest.raises(AttributeError, match="a bug") as error:
+                make(source, folder)
+            notes = getattr(error.value, "__notes__", [str(error.value.__cause__)])
+            assert "in bug" in notes[0] and "Traceback" in notes[0]
 
 
 @pytest.mark.parametrize("source", ["--input", "--dataset"])
-def test_csv_columns_neither_shift_nor_depend_on_each_other(source, tmp_path):
+def test_csv_columns_neither_shift_nor_depend_on_each_other(source):
     """Rows with a value too many; another column that becomes text after thousands of rows."""
     for name, more in (("wide", ",more"), ("changing", "")):
         lines = [f"t{i},{'x' if i > 10_500 else i}{more}" for i in range(10_600)]
-        folder = tmp_path / name
-        write(folder / "a.csv", "\n".join(["text,n", *lines]).encode())
-        make(source, folder, "--text-column", "text", "--out", folder)
-        assert shard_tokens(folder) == expected_tokens([f"t{i}" for i in range(10_600)])
+        write(f"{name}/a.csv", "\n".join(["text,n", *lines]).encode())
+        make(source, name, "--text-column", "text", "--out", name)
+        assert shard_tokens(name) == expected_tokens([f"t{i}" for i in range(10_600)])
 
 
 @pytest.mark.parametrize("source", ["--input", "--dataset"])
-def test_nulls_in_templates_are_empty(source, tmp_path):
-    rows = [
-        {"t": {"en": None, "de": {"x": "y"}}, "s": 1.25, "u": "a"},
-        {"t": None, "s": None, "u": "b"},
-        {"t": {"en": "c", "de": None}, "s": None, "u": None},
-        {"t": None, "s": None, "u": None},
-    ]
-    lines = "\n".join(json.dumps(row) for row in rows).encode()
-    path, out = write(tmp_path / "in" / "a.jsonl", lines), tmp_path / "out"
-    make(source, path.parent, "--template", "{t[en]}|{t[de][x]}|{s:.1f}|{u!s}", "--out", out)
-    assert shard_tokens(out) == expected_tokens(["|y|1.2|a", "|||b", "c|||"])
-    assert read_manifest(out)["skipped"] == [1, 0]
+def test_nulls_in_templates_are_empty(source):
+    lines = b"""{"t": {"en": null, "de": {"x": "y"}}, "s": 1.25, "u": "a"}
+    {"t": null, "s": null, "u": "b"}
+    {"t": {"en": "c", "de": null}, "s": null, "u": null}
+    {"t": null, "s": null, "u": null}"""
+    write("in/a.jsonl", lines)
+    make(source, "in", "--template", "{t[en]}|{t[de][x]}|{s:.1f}|{u!s}")
+    assert shard_tokens() == expected_tokens(["|y|1.2|a", "|||b", "c|||"])
+    assert read_manifest()["skipped"] == [1, 0]
 
 
-def test_training_has_text(tmp_path, monkeypatch):
-    """If all fits into the validation shard, it is cut; if no text is left, that is an error."""
+def test_training_has_text():
+    """If all fits into the validation shard, exactly or not, it is cut."""
     rows = [{"text": f"text {i}", "e": [0.0] * 900} for i in range(50)]
-    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)).encode())
-    args, tokens = ["--input", path, "--out"], expected_tokens(row["text"] for row in rows)
-    make(*args, tmp_path / "whole")
-    assert shard_tokens(tmp_path / "whole") == tokens
-    assert len(np.load(shard_paths(tmp_path / "whole")[0])) == len(tokens) // 10
-    make(*args, tmp_path / "out", "--max-shards", 1)
-    make(*args, tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    make(*args, tmp_path / "exact", "--shard-size", len(tokens))
-    assert len(shard_paths(tmp_path / "exact")) == 2
+    path = write("a.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    args, tokens = ["--input", path], expected_tokens(row["text"] for row in rows)
+    make(*args, "--out", "whole")
+    assert shard_tokens("whole") == tokens
+    assert len(np.load(shard_paths("whole")[0])) == len(tokens) // 10
+    make(*args, "--max-shards", 1)
+    make(*args)
+    assert contents() == contents("whole")
+    make(*args, "--out", "exact", "--shard-size", len(tokens))
+    assert len(shard_paths("exact")) == 2
 
 
-def test_which_files_of_a_folder_are_read(tmp_path, capsys):
+def test_which_files_of_a_folder_are_read(capsys):
     """Hidden ones are not; what else is skipped is counted."""
-    folder, out = tmp_path / "in", tmp_path / "out"
     names = "a.txt b.TXT c/d.JSONL.gz .hid/e.txt c/.f.txt g.pdf c/h.pdf i.json README.md Makefile"
     files = {name: name.encode() for name in names.split()}
-    write_folder(folder, files | {"c/d.JSONL.gz": gzip.compress(b'{"text": "d"}')})
-    (folder / "link").symlink_to(write(tmp_path / "other" / "j.txt", b"j").parent)
-    make("--input", folder, "--out", out)
-    assert shard_tokens(out) == expected_tokens(["a.txt", "b.TXT", "d"])
+    folder = write_folder("in", files | {"c/d.JSONL.gz": gzip.compress(b'{"text": "d"}')})
+    (folder / "link").symlink_to(write("other/j.txt", b"j").parent.absolute())
+    make("--input", folder)
+    assert shard_tokens() == expected_tokens(["a.txt", "b.TXT", "d"])
     error = capsys.readouterr().err
     for part in ("1 Makefile", "2 .pdf", "1 .json", "1 linked folder"):
         assert part in error
-    assert "--input : no such file" in refused("--input", "", "--out", tmp_path / "none")
+    assert "--input : no such file" in refused("--input", "")
 
 
-def test_line_ends_and_byte_order_marks(tmp_path):
+def test_line_ends_and_byte_order_marks():
     """--input and --data read the same text: lines end in \\n, and a byte order mark is no text."""
     content = b"\xef\xbb\xbfa\r\nb\rc\n"
-    path = write(tmp_path / "a.txt", content)
-    packed = write(tmp_path / "a.txt.gz", gzip.compress(content))
-    rows = write(tmp_path / "b.jsonl", b'\xef\xbb\xbf{"text": "d\\r\\n"}\n')
-    make("--input", path, packed, rows, "--out", tmp_path / "out")
-    assert shard_tokens(tmp_path / "out") == expected_tokens(["a\nb\nc\n"] * 2 + ["d\r\n"])
+    path = write("a.txt", content)
+    packed = write("a.txt.gz", gzip.compress(content))
+    rows = write("b.jsonl", b'\xef\xbb\xbf{"text": "d\\r\\n"}\n')
+    make("--input", path, packed, rows)
+    assert shard_tokens() == expected_tokens(["a\nb\nc\n"] * 2 + ["d\r\n"])
     parts = [tokenize_text(path, split).tolist() for split in ("train", "val")]
     assert parts[0] + parts[1] == expected_tokens(["a\nb\nc\n"])
 
 
-@pytest.mark.parametrize(
-    "source, number",
-    [("--input", 3), ("--input", 1), ("--dataset", 3), ("--dataset", 2), ("--dataset", 1)],
-)
-def test_ranks_share_the_documents(source, number, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("source", ["--input", "--dataset"])
+def test_ranks_share_the_documents(source, number, monkeypatch):
     """Two ranks, one to three files: each document is used once, a validation split by rank 0."""
-    out, documents = tmp_path / "out", [f"{i} {j}" for i in range(number) for j in range(9)]
+    documents = [f"{i} {j}" for i in range(number) for j in range(9)]
     files = {f"train-{i}.csv": csv(documents[i * 9 : i * 9 + 9]) for i in range(number)}
     validation = ["to validate"] if source == "--dataset" else []
     files |= {"validation.csv": csv(validation)} if validation else {}
-    args = [source, write_folder(tmp_path / "in", files), "--shard-size", 9, "--out", out]
+    args = [source, write_folder("in", files), "--shard-size", 9]
     for rank, shards in ((1, 3), (0, 3), (1, 0), (0, 0)):
         be_rank(monkeypatch, rank, 2)
         make(*args, "--max-shards", shards)
-    paths = shard_paths(out)
-    listed = [shard["name"] for shard in read_manifest(out)["shards"]]
+    paths = shard_paths()
+    listed = [shard["name"] for shard in read_manifest()["shards"]]
     assert listed == [path.name for path in paths]
     if validation:
         assert np.load(paths[0]).tolist() == expected_tokens(validation)
@@ -513,61 +482,60 @@ def test_ranks_share_the_documents(source, number, tmp_path, monkeypatch):
     made = [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == EOT))[1:]]
     assert sorted(made) == sorted(expected_tokens([text]) for text in validation + documents)
     be_rank(monkeypatch, 0, 1)
-    make("--verify", "--out", out)
+    make("--verify")
     assert "started with world_size 2, now 1" in refused(*args)
 
 
-def test_configurations_splits_and_columns(tmp_path):
+def test_configurations_splits_and_columns():
     card = (
         b"---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n"
         b"  data_files: [{split: odd, path: b.jsonl}, {split: validation, path: a.jsonl}]\n---\n"
     )
-    folder, empty, out, none = (tmp_path / name for name in ("folder", "empty", "out", "none"))
     files = {"a.jsonl": b'{"text": "a b c d e"}\n{}', "b.jsonl": b'{"n": 1, "story": "f"}'}
-    write_folder(folder, files | {"README.md": card})
-    dataset = ["--dataset", folder, "--config"]
-    make(*dataset, "one", "--out", out)
-    assert shard_tokens(out) == expected_tokens(["a b c d e"])
-    assert read_manifest(out)["skipped"] == [1, 0]
-    make(*dataset, "two", "--split", "odd", "--out", tmp_path / "two")
-    assert shard_tokens(tmp_path / "two") == expected_tokens(["f"])  # the only column of strings
-    assert "started with split 'odd', now ''" in refused(*dataset, "two", "--out", tmp_path / "two")
+    write_folder("folder", files | {"README.md": card})
+    dataset = ["--dataset", "folder", "--config"]
+    make(*dataset, "one")
+    assert shard_tokens() == expected_tokens(["a b c d e"])
+    assert read_manifest()["skipped"] == [1, 0]
+    make(*dataset, "two", "--split", "odd", "--out", "two")
+    assert shard_tokens("two") == expected_tokens(["f"])  # the only column of strings
+    assert "started with split 'odd', now ''" in refused(*dataset, "two", "--out", "two")
     for args, message in {
         "three": "BuilderConfig 'three' not found. Available: ['one', 'two']",
         "two": "no split 'train'; --split names one of: odd, validation",
         "two --split odd --text-column n": "no text in n; ",
         "one --template {x}": "no text in x; --text-column, --template: ",
     }.items():
-        assert message in refused(*dataset, *args.split(), "--out", none)
+        assert message in refused(*dataset, *args.split(), "--out", "none")
     available = "Please pick one among the available configs: ['one', 'two']"
-    assert available in refused(*dataset[:-1], "--out", none)
-    bad = write(tmp_path / "bad" / "a.parquet", damaged).parent
-    message = refused("--dataset", bad, "--out", tmp_path / "damaged")
+    assert available in refused(*dataset[:-1], "--out", "none")
+    bad = write("bad/a.parquet", damaged).parent
+    message = refused("--dataset", bad, "--out", "damaged")
     assert "cannot be read" in message and "network" not in message
-    empty.mkdir()
-    assert "doesn't contain any data files" in refused("--dataset", empty, "--out", none)
-    assert not none.exists()
+    os.mkdir("empty")
+    assert "doesn't contain any data files" in refused("--dataset", "empty", "--out", "none")
+    assert not os.path.exists("none")
 
 
-def test_local_files_need_no_network(tmp_path, monkeypatch):
+def test_local_files_need_no_network(monkeypatch):
     """Left alone, `datasets` sends a request for each, and without a network waits for it."""
-    asked, path = tmp_path / "asked", write(tmp_path / "in" / "a.jsonl", b'{"text": "a"}')
+    asked, path = Path("asked").absolute(), write("in/a.jsonl", b'{"text": "a"}')
     for config in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: asked.touch())
-    make("--input", path, "--out", tmp_path / "out1")
-    make("--dataset", path.parent, "--out", tmp_path / "out2")
+    make("--input", path, "--out", "out1")
+    make("--dataset", path.parent, "--out", "out2")
     assert not asked.exists()
     monkeypatch.setattr(texts, "set_up_datasets", lambda: None)
-    make("--input", path, "--out", tmp_path / "out3")
+    make("--input", path, "--out", "out3")
     assert asked.exists()
 
 
-def test_through_the_hub(tmp_path):
+def test_through_the_hub():
     """In a process by itself, since huggingface_hub reads its settings when it is imported."""
     code = "import tests.hub as h; hub = h.Hub(); import tests.test_fineweb as t; t.use_hub(hub)"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", code], env=env, timeout=120, check=True)
 
 
 def use_hub(hub):
@@ -603,7 +571,7 @@ def use_hub(hub):
     card = b"---\nconfigs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*\n---\n"
     files = {"sample/10BT/0.parquet": parquet(SPLITS["train"]), "data/x.parquet": b"no"}
     hub.files[fineweb.FINEWEB] = files | {"README.md": card}
-    make()
+    fineweb.main([])
     assert shard_tokens("edu_fineweb10B") == expected_tokens(SPLITS["train"])
     message = refused("--name", "sample-1BT", "--out", "none")
     assert "BuilderConfig 'sample-1BT' not found" in message
