@@ -35,7 +35,7 @@ from support.tokenizer import EOT, SHA256, SHARD_NAME, open_shard
 SUFFIXES = (".npy", ".bin", ".partial")
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"
-START = {"complete": False, "position": [0, None, 0], "used": 0, "skipped": [0, 0]}
+START = {"complete": False, "position": [0, None, 0], "used": 0, "skipped": 0}
 MAX_SHARD_SIZE = 4 * 10**9  # training numbers a shard's tokens in 32 bits
 
 
@@ -145,12 +145,8 @@ class Folder:
     def save(self) -> None:
         write_text(self.path, json.dumps(self.manifest, indent=1))
 
-    def write(self, parts: list[np.ndarray], skipped: Iterable[int]) -> None:
-        """Adds a shard made of parts, each 1-D uint16, if any, and saves the manifest."""
-        self.manifest["skipped"] = [int(number) for number in skipped]
-        if not parts:
-            self.save()
-            return
+    def write(self, parts: list[np.ndarray]) -> None:
+        """Adds a shard made of parts, each 1-D uint16, and saves the manifest."""
         shape = (sum(len(part) for part in parts),)
         header = {"descr": "<u2", "fortran_order": False, "shape": shape}
         path, remedy = self.out / self.next_name, "free some space and run the same command again"
@@ -195,7 +191,7 @@ def merge(here: Folder) -> Folder:
     whole.manifest = here.manifest | {
         "shards": sorted(shards, key=lambda shard: shard["name"][-10:]),
         "complete": all(folder.manifest["complete"] for folder in ranks),
-        "skipped": np.sum([folder.manifest["skipped"] for folder in ranks], axis=0).tolist(),
+        "skipped": sum(folder.manifest["skipped"] for folder in ranks),
     }
     whole.save()
     return whole
@@ -206,7 +202,7 @@ def write_shards(here: Folder, batches: Iterable, size: int, validation: bool) -
 
     validation: stream 0 is a validation split, all of which is shard 0."""
     used = here.manifest["used"]  # tokens of the first batches
-    skipped = np.array(here.manifest["skipped"])
+    skipped = here.manifest["skipped"]
     parts: list[np.ndarray] = []
     room = size  # in the shard; beyond `size` for a validation split
     for position, tokens, more in batches:
@@ -217,8 +213,8 @@ def write_shards(here: Folder, batches: Iterable, size: int, validation: bool) -
         while used < len(tokens):
             if room == 0:  # a full shard is written when it is known not to be the last
                 if parts:
-                    here.manifest |= {"position": position, "used": used}
-                    here.write(parts, skipped)
+                    here.manifest |= {"position": position, "used": used, "skipped": skipped}
+                    here.write(parts)
                     if here.finished:
                         return
                 parts, room = [], size
@@ -233,12 +229,15 @@ def write_shards(here: Folder, batches: Iterable, size: int, validation: bool) -
         text = np.concatenate(parts)
         tenth = max(len(text) // 10, 1)
         here.manifest["used"] = tenth  # a resumed run reads it all again
-        here.write([text[:tenth]], [0, 0])
+        here.write([text[:tenth]])
         if here.finished:
             return
         parts = [text[tenth:]]
-    here.manifest |= START | {"complete": True}
-    here.write(parts, skipped)
+    here.manifest |= START | {"complete": True, "skipped": skipped}
+    if parts:
+        here.write(parts)
+    else:
+        here.save()
 
 
 def make_shards(config: ShardConfig, here: Folder) -> None:
@@ -329,9 +328,8 @@ def main(args: list[str] | None = None) -> None:
             here = merge(here)
         tokens = sum(shard["tokens"] for shard in here.shards)
         documents = sum(shard["documents"] for shard in here.shards)
-        nulls, empties = here.manifest["skipped"]
         print(f"{here.out}: {len(here.shards)} shards, {tokens:,} tokens, {documents:,} documents")
-        print(f"skipped {nulls:,} nulls and {empties:,} empty texts")
+        print(f"skipped {here.manifest['skipped']:,} empty texts")
 
 
 if __name__ == "__main__":

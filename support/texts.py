@@ -314,28 +314,28 @@ def with_nulls(value: Any) -> Any:
 
 
 def document(stream: Stream, row: dict[str, Any]) -> str | None:
-    """A row's text; None if all its columns are null."""
+    """A row's text; None or "" if it has none."""
     if stream.kind == "jsonl":
         row = json.loads(row["text"])
-    values = [row[column] for column in stream.columns]
-    if all(value is None for value in values):
+    values = {column: row[column] for column in stream.columns}
+    if all(value is None for value in values.values()):
         return None
-    text = values[0]
+    text = values[stream.columns[0]]
     if stream.template:
         template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
-        text = template.format_map({key: with_nulls(row[key]) for key in stream.columns})
+        text = template.format_map(with_nulls(values))
     text.encode()  # fails for a number, and for half a surrogate pair in JSON
     return text
 
 
-def tokenize(stream: Stream, rows: bytes, first: int) -> tuple[np.ndarray, list[int]]:
-    """-> (tokens of the documents, 1-D uint16; number of [nulls, empty texts]).
+def tokenize(stream: Stream, rows: bytes, first: int) -> tuple[np.ndarray, int]:
+    """-> (tokens of the documents, 1-D uint16; number of nulls and empty texts).
 
     first: the number of the stream's rows before these."""
     import pyarrow
 
     parts = [np.zeros(0, dtype=np.uint32)]
-    nulls = empties = 0
+    skipped = 0
     remedy = "correct it or choose another --text-column"
     with explained(stream.name, "a row has no text", remedy):
         table = pyarrow.ipc.open_stream(rows).read_all().to_pylist()
@@ -347,13 +347,11 @@ def tokenize(stream: Stream, rows: bytes, first: int) -> tuple[np.ndarray, list[
         place = f"row {number} of this rank" if stream.shared else f"row {number}"
         with explained(stream.name, f"{place} has no text", remedy):
             text = document(stream, row)
-        if text is None:
-            nulls += 1
-        elif text == "":
-            empties += 1
-        else:
+        if text:
             parts += [np.array([EOT], dtype=np.uint32), *encode(text)]
-    return np.concatenate(parts, dtype=np.uint16, casting="unsafe"), [nulls, empties]
+        else:
+            skipped += 1
+    return np.concatenate(parts, dtype=np.uint16, casting="unsafe"), skipped
 
 
 def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
