@@ -86,6 +86,8 @@ class Folder:
         if self.path.exists():
             with explained(str(self.path), remedy="move it and its shards away"):
                 self.manifest |= json.loads(self.path.read_text(encoding="utf-8"))
+                # an earlier version has [nulls, empty texts]
+                self.manifest["skipped"] = int(np.sum(self.manifest["skipped"]))
                 for shard in self.shards:
                     if not {"name", "tokens", "documents", "sha256"} <= shard.keys():
                         raise ValueError(f"an incomplete shard: {shard}")
@@ -288,11 +290,11 @@ def fetch_pretokenized(number: int, here: Folder) -> None:
     """Downloads the first shards of PRETOKENIZED, checking each before it appears."""
     from huggingface_hub import HfApi, hf_hub_download
 
-    copies, source = here.out / ".hub", f"--dataset {PRETOKENIZED}"
+    source = f"--dataset {PRETOKENIZED}"
     with explained(source):
         commit = here.manifest.get("commit") or HfApi().dataset_info(PRETOKENIZED).sha
     here.begin({"source": PRETOKENIZED, "commit": commit})
-    place = {"repo_type": "dataset", "revision": commit, "local_dir": copies}
+    place = {"repo_type": "dataset", "revision": commit, "local_dir": here.out / ".hub"}
     while here.next_index < number:
         name = f"finewebedu_{'train' if here.next_index else 'val'}_{here.next_index:06d}.bin"
         with explained(source):
@@ -300,7 +302,7 @@ def fetch_pretokenized(number: int, here: Folder) -> None:
         open_shard(Path(path))
         os.replace(path, here.out / name)
         here.enter(here.out / name)
-    shutil.rmtree(copies, ignore_errors=True)
+    shutil.rmtree(here.out / ".hub", ignore_errors=True)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Text to tokens, for fineweb.py: a reader process streams rows, worker processes tokenize them.
 
-Importing `datasets` takes a second, so only the reader does. Invalid input raises UserError."""
+Importing `datasets` takes a second, so only the reader does."""
 
 import glob
 import json
@@ -247,7 +247,9 @@ def read(
         for index, stream in streams.items():
             if index < position[0] or not (stream.shared or index % world_size == rank):
                 continue
-            _, state, row = position if index == position[0] else (index, None, 0)
+            state, row = None, 0
+            if index == position[0]:
+                state, row = [*position[1:], 0][:2]  # an earlier version's has no row
             for table, next_state in tables(stream, state, rank, world_size):
                 sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
                 with pyarrow.ipc.new_stream(sink, table.schema) as writer:
