@@ -1,5 +1,7 @@
 """Ranks share a step equally; errors of all ranks are printed once, those of one with its rank."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
