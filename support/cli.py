@@ -27,16 +27,16 @@ class LostRank(RunError):
 
 def torchrun_ranks() -> tuple[int, int, int]:
     """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) without."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    found = [os.environ.get(name, "") for name in names]
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 0, 0, 1
-    rank, local_rank, world_size = (int(x) if x.isdecimal() else -1 for x in found)
-    addressed = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
-    if min(rank, local_rank) < 0 or rank >= world_size or not addressed:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found = [os.environ.get(name, "") for name in names]
+    if not (all(found) and all(value.isdecimal() for value in found[:3])):
         values = ", ".join(f"{name}={value}" for name, value in zip(names, found, strict=True))
-        remedy = "start with torchrun, which sets them, or unset RANK and WORLD_SIZE"
-        raise UserError(f"{values} and MASTER_ADDR, MASTER_PORT don't describe a rank: {remedy}")
+        raise UserError(f"{values}: start with torchrun, which sets them all, or unset them")
+    rank, local_rank, world_size = map(int, found[:3])
+    if rank >= world_size:
+        raise UserError(f"RANK={rank}, WORLD_SIZE={world_size}: start with torchrun")
     return rank, local_rank, world_size
 
 
@@ -135,9 +135,8 @@ def collect_stop_signals() -> list[int]:
 def run(main: Callable[[], int | None]) -> None:
     """Calls main() and exits: with its result, or after one `error: ` line with 2 or 1 (RunError).
 
-    Any other exception is a bug, and keeps its traceback. In a torchrun job an error that all ranks
-    share appears once: rank 0 prints it and exits at once, upon which torchrun ends the others
-    while they wait. A rank that failed alone prints after two seconds."""
+    Any other exception is a bug, and keeps its traceback. An error that all ranks share appears
+    once: rank 0 prints it and exits, and torchrun ends the others within their two seconds."""
     if sys.stdout is None:  # closed by whoever started us
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     # So that `> file` can be followed, and takes any character where it is not UTF-8 (Windows).
