@@ -148,8 +148,7 @@ def open_log(
     if config["tensorboard"] or config["wandb"]:
         from support.trackers import start_trackers
 
-        first_step = step if continues else 0
-        trackers = start_trackers(log_dir, first_step, config["tensorboard"], config["wandb"])
+        trackers = start_trackers(log_dir, entries, step if continues else 0)
 
     def log(at: int, **values: float) -> None:
         if at == step:  # the log has evaluations that were made before this start

@@ -5,18 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from support.cli import UserError, first_line
-from support.run_folder import run_entries
 
 Tracker = Callable[[int, dict[str, float]], object]  # called with a step and its streams
 
 
-def start_trackers(log_dir: Path, first_step: int, tensorboard: bool, wandb: bool) -> list[Tracker]:
-    """The trackers asked for. first_step: of this start, 0 unless it resumes from a checkpoint."""
+def start_trackers(log_dir: Path, entries: list[dict], first_step: int) -> list[Tracker]:
+    """The trackers that the last of run.json's entries asks for.
+
+    first_step: of this start, 0 unless it resumes from a checkpoint."""
     trackers = []
-    if tensorboard:
+    if entries[-1]["config"]["tensorboard"]:
         trackers.append(start_tensorboard(log_dir, first_step))
-    if wandb:
-        trackers.append(start_wandb(log_dir, first_step))
+    if entries[-1]["config"]["wandb"]:
+        trackers.append(start_wandb(log_dir, entries, first_step))
     return trackers
 
 
@@ -35,13 +36,12 @@ def start_tensorboard(log_dir: Path, first_step: int) -> Tracker:
     return track
 
 
-def start_wandb(log_dir: Path, first_step: int) -> Tracker:
+def start_wandb(log_dir: Path, entries: list[dict], first_step: int) -> Tracker:
     """The run is named after the time of its first start, so that a resumed run keeps its name."""
     try:
         import wandb
     except ImportError:
         raise UserError("--wandb: not installed; `pip install wandb`") from None
-    entries = run_entries(log_dir)
     first = len(entries) - 1
     while first > 0 and first_step > 0 and entries[first]["step"] > 0:  # a resumption
         first -= 1

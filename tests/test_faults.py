@@ -326,11 +326,11 @@ def test_wandb_names_an_extended_run_after_its_first_start(tmp_path, monkeypatch
     started = []
     wandb = SimpleNamespace(init=lambda **settings: started.append(settings["id"]))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    flags = {"tensorboard": False, "wandb": True}
     starts = [
-        {"started": "2026-01-01T00:00:00Z", "step": 4000, "config": {}},
-        {"started": "2026-01-02T00:00:00Z", "step": 5000, "config": {}},
+        {"started": "2026-01-01T00:00:00Z", "step": 4000, "config": flags},
+        {"started": "2026-01-02T00:00:00Z", "step": 5000, "config": flags},
     ]
     for n in (1, 2):
-        (tmp_path / "run.json").write_text(json.dumps(starts[:n]))
-        start_trackers(tmp_path, starts[n - 1]["step"], tensorboard=False, wandb=True)
+        start_trackers(tmp_path, starts[:n], starts[n - 1]["step"])
     assert started == [f"{tmp_path.name}-20260101000000"] * 2
