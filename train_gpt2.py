@@ -886,13 +886,11 @@ def choose_micro_batch_size(config: TrainConfig, model: GPT, ranks: Ranks) -> in
         if sequences % size:
             continue
         if ranks.device.type == "cuda":
-            from support import gpus
-
             shards = ranks.world_size if config.shard_optimizer else 1
             keeps_logits = config.compile and not config.low_memory
             accumulates = ranks.world_size > 1 or sequences > size
             how = (config.low_memory, ranks.autocast(), ranks.world_size > 1)
-            fits = gpus.fits(model, size, T, *how, shards, keeps_logits, accumulates)
+            fits = devices.fits(model, size, T, *how, shards, keeps_logits, accumulates)
             if all(ranks.gather(fits)):
                 return size
         elif size * T <= 4096:  # enough for the cores of a CPU

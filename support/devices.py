@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import gc
 import os
 import re
 import sys
@@ -172,6 +173,53 @@ def explain(error: RuntimeError, device: torch.device, B: int) -> Exception:
     if "NCCL" in message:
         return RunError(f"NCCL failed: {first_line(error)}{detail}")
     return error
+
+
+def fits(
+    model: torch.nn.Module,
+    B: int,
+    T: int,
+    low_memory: bool,
+    autocast: torch.autocast,
+    several_ranks: bool,
+    shards: int,
+    keeps_logits: bool,
+    accumulates: bool,
+) -> bool:
+    """Tries whether a GPU has the memory for a step with micro-batches of B sequences.
+
+    Runs an eager forward and backward pass with the chunked loss, which stores no less than a
+    compiled one, beside what else a step needs: the optimizer's moments, divided by `shards`;
+    buffers for several ranks; keeps_logits: those of a compiled loss, and their gradient;
+    accumulates: gradients of earlier micro-steps (or DDP's buckets) during the backward pass."""
+    weight, (V, _) = model.wte.weight, model.wte.weight.shape
+    reserve = 8 * model.num_parameters() // shards
+    if keeps_logits:
+        reserve += 2 * B * T * (V + -V % 64) * autocast.fast_dtype.itemsize
+    if several_ranks:
+        reserve += 2**30  # an allowance for NCCL
+    loss_function = model.loss_function
+    try:
+        model.prepare(low_memory=low_memory)
+        x = torch.zeros(B, T, dtype=torch.int64, device=weight.device)
+        reserved = torch.empty(reserve, dtype=torch.uint8, device=weight.device)
+        if accumulates:
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+        with autocast:
+            _, loss = model(x, x)
+        loss.backward()
+        del reserved
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        model.loss_function = loss_function
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 # Of glibc; malloc.h numbers the options. Other C libraries lack it.

@@ -1,10 +1,4 @@
-"""What only a GPU needs: data-sheet speeds, and the largest micro-batch by trial."""
-
-import gc
-
-import torch
-
-from support.devices import is_out_of_memory
+"""Data-sheet speeds of GPUs, for MFU and --plan."""
 
 # Dense 16-bit tensor-core peaks in TFLOP/s with float32 accumulation, by torch.cuda.get_device_name
 # without the vendor. Names are exact, since variants differ (H100 NVL, H100 SXM); others are
@@ -29,50 +23,3 @@ def data_sheet_flops(name: str) -> float | None:
     """16-bit tensor-core FLOP/s by torch.cuda.get_device_name; None if not in PEAK_TFLOPS."""
     tflops = PEAK_TFLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
     return tflops and tflops * 1e12
-
-
-def fits(
-    model: torch.nn.Module,
-    B: int,
-    T: int,
-    low_memory: bool,
-    autocast: torch.autocast,
-    several_ranks: bool,
-    shards: int,
-    keeps_logits: bool,
-    accumulates: bool,
-) -> bool:
-    """Tries whether a GPU has the memory for a step with micro-batches of B sequences.
-
-    Runs an eager forward and backward pass with the chunked loss, which stores no less than a
-    compiled one, beside what else a step needs: the optimizer's moments, divided by `shards`;
-    buffers for several ranks; keeps_logits: those of a compiled loss, and their gradient;
-    accumulates: gradients of earlier micro-steps (or DDP's buckets) during the backward pass."""
-    weight, (V, _) = model.wte.weight, model.wte.weight.shape
-    reserve = 8 * model.num_parameters() // shards
-    if keeps_logits:
-        reserve += 2 * B * T * (V + -V % 64) * autocast.fast_dtype.itemsize
-    if several_ranks:
-        reserve += 2**30  # an allowance for NCCL
-    loss_function = model.loss_function
-    try:
-        model.prepare(low_memory=low_memory)
-        x = torch.zeros(B, T, dtype=torch.int64, device=weight.device)
-        reserved = torch.empty(reserve, dtype=torch.uint8, device=weight.device)
-        if accumulates:
-            for p in model.parameters():
-                p.grad = torch.zeros_like(p)
-        with autocast:
-            _, loss = model(x, x)
-        loss.backward()
-        del reserved
-        return True
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    finally:
-        model.loss_function = loss_function
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        torch.cuda.empty_cache()

@@ -9,9 +9,10 @@ import torch
 
 import hellaswag
 import train_gpt2
-from support import devices, gpus
+from support import devices
 from support.cli import RunError, UserError
-from support.gpus import data_sheet_flops, fits
+from support.devices import fits
+from support.gpus import data_sheet_flops
 from support.plan import estimate_memory
 from tests import no_float64
 from tests.conftest import ROOT, TINY, losses, read_log, train, train_on_ranks, words
@@ -300,7 +301,7 @@ def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
     def gather(self, value):
         return [value] + [tried[-1][0] <= 4] * (world_size - 1)
 
-    monkeypatch.setattr(gpus, "fits", fits)
+    monkeypatch.setattr(devices, "fits", fits)
     monkeypatch.setattr(Ranks, "gather", gather)
     ranks = Ranks(0, world_size, torch.device("cuda"), torch.bfloat16, "")
     config = read_config(words("--preset gpt2 --seq-len 4 --total-batch-size 32", flags))
