@@ -223,6 +223,7 @@ SPOILED = {
     "foreign": (0, rewritten(lambda b: b"no shard" * 200), "000000.npy: not a whole shard"),
     "dtype": (0, saved(np.zeros(99, np.int32)), "99 values, 1-D int32"),
     "empty": (0, saved(np.zeros(0, np.uint16)), "0 values"),
+    "0-d": (0, saved(np.uint16(9)), "1 values, 0-D"),
     "vocabulary": (0, saved(np.full(99, 50257, np.uint16)), "token 50257"),
     "pickle": (0, saved(np.array([{}], object)), "not a whole shard"),
     "half-written": (0, renamed(".x.npy.1.partial"), "half written"),
