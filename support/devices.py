@@ -151,7 +151,7 @@ def round_length(length: int, device: torch.device) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an operation ran out of memory: by type, or judging by the texts of torch."""
-    texts = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    texts = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC")
     known = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     return isinstance(error, torch.OutOfMemoryError) or (known and "NCCL" not in str(error))
 

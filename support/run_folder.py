@@ -26,13 +26,16 @@ ROOT = Path(__file__).parents[1]
 @contextlib.contextmanager
 def lock(log_dir: Path, rank: int) -> Iterator[None]:
     """Makes the folder and keeps other runs out of it; removes it at the end if it is empty."""
-    if rank > 0 or os.name == "nt":
+    if rank > 0:
+        yield
+        return
+    new = not log_dir.exists()
+    log_dir.mkdir(parents=True, exist_ok=True)
+    if os.name == "nt":  # it has no flock
         yield
         return
     import fcntl
 
-    new = not log_dir.exists()
-    log_dir.mkdir(parents=True, exist_ok=True)
     folder = os.open(log_dir, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a network mount without locks
