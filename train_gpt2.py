@@ -123,8 +123,8 @@ def next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
 class ChunkedLoss(torch.autograd.Function):
     """next_token_loss and its gradient in one pass, for 1,024 tokens at a time.
 
-    All logits of a micro-batch can be larger than GPT-2 (124M). In chunks they take less memory
-    everywhere, and less time on a CPU (bench/NOTES.md)."""
+    All logits of a micro-batch can be larger than GPT-2 (124M). Chunks take less memory everywhere,
+    and less time on a CPU (bench/NOTES.md)."""
 
     CHUNK = 1024  # tokens
 
@@ -274,11 +274,13 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, name: str | Path) -> "GPT":
         """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …), its weights in float32."""
+        from support import models
+
         names = [field.name for field in fields(GPTConfig)]
-        settings, weights = pretrained.read_pretrained(name, names)
+        settings, weights = models.read_pretrained(name, names)
         with torch.device("meta"):  # the files have the weights
             model = cls(GPTConfig(**settings))
-        pretrained.load_weights(model, weights, name)
+        models.load_weights(model, weights, name)
         return model
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -372,6 +374,9 @@ class DataLoaderLite:
         shuffle: bool = True,
     ):
         self.stream = TokenStream(data, split, seed, shuffle)
+        if self.stream.total_tokens <= T:
+            size = f"{self.stream.total_tokens} {split} tokens"
+            raise UserError(f"{data}: {size}, too few for a sequence of {T} and its target")
         self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
         self.position = 0  # in the stream, of the next micro-batch of all ranks
 
@@ -474,9 +479,7 @@ class TrainConfig:
     # Checkpoints
 
     save_every: int = 1000  # steps between checkpoints; 0: never
-    keep_checkpoints: int = (
-        3  # newest to keep, beside the one with the best validation loss; 0: all
-    )
+    keep_checkpoints: int = 3  # newest to keep, beside the best; 0: all
     keep_every: int = 0  # never delete checkpoints at multiples of this many steps; 0: none
 
     # Logging
@@ -508,8 +511,23 @@ FIXED = (
 # fmt: on
 
 
-def check_config(config: TrainConfig) -> None:
-    """Raises one UserError for every error detectable from the flags."""
+def read_config(args: list[str] | None = None) -> TrainConfig:
+    """The command line as a TrainConfig: the values of the preset, overridden by the flags.
+
+    One UserError names every error that can be detected from the flags."""
+    # These two change the defaults of other flags.
+    first = ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", nargs="?", default="auto")
+    first.add_argument("--device", nargs="?", default="auto")
+    given, _ = first.parse_known_args(args)
+    if given.preset == "auto":
+        shards = any(Path(SHARDS_FOLDER).glob("*_train_*"))
+        given.preset = "gpt2" if shards else "shakespeare"
+    defaults = dict(PRESETS.get(given.preset, {}))
+    if given.device in ("cpu", "mps"):
+        defaults["compile"] = False
+    config = cli.parse_args(TrainConfig, replace(TrainConfig(), **defaults), args)
+
     problems = []
     positive = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens")
     for name, value in asdict(config).items():
@@ -528,23 +546,6 @@ def check_config(config: TrainConfig) -> None:
         problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
     if problems:
         raise UserError("; ".join(problems))
-
-
-def read_config(args: list[str] | None = None) -> TrainConfig:
-    """The command line as a TrainConfig: the values of the preset, overridden by the flags."""
-    # These two change the defaults of other flags.
-    first = ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", nargs="?", default="auto")
-    first.add_argument("--device", nargs="?", default="auto")
-    given, _ = first.parse_known_args(args)
-    if given.preset == "auto":
-        shards = any(Path(SHARDS_FOLDER).glob("*_train_*"))
-        given.preset = "gpt2" if shards else "shakespeare"
-    defaults = dict(PRESETS.get(given.preset, {}))
-    if given.device in ("cpu", "mps"):
-        defaults["compile"] = False
-    config = cli.parse_args(TrainConfig, replace(TrainConfig(), **defaults), args)
-    check_config(config)
     return config
 
 
@@ -634,16 +635,9 @@ class Ranks:
         return cls(rank, world_size, device, dtype, description)
 
     def autocast(self) -> torch.autocast:
-        """Runs matmuls in `dtype`; does nothing in float32."""
+        """Runs matmuls in `dtype`."""
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=enabled)
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks."""
-        if self.world_size > 1:
-            tensor = tensor.to(self.device)
-            dist.all_reduce(tensor)
-        return tensor
 
     def gather(self, value: Any = None) -> list[Any]:
         """The `value` of every rank, in rank order; also a barrier."""
@@ -671,8 +665,8 @@ def validation_loss(
     """Mean loss in nats over the first `tokens` tokens of the split, all with the same weight.
 
     The ranks share the sequences and sum their losses, so that neither B nor their number matters.
-    Full batches use the compiled model if training on a GPU does. None if a rank has `received` a
-    signal to stop."""
+    Full batches use the compiled model if training on a GPU does. None if a rank `received` a
+    signal."""
     B, T = loader.B, loader.T
     sequences = min(tokens, loader.stream.total_tokens - 1) // T
     losses, sizes = [torch.zeros((), device=ranks.device)], [0]
@@ -689,10 +683,10 @@ def validation_loss(
             x = model.hidden(buffer[:-1].view(n, T))  # (n, T, C)
             losses.append(loss_function(x, model.wte.weight, buffer[1:].view(n, T)))
         sizes.append(n)
-    # The only synchronization. Summed on the host in float64, which not every device has.
+    # The only synchronization. Summed in float64, which not every device has.
     values = torch.stack(losses).tolist()
     total = sum(loss * n for loss, n in zip(values, sizes, strict=True))
-    total, stop = ranks.sum(torch.tensor([total, len(received)], dtype=torch.float64)).tolist()
+    total, stop = np.sum(ranks.gather((total, len(received))), axis=0).tolist()
     return None if stop else total / sequences
 
 
@@ -706,7 +700,7 @@ def print_samples(model: GPT, prompt: str, samples: int, length: int, ranks: Ran
         idx = model.generate(idx, length, generator=generator)
     for i, tokens in enumerate(idx.tolist()):
         text = indent(tokenizer.printable(tokens), "  ")
-        cli.print_line(f"rank {ranks.rank} sample {i}:\n{text}")
+        print0(f"rank {ranks.rank} sample {i}:\n{text}", every_rank=True)
 
 
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
@@ -721,7 +715,7 @@ def evaluate(
     tasks: list[Any] | None,
     config: TrainConfig,
     ranks: Ranks,
-    log: Callable,
+    log: Callable | None,
     received: Sequence[int],
 ) -> bool:
     """Makes validation loss, HellaSwag and samples due at `step`. True if a signal ended it."""
@@ -731,7 +725,8 @@ def evaluate(
         if val is None:
             return True
         print0(f"step {step:5d} validation loss {val:.4f}")
-        log(step, val=val)
+        if log:
+            log(step, val=val)
     with torch.compiler.set_stance("force_eager"):  # shapes that occur once aren't worth compiling
         if tasks and is_due(config.hellaswag_every, step, config):
             import hellaswag
@@ -739,12 +734,12 @@ def evaluate(
             share = (ranks.device, ranks.rank, ranks.world_size, received)
             with ranks.autocast():
                 correct = hellaswag.count_correct(model, tasks, *share)
-            totals = torch.tensor([correct, len(received)], dtype=torch.float64)
-            correct, stop = ranks.sum(totals).tolist()
+            correct, stop = np.sum(ranks.gather((correct, len(received))), axis=0).tolist()
             if stop:
                 return True
             print0(f"step {step:5d} HellaSwag {correct / len(tasks):.4f}")
-            log(step, hella=correct / len(tasks))
+            if log:
+                log(step, hella=correct / len(tasks))
         if step > 0 and is_due(config.sample_every, step, config):
             if step < config.max_steps:
                 print_samples(model, config.sample_prompt, 4, 32, ranks)
@@ -770,6 +765,14 @@ class TrainState:
     elapsed: float = 0.0  # seconds spent in updates
     skipped: int = 0  # updates skipped because loss or gradient was not finite
 
+    def skip_update(self, problem: str, allowed: int) -> None:
+        """Counts an update that is not finite. RunError if there are more than `allowed`."""
+        self.skipped += 1
+        if self.skipped > allowed:
+            skip = f"skip this update with --resume --skip-bad-steps {self.skipped}"
+            raise RunError(f"{problem}; the weights are unchanged. Lower --max-lr, or {skip}")
+        print0(f"warning: {problem}: update skipped, {self.skipped} of {allowed}")
+
     def state_dict(self, config: TrainConfig, ranks: Ranks) -> dict[str, Any]:
         """Everything but the weights. All ranks call it."""
         random, kind = {"cpu": torch.get_rng_state()}, ranks.device.type
@@ -789,9 +792,6 @@ class TrainState:
             raise UserError(f"--resume: {config.log_dir} holds another run: {', '.join(changes)}")
         self.loader.load_state_dict(saved["loader"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        if ranks.device.type == "cpu":  # clone: the tensors are memory-mapped
-            for moments in self.optimizer.state.values():
-                moments.update({key: tensor.clone() for key, tensor in moments.items()})
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         if saved["dtype"] != str(ranks.dtype):
@@ -808,7 +808,7 @@ class TrainState:
 def save_checkpoint(state: TrainState, config: TrainConfig, ranks: Ranks) -> bool:
     """Writes log_dir/step_*/ atomically; all ranks call it. False if it can't be written.
 
-    Then earlier checkpoints are intact, and the run goes on, unless it is at its end."""
+    Earlier checkpoints are intact then, and the run goes on, unless it is at its end."""
     saved, problem = state.state_dict(config, ranks), None
     if ranks.rank == 0:
         write_model, log_dir = state.model.save_pretrained, Path(config.log_dir)
@@ -821,19 +821,20 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ranks: Ranks) -> boo
     return not problem
 
 
-def start_log(
-    config: TrainConfig, checkpoint: Path | None, resuming: bool, step: int, ranks: Ranks
-) -> Callable:
-    """Begins or continues the log: log(step, stream=value, …). Only rank 0 writes."""
-    if ranks.rank != 0:
-        return lambda step, **values: None
+def find_start(config: TrainConfig) -> tuple[bool, Path | None, dict[str, Any] | None]:
+    """(whether the last run in log_dir continues, its newest intact checkpoint, the state in it)"""
+    from support import resume
+
     log_dir = Path(config.log_dir)
+    if not (config.resume or resume.is_restart(log_dir)):
+        return False, None, None
+    checkpoint, saved = resume.find_checkpoint(log_dir)
+    if checkpoint:
+        return True, checkpoint, saved
+    # A run that was stopped before its first checkpoint restarts and overwrites its log.
     entries = run_folder.run_entries(log_dir)
-    if resuming and checkpoint is None:
-        # A run that was stopped before its first checkpoint restarts and overwrites its log.
-        resuming = bool(entries) and not differences(entries[-1]["config"], config)
-    entry = {"step": step, "device": ranks.description, "world_size": ranks.world_size}
-    return run_folder.open_log(log_dir, entry | {"config": asdict(config)}, checkpoint, resuming)
+    same = bool(entries) and not differences(entries[-1]["config"], config)
+    return same, None, None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -851,24 +852,17 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
 def start_model(config: TrainConfig, checkpoint: Path | None, ranks: Ranks) -> GPT:
     """The model to train, on the device of each rank."""
     torch.manual_seed(config.seed)
-    model = None
-    if ranks.rank == 0:  # DDP sends the weights to the others, which never load them
-        model = new_model(config, checkpoint)
-        shape = model.config
-        if shape.block_size < config.seq_len or shape.vocab_size != VOCAB_SIZE:
-            problem = f"context {shape.block_size}, vocabulary {shape.vocab_size}"
-            raise UserError(f"--init {config.init}: {problem} for --seq-len {config.seq_len}")
-        model = model.to(ranks.device)
-    shape = ranks.broadcast(model and model.config)
-    if model is None:
-        with torch.device("meta"):
-            model = GPT(shape)
-        model = model.to_empty(device=ranks.device)
-    if ranks.device.type == "cpu" and model.num_parameters() > 50_000_000:
-        devices.return_freed_memory(config.low_memory)
-        if config.dtype == "auto" and devices.bfloat16_speedup() >= 1.3:
+    model = new_model(config, checkpoint)
+    shape = model.config
+    if shape.block_size < config.seq_len or shape.vocab_size != VOCAB_SIZE:
+        problem = f"context {shape.block_size}, vocabulary {shape.vocab_size}"
+        raise UserError(f"--init {config.init}: {problem} for --seq-len {config.seq_len}")
+    if ranks.device.type == "cpu":
+        if model.num_parameters() <= 50_000_000:
+            devices.keep_freed_memory()
+        elif config.dtype == "auto" and devices.bfloat16_speedup() >= 1.3:
             print0("  (--dtype bfloat16 is much faster here)")
-    return model
+    return model.to(ranks.device)
 
 
 def choose_micro_batch_size(config: TrainConfig, model: GPT, ranks: Ranks) -> int:
@@ -886,31 +880,18 @@ def choose_micro_batch_size(config: TrainConfig, model: GPT, ranks: Ranks) -> in
         if sequences % size:
             continue
         if ranks.device.type == "cuda":
+            from support.plan import fits
+
             shards = ranks.world_size if config.shard_optimizer else 1
             keeps_logits = config.compile and not config.low_memory
             accumulates = ranks.world_size > 1 or sequences > size
             how = (config.low_memory, ranks.autocast(), ranks.world_size > 1)
-            fits = devices.fits(model, size, T, *how, shards, keeps_logits, accumulates)
-            if all(ranks.gather(fits)):
+            fit = fits(model, size, T, *how, shards, keeps_logits, accumulates)
+            if all(ranks.gather(fit)):
                 return size
         elif size * T <= 4096:  # enough for the cores of a CPU
             return size
     return 1
-
-
-def open_data(config: TrainConfig, B: int, ranks: Ranks) -> list[DataLoaderLite | None]:
-    """The loaders of both splits; None without validation."""
-    shape = (B, config.seq_len, ranks.rank, ranks.world_size, config.seed)
-    loader = DataLoaderLite(config.data, "train", *shape, config.shuffle)
-    val_loader = None
-    if config.eval_every:
-        val_loader = DataLoaderLite(config.data, "val", *shape, shuffle=False)
-    for split, needed in ((loader, "total_batch_size"), (val_loader, "seq_len")):
-        if split and split.stream.total_tokens <= getattr(config, needed):
-            problem = f"{split.stream.total_tokens} tokens, too few for {cli.flag(needed)}"
-            name = "training" if split is loader else "validation"
-            raise UserError(f"{config.data}: {name} has {problem} {getattr(config, needed)}")
-    return [loader, val_loader]
 
 
 def wrap_in_ddp(model: GPT, B: int, T: int, ranks: Ranks) -> nn.Module:
@@ -918,7 +899,7 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ranks: Ranks) -> nn.Module:
     torch._dynamo.config.optimize_ddp = False  # it splits graphs, but ours are single blocks
     gpu = [ranks.device.index] if ranks.device.type == "cuda" else []
     ddp_model = DistributedDataParallel(model, device_ids=gpu or None, gradient_as_bucket_view=True)
-    # After its first backward pass DDP rebuilds its buckets, which changes the order of summation:
+    # DDP rebuilds its buckets after its first backward pass, which changes the order of summation:
     # trigger that now, so that a resumed run sums as before. The second pass fills the new ones.
     x = torch.zeros(B, T, dtype=torch.int64, device=ranks.device)
     with torch.random.fork_rng(gpu):  # dropout in a fork must not advance the RNG
@@ -946,10 +927,8 @@ def announce(state: TrainState, config: TrainConfig, resumed: Path | None, ranks
     print0(f"steps: {config.max_steps:,} of {batch:,} tokens, {epochs:.3f} epochs")
     print0(f"batch: {shape} x {micro_steps} micro-steps x {ranks.world_size} ranks")
     print0(f"log and checkpoints: {folder}")
-    if (
-        config.schedule == "wsd"
-        and 0 < config.max_steps - config.warmup_steps < config.warmdown_steps
-    ):
+    constant = config.max_steps - config.warmup_steps - config.warmdown_steps
+    if config.schedule == "wsd" and -config.warmdown_steps < constant < 0:
         print0("schedule: a shorter warm-down, right after the warm-up")
 
 
@@ -967,8 +946,7 @@ def conclude(state: TrainState, config: TrainConfig, val_loader: DataLoaderLite 
     if (log_dir / "curves.png").exists():
         print0(f"curves: {log_dir / 'curves.png'}")
     if config.save_every:
-        for line in run_folder.describe_result(log_dir, state.step, config.sample_prompt):
-            print0(line)
+        run_folder.print_result(log_dir, state.step, config.sample_prompt)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -976,25 +954,20 @@ def conclude(state: TrainState, config: TrainConfig, val_loader: DataLoaderLite 
 
 
 def train(config: TrainConfig, ranks: Ranks) -> int:
-    """Trains, evaluates and saves; every rank runs it. Returns the exit status.
-
-    That is 0, or 130 / 143 after a signal. RunError: too many updates are not finite."""
-    if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
-        missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
-        print0(f"{missing}: the shakespeare preset")
-    print0(f"device: {ranks.description}")
-
+    """Trains, evaluates and saves. Returns the exit status: 0, or 130 / 143 after a signal."""
     # Model, data and optimizer: new, or as a checkpoint has them.
-    log_dir, resuming, checkpoint, saved = Path(config.log_dir), config.resume, None, None
-    if ranks.rank == 0:
-        resuming = resuming or run_folder.is_restart(log_dir)
-        if resuming:
-            checkpoint, saved = run_folder.find_checkpoint(log_dir)
-    checkpoint = ranks.broadcast(checkpoint)
+    log_dir, continues, checkpoint, saved = Path(config.log_dir), False, None, None
+    if config.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        if ranks.rank == 0:
+            continues, checkpoint, saved = find_start(config)
+        checkpoint = ranks.broadcast(checkpoint)
     model = start_model(config, checkpoint, ranks)
     B, T = choose_micro_batch_size(config, model, ranks), config.seq_len
     grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
-    loader, val_loader = open_data(config, B, ranks)
+    shape = (B, T, ranks.rank, ranks.world_size, config.seed)
+    loader, val_loader = DataLoaderLite(config.data, "train", *shape, config.shuffle), None
+    if config.eval_every:
+        val_loader = DataLoaderLite(config.data, "val", *shape, shuffle=False)
     tasks = None
     if config.hellaswag_every:
         import hellaswag
@@ -1005,12 +978,17 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
     state = TrainState(model, optimizer, scaler, loader)
     if checkpoint:
-        state.load_state_dict(saved or run_folder.read_training_state(checkpoint), config, ranks)
-        saved = None  # it maps the file
-        if ranks.broadcast(run_folder.is_finished(log_dir, state.step, config.max_steps)):
+        from support import resume
+
+        state.load_state_dict(saved or resume.read_training_state(checkpoint), config, ranks)
+        if ranks.broadcast(resume.is_finished(log_dir, state.step, config.max_steps)):
             print0(f"already trained {state.step} steps; to continue, raise --max-steps")
             return 0
-    log = start_log(config, checkpoint, resuming, state.step, ranks)
+    log = None  # only rank 0 writes
+    if ranks.rank == 0:
+        entry = {"step": state.step, "device": ranks.description, "world_size": ranks.world_size}
+        entry["config"] = asdict(config)
+        log = run_folder.RunLog(log_dir, entry, checkpoint, continues)
 
     # Evaluation and checkpoints use `model`; training calls `ddp_model`, with the same weights.
     model.prepare(config.compile and devices.can_compile(ranks.device), config.low_memory)
@@ -1081,13 +1059,9 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         if math.isfinite(loss) and (math.isfinite(norm) or scaler.get_scale() > 1):
             scaler.step(optimizer)
         else:
-            state.skipped += 1
             data = f"on the data from token {first_token} on"
-            bad = f"step {step}: loss {loss}, gradient norm {norm}, {data}"
-            if state.skipped > config.skip_bad_steps:
-                skip = f"skip this update with --resume --skip-bad-steps {state.skipped}"
-                raise RunError(f"{bad}; the weights are unchanged. Lower --max-lr, or {skip}")
-            print0(f"warning: {bad}: update skipped, {state.skipped} of {config.skip_bad_steps}")
+            problem = f"step {step}: loss {loss}, gradient norm {norm}, {data}"
+            state.skip_update(problem, config.skip_bad_steps)
         scaler.update()
         # Under DDP gradients are views of its buckets: zero them in place, or they'd be copies.
         optimizer.zero_grad(set_to_none=ranks.world_size == 1)
@@ -1100,10 +1074,11 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         ms = 1e3 * seconds
         speed = f"{ms:.0f} ms {rate:,.0f} tok/s mfu {mfu:.1%}"
         print0(f"step {step:5d} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} {speed}")
-        log(step, train=loss, lr=lr, norm=norm, tok_per_sec=rate, mfu=mfu, ms=ms)
+        if log:
+            log(step, train=loss, lr=lr, norm=norm, tok_per_sec=rate, mfu=mfu, ms=ms)
     if ranks.rank == 0:
         conclude(state, config, val_loader)
-        run_folder.mark_finished(log_dir, state.step)
+        log.finish(state.step)
     return 0
 
 
@@ -1117,11 +1092,17 @@ def main(args: list[str] | None = None) -> int:
         print_plan(model, *devices.choose_device(config.device, config.dtype), **asdict(config))
         return 0
     ranks = Ranks.start(config)
+    if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
+        missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
+        print0(f"{missing}: the shakespeare preset")
+    print0(f"device: {ranks.description}")
     try:
         with run_folder.lock(Path(config.log_dir), ranks.rank):
             status = train(config, ranks)
     except RuntimeError as error:
-        raise devices.explain(error, ranks.device, config.micro_batch_size) from None
+        from support.failures import explain
+
+        raise explain(error, ranks.device, config.micro_batch_size) from None
     if dist.is_initialized():
         dist.destroy_process_group()
     return status

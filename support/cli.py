@@ -30,29 +30,22 @@ def torchrun_ranks() -> tuple[int, int, int]:
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 0, 0, 1
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    found = [os.environ.get(name, "") for name in names]
-    if not (all(found) and all(value.isdecimal() for value in found[:3])):
-        values = ", ".join(f"{name}={value}" for name, value in zip(names, found, strict=True))
+    found = {name: os.environ.get(name, "") for name in names}
+    numbers = [int(found[name]) for name in names[:3] if found[name].isdecimal()]
+    if len(numbers) < 3 or numbers[0] >= numbers[2] or not all(found.values()):
+        values = ", ".join(f"{name}={value}" for name, value in found.items())
         raise UserError(f"{values}: start with torchrun, which sets them all, or unset them")
-    rank, local_rank, world_size = map(int, found[:3])
-    if rank >= world_size:
-        raise UserError(f"RANK={rank}, WORLD_SIZE={world_size}: start with torchrun")
-    return rank, local_rank, world_size
+    return tuple(numbers)
 
 
-def print_line(message: str) -> None:
-    """Prints on every rank. A full disk under the output doesn't end the run."""
-    try:
-        print(message, flush=True)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-
-
-def print0(message: str) -> None:
-    """Prints on rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
-        print_line(message)
+def print0(message: str, every_rank: bool = False) -> None:
+    """Prints on rank 0, or on every rank. A full disk under the output doesn't end the run."""
+    if every_rank or os.environ.get("RANK", "0") == "0":
+        try:
+            print(message, flush=True)
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
 
 
 def warn(message: str, label: str = "warning") -> None:
@@ -62,14 +55,15 @@ def warn(message: str, label: str = "warning") -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if it has none."""
+    """Of an error's message, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def shown(path: str | Path) -> str:
     """A path relative to the working folder if it is inside it; unchanged otherwise."""
-    inside = Path(path).is_relative_to(Path.cwd())
-    return str(Path(path).relative_to(Path.cwd()) if inside else path)
+    with contextlib.suppress(ValueError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return str(path)
 
 
 def flag(field_name: str) -> str:
@@ -91,27 +85,25 @@ def parse_args(config_class: type, default: Any = None, args: Sequence[str] | No
 
 
 def check_writable(path: str) -> None:
-    """Call before long work: UserError unless a file can be written at `path`."""
+    """UserError unless a file can be written at `path`; call it before long work."""
     if Path(path).is_dir():
         raise UserError(f"{path}: is a folder; name a file")
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        raise UserError(f"{path}: there is no folder {Path(path).parent}")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"{path}: no write access to its folder; choose another")
+    if not os.access(Path(path).absolute().parent, os.W_OK):
+        raise UserError(f"{path}: its folder is missing or not writable; choose another")
 
 
 # System errors that the user can fix, with a hint where the system's own message has none.
-USER_ERRNOS = {number: "" for number in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)}
-USER_ERRNOS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; choose a writable place")
-USER_ERRNOS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space")
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+HINTS = dict.fromkeys((errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "")
+HINTS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; choose a writable place")
+HINTS |= dict.fromkeys(FULL_DISK, "; free some space")
 
 
 def user_error(error: BaseException) -> str | None:
     """The line to show for an error that the user can fix; None if it is a bug."""
-    if isinstance(error, OSError) and error.errno in USER_ERRNOS:
+    if isinstance(error, OSError) and error.errno in HINTS:
         name = f"{error.filename}: " if error.filename else ""
-        return f"{name}{error.strerror}{USER_ERRNOS[error.errno]}"
+        return f"{name}{error.strerror}{HINTS[error.errno]}"
     return str(error) if isinstance(error, UserError) else None
 
 
@@ -135,16 +127,22 @@ def collect_stop_signals() -> list[int]:
 def run(main: Callable[[], int | None]) -> None:
     """Calls main() and exits: with its result, or after one `error: ` line with 2 or 1 (RunError).
 
-    Any other exception is a bug, and keeps its traceback. An error that all ranks share appears
-    once: rank 0 prints it and exits, and torchrun ends the others within their two seconds."""
+    Other exceptions are bugs and keep their traceback. An error that all ranks share appears once:
+    rank 0 prints it and exits, and torchrun ends the others within their two seconds."""
     if sys.stdout is None:  # closed by whoever started us
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    # So that `> file` can be followed, and takes any character where it is not UTF-8 (Windows).
+    # `> file` can be followed, and takes any character even if it is not UTF-8 (Windows).
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     rank, world_size = 0, 1
     try:
         rank, _, world_size = torchrun_ranks()
-        leave(main() or 0)
+        status = main() or 0
+        if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
+            atexit._run_exitfuncs()
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            os._exit(status)
+        sys.exit(status)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader, `head` say, has closed
@@ -163,15 +161,5 @@ def run(main: Callable[[], int | None]) -> None:
     name = f"rank {rank}: " if rank else ""
     warn(f"{name}{message}", "error")
     if world_size > 1:  # a normal exit would wait for collectives that no longer complete
-        os._exit(status)
-    sys.exit(status)
-
-
-def leave(status: int) -> None:
-    """Exits; a rank without the interpreter's clean-up, in which gloo's threads can abort it."""
-    if "RANK" in os.environ:
-        atexit._run_exitfuncs()
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
         os._exit(status)
     sys.exit(status)

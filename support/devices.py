@@ -1,10 +1,8 @@
-"""Device, precision and memory: what the machine has, how fast it could be, and what fits."""
+"""Device and precision: what the machine has, and how fast it could be."""
 
 import ctypes
 import functools
-import gc
 import os
-import re
 import sys
 import time
 from datetime import timedelta
@@ -12,7 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from support.cli import LostRank, RunError, UserError, first_line, print0
+from support.cli import UserError, first_line, print0
+
+# Huge pages for large CPU tensors, which make page faults cheaper. Read for the first tensor.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def choose_device(
@@ -27,8 +28,8 @@ def choose_device(
     available = [kind for kind in present if present[kind]]
     kind = available[0] if device == "auto" else device
     if kind not in available:
-        choice = f"choose auto, {', '.join(available)}"
-        raise UserError(f"--device {device}: not available for {world_size} processes; {choice}")
+        choice = f"not available for {world_size} processes; choose {', '.join(available)}"
+        raise UserError(f"--device {device}: {choice}")
     if kind == "cuda":
         if local_rank >= torch.cuda.device_count():
             problem = f"{torch.cuda.device_count()} GPUs for more than {local_rank} processes"
@@ -54,8 +55,6 @@ def choose_device(
 
 def prepare_training(device: torch.device, dtype: torch.dtype, deterministic: bool) -> None:
     """Settings to be made before the first tensor."""
-    if device.type == "cpu":
-        keep_freed_memory()
     if device.type == "mps" and dtype == torch.float16:
         # Its fused AdamW ignores found_inf (PR #186360).
         raise UserError("--dtype float16: overflows would ruin the weights on MPS; use float32")
@@ -69,7 +68,7 @@ def prepare_training(device: torch.device, dtype: torch.dtype, deterministic: bo
 def join_process_group(
     rank: int, world_size: int, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Joins torchrun's process group, after all ranks have chosen the same kind of device."""
+    """Joins torchrun's process group; checks that all ranks use the same kind of device."""
     patience = timedelta(hours=1)  # ranks may wait for rank 0's files
     store, _, _ = next(dist.rendezvous("env://", timeout=patience))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -80,12 +79,12 @@ def join_process_group(
     store.set(f"kind/{rank}", kind)
     first = store.get("kind/0").decode()
     if first != kind:
-        problem = f"this rank would use {kind}, rank 0 {first}"
-        raise UserError(f"{problem}: set --device and --dtype")
-    cuda = device.type == "cuda"
+        raise UserError(f"{kind} here, {first} on rank 0: set --device and --dtype")
     where = {"store": store, "rank": rank, "world_size": world_size, "timeout": patience}
-    backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, device_id=device if cuda else None, **where)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device, **where)
+    else:
+        dist.init_process_group("gloo", **where)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -145,106 +144,13 @@ def round_length(length: int, device: torch.device) -> int:
     return length + -length % 64 if device.type == "cuda" else length
 
 
-# --------------------------------------------------------------------------------------------------
-# Memory
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an operation ran out of memory: by type, or judging by the texts of torch."""
-    texts = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC")
-    known = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-    return isinstance(error, torch.OutOfMemoryError) or (known and "NCCL" not in str(error))
-
-
-def explain(error: RuntimeError, device: torch.device, B: int) -> Exception:
-    """What to raise for an error of torch: out of memory, a failed exchange, or itself if a bug."""
-    message = str(error)
-    if is_out_of_memory(error):
-        smaller = f"--micro-batch-size {B // 2}, " if B > 1 else ""
-        if B == 0:
-            smaller = "a --micro-batch-size below the one in the line `batch:`, "
-        options = f"{smaller}--low-memory, or --shard-optimizer on several ranks"
-        return UserError(f"out of memory on {device}: try {options}")
-    cause = re.search(r"Last error:\s*(.+)", message)  # NCCL's
-    detail = f" ({cause[1]})" if cause else ""
-    if re.search(r"Connection (closed|reset) by peer|remote process exit|was aborted", message):
-        remedy = "see its error line, or torchrun's report"
-        return LostRank(f"another rank has exited or cannot be reached{detail}; {remedy}")
-    if "NCCL" in message:
-        return RunError(f"NCCL failed: {first_line(error)}{detail}")
-    return error
-
-
-def fits(
-    model: torch.nn.Module,
-    B: int,
-    T: int,
-    low_memory: bool,
-    autocast: torch.autocast,
-    several_ranks: bool,
-    shards: int,
-    keeps_logits: bool,
-    accumulates: bool,
-) -> bool:
-    """Tries whether a GPU has the memory for a step with micro-batches of B sequences.
-
-    Runs an eager forward and backward pass with the chunked loss, which stores no less than a
-    compiled one, beside what else a step needs: the optimizer's moments, divided by `shards`;
-    buffers for several ranks; keeps_logits: those of a compiled loss, and their gradient;
-    accumulates: gradients of earlier micro-steps (or DDP's buckets) during the backward pass."""
-    weight, (V, _) = model.wte.weight, model.wte.weight.shape
-    reserve = 8 * model.num_parameters() // shards
-    if keeps_logits:
-        reserve += 2 * B * T * (V + -V % 64) * autocast.fast_dtype.itemsize
-    if several_ranks:
-        reserve += 2**30  # an allowance for NCCL
-    loss_function = model.loss_function
-    try:
-        model.prepare(low_memory=low_memory)
-        x = torch.zeros(B, T, dtype=torch.int64, device=weight.device)
-        reserved = torch.empty(reserve, dtype=torch.uint8, device=weight.device)
-        if accumulates:
-            for p in model.parameters():
-                p.grad = torch.zeros_like(p)
-        with autocast:
-            _, loss = model(x, x)
-        loss.backward()
-        del reserved
-        return True
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    finally:
-        model.loss_function = loss_function
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-# Of glibc; malloc.h numbers the options. Other C libraries lack it.
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-mallopt = getattr(LIBC, "mallopt", lambda option, value: 0)
-
-
 def keep_freed_memory() -> None:
-    """Keeps freed CPU memory in the process. Call before the first tensor is made.
+    """Keeps freed CPU memory in the process: for small models.
 
-    By default glibc returns a large buffer to the kernel when it is freed, and the next step faults
-    it in again, page by page: more than half of a small model's step. Huge pages make the remaining
-    faults cheaper."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    mallopt(-4, 0)  # M_MMAP_MAX: map no buffer separately
-    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
-
-
-def return_freed_memory(low_memory: bool) -> None:
-    """Undoes keep_freed_memory for buffers of 32 MiB and more, when the model is large.
-
-    There page faults are cheap beside the matmuls, and kept buffers fragment the heap: a fifth of
-    the memory of a 124M step. low_memory: buffers of 1 MiB, too, and no huge pages, which saves the
-    last tenth of the memory for a tenth of the time."""
-    mallopt(-4, 65536)  # M_MMAP_MAX: its default
-    mallopt(-3, 2**20 if low_memory else 2**25)  # M_MMAP_THRESHOLD; 32 MiB is its maximum
-    if low_memory and LIBC:
-        LIBC.prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
+    By default glibc returns large buffers to the kernel, and the next step faults them in again,
+    page by page: more than half of a small model's step. In a large model that is cheap beside the
+    matmuls, and kept buffers fragment the heap."""
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)  # only in glibc
+        mallopt(-4, 0)  # M_MMAP_MAX: map no buffer separately
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap

@@ -29,16 +29,15 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
             for part in partial.iterdir():
                 fsync(part)
         fsync(partial)
-        former = path.with_name(f".{path.name}.{os.getpid()}.former.partial")
         if partial.is_dir() and path.is_dir():  # a folder cannot be replaced in one step
+            former = path.with_name(f".{path.name}.{os.getpid()}.former.partial")
             os.replace(path, former)
-        os.replace(partial, path)
-        shutil.rmtree(former, ignore_errors=True)
-    except BaseException:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
+            os.replace(partial, path)
+            remove(former)
         else:
-            partial.unlink(missing_ok=True)
+            os.replace(partial, path)
+    except BaseException:
+        remove(partial)
         raise
     fsync(path.parent)
 
@@ -56,11 +55,19 @@ def write_text(path: Path | str, text: str) -> None:
         partial.write_text(text, encoding="utf-8", newline="\n")
 
 
+def remove(path: Path) -> None:
+    """Removes a file or, as far as possible, a folder."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove_folder(path: Path) -> None:
     """Removes a folder; its name is free at once, even if NFS keeps a file that is still open."""
     doomed = path.with_name(f".{path.name}.{os.getpid()}.removed.partial")
     os.replace(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove(doomed)
 
 
 def fsync(path: Path) -> None:

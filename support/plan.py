@@ -1,13 +1,15 @@
 """A run's arithmetic (`--plan`), the micro-batch that fits on a GPU, a large model's memory on a
 CPU."""
 
+import gc
 from pathlib import Path
 
 import torch
 
 from support.devices import peak_flops
+from support.failures import is_out_of_memory
 from support.gpus import PEAK_TFLOPS
-from support.tokenizer import find_shards, open_shard, tokenize_text
+from support.tokenizer import open_split
 
 ASSUMED_MFU = 0.4
 
@@ -37,14 +39,6 @@ def estimate_memory(
     return fixed + B * T * (len(model.h) * block * C + logits)
 
 
-def count_tokens(data: Path) -> int | None:
-    """Training tokens of a folder of shards or a .txt file; None if it does not exist. Raises
-    UserError."""
-    if data.is_dir():
-        return sum(len(open_shard(path)) for path in find_shards(data, "train"))
-    return len(tokenize_text(data, "train")) if data.is_file() else None
-
-
 def duration(seconds: float) -> str:
     if seconds >= 1000 * 3600:
         return f"{seconds / 86400:,.0f} days"
@@ -71,7 +65,9 @@ def print_plan(
     keywords are the settings of the same name, others are ignored."""
     B, T = micro_batch_size or 1, seq_len
     N, flops = model.num_parameters(), model.flops_per_token(T)
-    tokens, available = max_steps * total_batch_size, count_tokens(Path(data))
+    tokens, available = max_steps * total_batch_size, None
+    if Path(data).exists():
+        available = sum(len(shard) for shard in open_split(Path(data), "train")[1])
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops
     memory = estimate_memory(model, B, T, device, dtype, low_memory, compile)
@@ -99,3 +95,50 @@ def print_plan(
         )
     for name, value in rows.items():
         print(f"{name:>13}: {value}")
+
+
+def fits(
+    model: torch.nn.Module,
+    B: int,
+    T: int,
+    low_memory: bool,
+    autocast: torch.autocast,
+    several_ranks: bool,
+    shards: int,
+    keeps_logits: bool,
+    accumulates: bool,
+) -> bool:
+    """Tries whether a GPU has the memory for a step with micro-batches of B sequences.
+
+    Runs an eager forward and backward pass with the chunked loss, which stores no less than a
+    compiled one, beside what else a step needs: the optimizer's moments, divided by `shards`;
+    buffers for several ranks; keeps_logits: those of a compiled loss, and their gradient;
+    accumulates: gradients of earlier micro-steps (or DDP's buckets) during the backward pass."""
+    weight, (V, _) = model.wte.weight, model.wte.weight.shape
+    reserve = 8 * model.num_parameters() // shards
+    if keeps_logits:
+        reserve += 2 * B * T * (V + -V % 64) * autocast.fast_dtype.itemsize
+    if several_ranks:
+        reserve += 2**30  # an allowance for NCCL
+    loss_function = model.loss_function
+    try:
+        model.prepare(low_memory=low_memory)
+        x = torch.zeros(B, T, dtype=torch.int64, device=weight.device)
+        reserved = torch.empty(reserve, dtype=torch.uint8, device=weight.device)
+        if accumulates:
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+        with autocast:
+            _, loss = model(x, x)
+        loss.backward()
+        del reserved
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        model.loss_function = loss_function
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -7,25 +7,23 @@ import math
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-from support.cli import UserError, first_line, shown, warn
-from support.files import atomic_path, fsync, remove_folder, sha256, write_text
+from support.cli import UserError, first_line, print0, shown, warn
+from support.files import atomic_path, fsync, remove, remove_folder, sha256, write_text
 
 ROOT = Path(__file__).parents[1]
 
 
 @contextlib.contextmanager
 def lock(log_dir: Path, rank: int) -> Iterator[None]:
-    """Makes the folder and keeps other runs out of it; removes it at the end if it is empty."""
+    """Makes the folder and keeps other runs out of it."""
     if rank > 0:
         yield
         return
@@ -38,12 +36,12 @@ def lock(log_dir: Path, rank: int) -> Iterator[None]:
 
     folder = os.open(log_dir, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a network mount without locks
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                problem = "another run is using it; choose another --log-dir"
-                raise UserError(f"{log_dir}: {problem}") from None
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{log_dir}: another run uses it; choose another --log-dir") from None
+        except OSError:  # a network mount without locks
+            pass
         yield
     finally:
         os.close(folder)
@@ -59,10 +57,10 @@ def lock(log_dir: Path, rank: int) -> Iterator[None]:
 def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
     """The entries of run.json, oldest first; [] without one."""
     path = Path(log_dir) / "run.json"
-    if not path.exists():
-        return []
     try:
         return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
     except ValueError:
         raise UserError(f"{path}: not JSON; move it away") from None
 
@@ -77,105 +75,12 @@ def git_commit() -> str | None:
     return None
 
 
-def torchrun_job() -> str | None:
-    """Names the torchrun that started this process, the same after a restart; None without one.
+def torchrun_job() -> str:
+    """Names the torchrun that started this process, the same after a restart; "" without one.
 
-    Its --rdzv-id may be that of earlier jobs; its folder, ID_RANDOM/attempt_N/RANK/, is new."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # empty with --log-dir /dev/null
-    if error_file:
-        return Path(error_file).parents[2].name
-    return os.environ.get("TORCHELASTIC_RUN_ID")
-
-
-def is_restart(log_dir: Path) -> bool:
-    """Whether torchrun has restarted the job whose start was recorded last."""
-    entries, restarts = run_entries(log_dir), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return restarts != "0" and bool(entries) and entries[-1].get("job") == torchrun_job()
-
-
-def is_finished(log_dir: Path, step: int, max_steps: int) -> bool:
-    """Whether a run has all its steps, and its last evaluation."""
-    entries = run_entries(log_dir) or [{}]
-    return step > max_steps or step == max_steps == entries[-1].get("finished")
-
-
-def mark_finished(log_dir: Path, step: int) -> None:
-    """Records that a run has made its last evaluation."""
-    try:
-        entries = run_entries(log_dir)
-        entries[-1]["finished"] = step
-        write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
-    except (OSError, UserError, LookupError) as error:
-        warn(f"{log_dir}/run.json: end not recorded ({first_line(error)})")
-
-
-def open_log(
-    log_dir: Path, entry: dict[str, Any], checkpoint: Path | None, continues: bool
-) -> Callable[..., None]:
-    """Adds `entry` to run.json and prepares the folder. -> log(step, stream=value, …)
-
-    What a killed process left half written is removed, and an earlier run's checkpoints are moved,
-    unless one of them is resumed. If the last run continues, its lines from entry["step"] on are
-    removed, since they will be written again, all but the evaluations at that step."""
-    for remainder in log_dir.glob(".*.partial"):
-        if remainder.is_dir():
-            shutil.rmtree(remainder, ignore_errors=True)
-        else:
-            remainder.unlink()
-    if not checkpoint:
-        move_checkpoints(log_dir)
-    path, step, config = log_dir / "log.txt", entry["step"], entry["config"]
-    for name, value in config.items():
-        config[name] = shown(value) if isinstance(value, str) else value  # don't leak local paths
-    lines, entries = log_lines(path), run_entries(log_dir)
-    begin, done = len(lines), set()
-    if continues:
-        begin = entries[-1].get("log_lines", last_start(lines)) if entries else last_start(lines)
-        earlier = [line for line in lines[begin:] if line[0] < step]
-        evaluated = [line for line in lines[begin:] if line[0] == step and line[1] in EVALUATIONS]
-        done = {stream for _, stream, _ in evaluated}
-        lines[begin:] = earlier + evaluated
-    names = ("torch", "numpy", "tiktoken", "safetensors")
-    start = {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": [shown(word) for word in sys.argv],
-        "job": torchrun_job(),
-        "git_commit": git_commit(),
-        "versions": {name: version(name) for name in names} | {"python": sys.version.split()[0]},
-        "log_lines": begin,
-    }
-    entries.append(start | entry)
-    write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
-    write_text(path, "".join(" ".join(map(str, line)) + "\n" for line in lines))
-    file, trackers = LogFile(path), []
-    if config["tensorboard"] or config["wandb"]:
-        from support.trackers import start_trackers
-
-        trackers = start_trackers(log_dir, entries, step if continues else 0)
-
-    def log(at: int, **values: float) -> None:
-        if at == step:  # the log has evaluations that were made before this start
-            values = {name: value for name, value in values.items() if name not in done}
-        file.write("".join(f"{at} {name} {x:{FORMATS[name]}}\n" for name, x in values.items()))
-        for track in trackers:
-            track(at, values)
-
-    return log
-
-
-def move_checkpoints(log_dir: Path) -> None:
-    """Moves the checkpoints of an earlier run, if any, to earlier_1/, or the next free number."""
-    checkpoints, number = list_checkpoints(log_dir), 1
-    if not checkpoints:
-        return
-    while (log_dir / f"earlier_{number}").exists():
-        number += 1
-    aside = log_dir / f"earlier_{number}"
-    aside.mkdir()
-    for folder in checkpoints:
-        folder.rename(aside / folder.name)
-    problem = "has checkpoints of an earlier run (--resume continues one)"
-    print(f"{log_dir}/ {problem}: moved to {aside}/")
+    Its --rdzv-id may be that of earlier jobs; its folder, JOB/attempt_N/RANK/, is new."""
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    return error_file.parent.parent.parent.name
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,14 +95,72 @@ FORMATS = {
 EVALUATIONS = ("val", "hella")
 
 
-class LogFile:
-    """A log that a full disk does not stop: lines are kept, and written when there is space."""
+class RunLog:
+    """log.txt, run.json, TensorBoard and Weights & Biases: log(step, stream=value, …)
 
-    def __init__(self, path: Path):
-        self.path, self.pending, self.warned = path, b"", False
+    A full disk does not stop it: lines are kept until they can be written."""
 
-    def write(self, text: str) -> None:
-        self.pending += text.encode()
+    def __init__(
+        self, log_dir: Path, entry: dict[str, Any], checkpoint: Path | None, continues: bool
+    ) -> None:
+        """Adds `entry` to run.json, and moves an earlier run's checkpoints unless one is resumed.
+
+        continues: the last run goes on, so its lines from entry["step"] on are removed, all but the
+        evaluations at that step."""
+        self.path, self.pending, self.warned = log_dir / "log.txt", b"", False
+        self.start, self.evaluated = entry["step"], set()
+        self.entries, lines = [], []
+        if any(log_dir.iterdir()):
+            tidy(log_dir, moves_checkpoints=checkpoint is None)
+            self.entries, lines = run_entries(log_dir), log_lines(self.path)
+        begin = len(lines)
+        if continues:
+            last = self.entries[-1] if self.entries else {}
+            begin = last.get("log_lines", last_start(lines))
+            stay = [line for line in lines[begin:] if line[0] < self.start]
+            for line in lines[begin:]:
+                if line[0] == self.start and line[1] in EVALUATIONS:
+                    stay.append(line)
+                    self.evaluated.add(line[1])
+            text = "".join(" ".join(map(str, line)) + "\n" for line in lines[:begin] + stay)
+            write_text(self.path, text)
+        config, packages = entry["config"], ("torch", "numpy", "tiktoken", "safetensors")
+        for name, value in config.items():
+            config[name] = shown(value) if isinstance(value, str) else value  # no local paths
+        versions = {name: version(name) for name in packages}
+        start = {
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": [shown(word) for word in sys.argv],
+            "job": torchrun_job(),
+            "git_commit": git_commit(),
+            "versions": versions | {"python": sys.version.split()[0]},
+            "log_lines": begin,
+        }
+        self.entries.append(start | entry)
+        self.write_entries()
+        self.trackers = []
+        if config["tensorboard"] or config["wandb"]:
+            from support.trackers import start_trackers
+
+            self.trackers = start_trackers(log_dir, self.entries, self.start if continues else 0)
+
+    def write_entries(self) -> None:
+        write_text(self.path.with_name("run.json"), json.dumps(self.entries, indent=2) + "\n")
+
+    def finish(self, step: int) -> None:
+        """Records that the run has made its last evaluation."""
+        self.entries[-1]["finished"] = step
+        try:
+            self.write_entries()
+        except OSError as error:
+            warn(f"run.json: the end of the run is not recorded ({error.strerror})")
+
+    def __call__(self, step: int, **values: float) -> None:
+        if step == self.start:
+            for stream in self.evaluated:
+                values.pop(stream, None)
+        for stream, value in values.items():
+            self.pending += f"{step} {stream} {value:{FORMATS[stream]}}\n".encode()
         try:
             with open(self.path, "ab", buffering=0) as file:
                 while self.pending:
@@ -206,6 +169,8 @@ class LogFile:
             if not self.warned:
                 warn(f"{self.path}: {error.strerror}; lines are kept until they can be written")
             self.warned = True
+        for track in self.trackers:
+            track(step, values)
 
 
 def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
@@ -221,9 +186,9 @@ def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
 
 def log_lines(path: Path) -> list[tuple[int, str, str]]:
     """(step, stream, value) of the lines; others, one that a kill cut short, say, are skipped."""
-    if not path.exists():
-        return []
     lines = []
+    if not path.exists():
+        return lines
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
         with contextlib.suppress(ValueError):
             step, stream, value = line.split()
@@ -252,6 +217,22 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
+def tidy(log_dir: Path, moves_checkpoints: bool) -> None:
+    """Removes what a killed process left half written; moves earlier checkpoints to earlier_N/."""
+    for remainder in log_dir.glob(".*.partial"):
+        remove(remainder)
+    checkpoints, number = list_checkpoints(log_dir), 1
+    if not (checkpoints and moves_checkpoints):
+        return
+    while (log_dir / f"earlier_{number}").exists():
+        number += 1
+    aside = log_dir / f"earlier_{number}"
+    aside.mkdir()
+    for folder in checkpoints:
+        folder.rename(aside / folder.name)
+    print0(f"{log_dir}/: an earlier run's checkpoints moved to {aside}/ (--resume continues a run)")
+
+
 def best_checkpoint(log_dir: Path) -> tuple[int | None, float]:
     """(step, validation loss) of the one with the lowest; (None, inf) if none was evaluated."""
     losses = dict(zip(*read_log(log_dir).get("val", ([], [])), strict=True))
@@ -260,38 +241,6 @@ def best_checkpoint(log_dir: Path) -> tuple[int | None, float]:
         if step in losses and losses[step] <= lowest:
             best, lowest = step, losses[step]
     return best, lowest
-
-
-def find_checkpoint(log_dir: Path) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
-    """The newest intact checkpoint and its training state; (None, None) if there are none."""
-    checkpoints = list_checkpoints(log_dir)
-    for checkpoint in reversed(checkpoints):
-        try:
-            verify_checksums(checkpoint, {"training_state.pt", "model.safetensors", "config.json"})
-            return checkpoint, read_training_state(checkpoint)
-        except UserError as error:
-            warn(f"{error}; trying the previous one")
-    if checkpoints:
-        problem = f"all {len(checkpoints)} checkpoints are damaged"
-        raise UserError(f"{log_dir}: {problem}; use another --log-dir")
-    return None, None
-
-
-def read_training_state(checkpoint: Path) -> dict[str, Any]:
-    """TrainState.state_dict() as saved. Never runs pickled code.
-
-    The tensors are memory-mapped: copy and drop them, since NFS and Windows cannot remove a mapped
-    file."""
-    import torch  # here, since plots.py need not wait for it
-
-    path = checkpoint / "training_state.pt"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({first_line(error)})") from None
-    if not isinstance(state, dict) or state.get("format") != 1:
-        raise UserError(f"{path}: not a training state of format 1")
-    return state
 
 
 def write_checkpoint(
@@ -314,10 +263,9 @@ def write_checkpoint(
             (partial / "README.md").write_text(card, encoding="utf-8")
             write_checksums(partial)
     except (OSError, RuntimeError, SafetensorError) as error:
-        if type(error) is RuntimeError and not re.search(
-            "inline_container|StreamWriter", str(error)
-        ):
-            raise  # a bug
+        writers = re.search("inline_container|StreamWriter", str(error))  # of torch.save
+        if type(error) is RuntimeError and not writers:
+            raise
         return f"{folder}: not written ({first_line(error)})"
     return None
 
@@ -326,15 +274,16 @@ def prune_checkpoints(log_dir: Path, step: int, keep: int, keep_every: int) -> N
     """Deletes all but the newest `keep` (0: none), the best, and multiples of keep_every steps.
 
     Checkpoints of later steps are damaged: the run was resumed from before them."""
-    steps = [found for found in map(step_of, list_checkpoints(log_dir)) if found <= step]
+    if keep == 0:
+        return
     best, _ = best_checkpoint(log_dir)
-    if keep:
-        for old in steps[:-keep]:
-            if old != best and not (keep_every and old % keep_every == 0):
-                try:
-                    remove_folder(log_dir / f"step_{old:06d}")
-                except OSError as error:
-                    warn(f"{log_dir}/step_{old:06d}: not removed ({error.strerror})")
+    steps = [found for found in map(step_of, list_checkpoints(log_dir)) if found <= step]
+    for old in steps[:-keep]:
+        if old != best and not (keep_every and old % keep_every == 0):
+            try:
+                remove_folder(log_dir / f"step_{old:06d}")
+            except OSError as error:
+                warn(f"{log_dir}/step_{old:06d}: not removed ({error.strerror})")
 
 
 def draw_curves(log_dir: Path, wait: bool) -> None:
@@ -348,34 +297,21 @@ def draw_curves(log_dir: Path, wait: bool) -> None:
         warn(f"{log_dir}/curves.png: not drawn ({error.strerror})")
 
 
-def describe_result(log_dir: Path, step: int, prompt: str) -> list[str]:
-    """What a finished run leaves: lines for the console."""
-    lines = [f"model: {log_dir}/step_{step:06d}/, in Hugging Face format"]
+def print_result(log_dir: Path, step: int, prompt: str) -> None:
+    """Prints what a run leaves and how to sample from it."""
+    print0(f"model: {log_dir}/step_{step:06d}/, in Hugging Face format")
     best, loss = best_checkpoint(log_dir)
     if best not in (None, step):
         advice = "the loss rose afterwards: train for fewer steps, or on more text"
-        lines.append(f"best: {log_dir}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
+        print0(f"best: {log_dir}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
     command = shlex.join(["python", shown(ROOT / "sample.py"), str(log_dir), prompt])
-    return [*lines, f"sample: {command}"]
+    print0(f"sample: {command}")
 
 
 def write_checksums(folder: Path) -> None:
     """Writes SHA256SUMS over the files of a folder, as `sha256sum -c` reads it."""
     sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
-
-
-def verify_checksums(folder: Path, required: set[str]) -> None:
-    """Checks that all files in SHA256SUMS, among them the required ones, are unchanged."""
-    try:
-        lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
-        sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
-        damaged = [name for name, digest in sums.items() if sha256(folder / name) != digest]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: incomplete checkpoint ({first_line(error)})") from None
-    damaged += sorted(required - sums.keys())
-    if damaged:
-        raise UserError(f"{folder}: damaged checkpoint ({', '.join(damaged)})")
 
 
 def model_card(config: Any, step: int) -> str:

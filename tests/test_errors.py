@@ -38,12 +38,15 @@ def a_text(*args):
 
 
 MISTAKES = {  # flags, given a folder; part of the message
-    "neither folder nor text": (lambda tmp: ["--data", ROOT / "README.md"], "README.md: neither"),
+    "neither folder nor text": (
+        lambda tmp: ["--data", ROOT / "README.md"],
+        "README.md: no .txt file",
+    ),
     "empty text": (a_text(" \n"), "a.txt: an empty text"),
-    "short text": (a_text("To be"), "too few for --total-batch-size"),
+    "short text": (a_text("To be"), "2 train tokens, too few for a sequence of 16"),
     "no UTF-8": (a_text("ok \xff", "latin-1"), "not UTF-8 at byte 3"),
     "no validation": (lambda tmp: ["--data", shards(tmp), "--eval-every 1"], "no val shards"),
-    "no shards": (lambda tmp: ["--data", tmp], "no train shards here"),
+    "no shards": (lambda tmp: ["--data", tmp], "no train shards; "),
     "several": (flags("--n-head 3 --max-lr -1"), "at least 0 and below 2**63; --n-embd 16: not"),
     "no number": (flags("--max-lr nan"), "--max-lr nan: must be"),
     "short validation": (flags("--eval-tokens 9 --eval-every 1"), "--eval-tokens 9: less"),

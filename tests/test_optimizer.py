@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from support.files import sha256
 from support.muon import Muon
-from support.run_folder import read_training_state
+from support.resume import read_training_state
 from support.sharding import assign_owners
 from tests.conftest import losses, read_log, train, train_on_ranks
 from train_gpt2 import GPT, GPTConfig, TrainConfig, configure_optimizer, get_lr

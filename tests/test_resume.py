@@ -17,7 +17,8 @@ import torch
 import train_gpt2
 from support.cli import RunError, UserError
 from support.files import sha256
-from support.run_folder import find_checkpoint, list_checkpoints, read_training_state, step_of
+from support.resume import find_checkpoint, read_training_state
+from support.run_folder import list_checkpoints, step_of
 from tests.conftest import (
     ROOT,
     TINY,

@@ -1,0 +1,65 @@
+"""What --resume reads: which run a folder holds, and its newest intact checkpoint.
+
+Bad files raise UserError."""
+
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from support.cli import UserError, first_line, warn
+from support.files import sha256
+from support.run_folder import list_checkpoints, run_entries, torchrun_job
+
+
+def is_restart(log_dir: Path) -> bool:
+    """Whether torchrun has restarted the job that began the last run."""
+    entries, job = run_entries(log_dir), torchrun_job()
+    return bool(job and entries) and entries[-1].get("job") == job
+
+
+def is_finished(log_dir: Path, step: int, max_steps: int) -> bool:
+    """Whether a run has all its steps, and its last evaluation."""
+    entries = run_entries(log_dir) or [{}]
+    return step > max_steps or step == max_steps == entries[-1].get("finished")
+
+
+def find_checkpoint(log_dir: Path) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
+    """The newest intact checkpoint and its training state; (None, None) if there are none."""
+    checkpoints = list_checkpoints(log_dir)
+    for checkpoint in reversed(checkpoints):
+        try:
+            verify_checksums(checkpoint, {"training_state.pt", "model.safetensors", "config.json"})
+            return checkpoint, read_training_state(checkpoint)
+        except UserError as error:
+            warn(f"{error}; trying the previous one")
+    if checkpoints:
+        problem = f"all {len(checkpoints)} checkpoints are damaged"
+        raise UserError(f"{log_dir}: {problem}; use another --log-dir")
+    return None, None
+
+
+def read_training_state(checkpoint: Path) -> dict[str, Any]:
+    """TrainState.state_dict() as saved. Never runs pickled code."""
+    path = checkpoint / "training_state.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({first_line(error)})") from None
+    if not isinstance(state, dict) or state.get("format") != 1:
+        raise UserError(f"{path}: not a training state of format 1")
+    return state
+
+
+def verify_checksums(folder: Path, required: set[str]) -> None:
+    """Checks that all files in SHA256SUMS, among them the required ones, are unchanged."""
+    try:
+        lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+        sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        damaged = [name for name, digest in sums.items() if sha256(folder / name) != digest]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: incomplete checkpoint ({first_line(error)})") from None
+    damaged += sorted(required - sums.keys())
+    if damaged:
+        raise UserError(f"{folder}: damaged checkpoint ({', '.join(damaged)})")
