@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import string
-import sys
 import threading
 import traceback
 from collections import Counter, deque
@@ -23,10 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.cli import UserError, torchrun_ranks
+from support.cli import UserError, print0
 from support.tokenizer import EOT, encode, get_tokenizer
 
-SUFFIX = re.compile(r"\.(parquet|(jsonl|csv|txt|md)(\.gz|\.zst)?)$", re.IGNORECASE)
+SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
 BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use the same
 KILLED = "a process was killed (out of memory?); repeat with fewer --workers"
 HUB_REMEDY = (
@@ -48,16 +47,15 @@ class Stream(NamedTuple):
 
 @contextmanager
 def explained(
-    name: str, problem: str = "cannot be read", remedy: str = "replace the file"
+    name: str, problem: str = "cannot be read", remedy: str = "check names and files"
 ) -> Iterator[None]:
     """Turns any exception of a library into a UserError; their types share no base class."""
     try:
         yield
     except Exception as error:
         line = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        dataset = name.removeprefix("--dataset ")
-        if dataset != name:
-            remedy = "check names and files" if Path(dataset).is_dir() else HUB_REMEDY
+        if name.startswith("--dataset "):
+            remedy = HUB_REMEDY
         raise UserError(f"{name}: {problem} ({line}); {remedy}") from None
 
 
@@ -75,14 +73,16 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
     """The files that --input names, in its order; those of a folder or pattern by name."""
     paths: list[str] = []
     for pattern in patterns:
-        if pattern and Path(pattern).is_dir():
+        if Path(pattern).is_file():  # it may have [ in its name
+            found = [pattern]
+        elif pattern and Path(pattern).is_dir():
             found = find_in_folder(Path(pattern))
-        else:  # a file may have [ in its name
-            found = [] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
+        else:
+            found = sorted(glob.glob(pattern, recursive=True))
         paths += found or [pattern]
     for path in paths:
         if not (SUFFIX.search(path) and Path(path).is_file()):
-            kinds = ".parquet, .jsonl, .csv, .txt or .md, nor one of the last four as .gz or .zst"
+            kinds = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
             raise UserError(f"--input {path}: no such file, or not {kinds}")
     return paths
 
@@ -94,15 +94,13 @@ def find_in_folder(folder: Path) -> list[str]:
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if hidden or path.name == "README.md":
             continue
-        if path.is_dir() and path.is_symlink():
-            skipped["linked folder"] += 1
-        elif path.is_file() and SUFFIX.search(path.name):
+        if path.is_file() and SUFFIX.search(path.name):
             paths.append(str(path))
-        elif path.is_file():
+        elif path.is_symlink() or not path.is_dir():
             skipped[path.suffix or path.name] += 1
-    if skipped and torchrun_ranks()[0] == 0:
+    if skipped:
         counts = ", ".join(f"{number} {kind}" for kind, number in skipped.items())
-        print(f"{folder}: skipped {counts}", file=sys.stderr)
+        print0(f"{folder}: skipped {counts}")
     return paths
 
 
@@ -131,7 +129,7 @@ def facts_about(name: str, paths: list[str], commit: str | None) -> dict[str, An
         files = [[Path(path).name, fsspec.core.url_to_fs(path)[0].size(path)] for path in paths]
     # bytes of text per byte
     factors = {".parquet": 1.6 if commit else 3, ".gz": 4, ".zst": 4, ".zip": 4}
-    text = sum(size * factors.get(Path(name).suffix.lower(), 1) for name, size in files)
+    text = sum(size * factors.get(Path(file).suffix.lower(), 1) for file, size in files)
     tokens = int(text / 4.5)  # bytes per token of English
     return {"commit": commit, "files": [] if commit else files, "tokens": tokens}
 
@@ -155,19 +153,15 @@ def open_files(
     # rows have one value more than the header, columns must not shift.
     csv = {"features": Features(dict.fromkeys(columns, Value("string"))), "chunksize": 1000}
     csv |= {"keep_default_na": False, "index_col": False}
+    readers = {"parquet": ("parquet", parquet_options(columns)), "csv": ("csv", csv)}
+    readers["jsonl"] = ("text", {})
     streams = {}
     for index, path in enumerate(paths):
-        match = SUFFIX.search(path.lower())
-        kind = match[2] or match[1]
-        reader, options, joined = "text", {}, (columns, template)
-        if kind == "parquet":
-            reader, options = kind, parquet_options(columns)
-        elif kind == "csv":
-            reader, options = kind, csv
-        elif kind != "jsonl":
-            options, joined = {"sample_by": "document"}, (["text"], "")
-        options |= {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
-        opener = partial(load_dataset, reader, **options)
+        kind = SUFFIX.search(path)[1].lower()
+        reader, options = readers.get(kind, ("text", {"sample_by": "document"}))
+        joined = (columns, template) if kind in readers else (["text"], "")
+        source = {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
+        opener = partial(load_dataset, reader, **source, **options)
         streams[index] = Stream(path, kind, *joined, len(paths) < world_size, opener)
     return facts_about("--input", paths, None), streams
 
@@ -182,17 +176,15 @@ def open_dataset(
     world_size: int,
 ) -> tuple[dict, dict[int, Stream]]:
     """-> (facts, {0: stream of a validation split, if any, 1: stream of the split})."""
-    from datasets import Features, load_dataset_builder
+    from datasets import Features, Value, load_dataset_builder
     from huggingface_hub import HfApi
 
-    name = f"--dataset {dataset}"
     folder = os.path.abspath(dataset) if Path(dataset).is_dir() else ""
+    name = folder or f"--dataset {dataset}"
     with explained(name):
         if not (commit or folder):
             commit = HfApi().dataset_info(dataset).sha
         builder = load_dataset_builder(folder or dataset, config or None, revision=commit)
-        if builder.name == "csv" and builder.config.index_col is None:
-            builder.config.index_col = False  # as in open_files
     paths = {str(key): value for key, value in (builder.config.data_files or {}).items()}
     if not split:
         split = "train" if "train" in paths or len(paths) != 1 else next(iter(paths))
@@ -202,24 +194,24 @@ def open_dataset(
     validation = [key for key in ("validation", "valid", "val", "dev") if key in paths]
     if validation and split == "train":
         splits = {0: validation[0], 1: split}
+    if builder.name == "csv":
+        builder.config.index_col = False  # as in open_files
     with explained(name):
         rows = builder.as_streaming_dataset(split)
-        if rows.features:
-            schema = rows.features.arrow_schema
-        else:
-            schema = next(rows.with_format("arrow").iter(1)).schema
-    kinds = {field.name: str(field.type) for field in schema}
-    strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
-    default = strings[0] if len(strings) == 1 else "text"
+        features = rows.features
+        if features is None:
+            first = next(rows.with_format("arrow").iter(1))
+            features = Features.from_arrow_schema(first.schema)
+    texts = (Value("string"), Value("large_string"))
+    usable = [key for key, feature in features.items() if template or feature in texts]
+    default = usable[0] if len(usable) == 1 else "text"
     columns = template_columns(template) or [text_column or default]
-    if not set(columns) <= set(kinds if template else strings):
-        listed = ", ".join(f"{key} ({kind})" for key, kind in kinds.items())
-        problem = f"no text in {', '.join(columns)}"
-        raise UserError(f"{name}: {problem}; --text-column, --template: {listed}")
+    if not set(columns) <= set(usable):
+        choices = ", ".join(usable) or "no column of strings"
+        raise UserError(f"{name}: no text in {', '.join(columns)}; choose from: {choices}")
     if builder.name == "parquet":
         vars(builder.config).update(parquet_options(columns))
     if builder.name == "csv":  # infer types from the first rows, not again every 10,000 rows
-        features = Features.from_arrow_schema(schema)
         builder.config.features = Features({column: features[column] for column in columns})
     files, streams = [], {}
     for index, key in splits.items():
@@ -235,8 +227,8 @@ def read(
 ) -> None:
     """The reader process: sends the facts, (position, Stream, rows) of each batch, and None.
 
-    It starts at `position`: a stream's index, its state, and its number of rows before. Rows are in
-    Arrow's IPC format. An error is sent as an exception."""
+    It starts at `position`: a stream's index, its state, and its number of rows before. An error is
+    sent as an exception."""
     start_child()
     set_up_datasets()
     import pyarrow
@@ -247,9 +239,7 @@ def read(
         for index, stream in streams.items():
             if index < position[0] or not (stream.shared or index % world_size == rank):
                 continue
-            state, row = None, 0
-            if index == position[0]:
-                state, row = [*position[1:], 0][:2]  # an earlier version's has no row
+            state, row = position[1:] if index == position[0] else (None, 0)
             for table, next_state in tables(stream, state, rank, world_size):
                 sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
                 with pyarrow.ipc.new_stream(sink, table.schema) as writer:
@@ -259,8 +249,7 @@ def read(
                 state, row = next_state, row + len(table)
         connection.send(None)
     except Exception as error:
-        if not isinstance(error, UserError):
-            error.add_note(traceback.format_exc())
+        error.add_note(traceback.format_exc())
         connection.send(error)
 
 
@@ -330,10 +319,8 @@ def document(stream: Stream, row: dict[str, Any]) -> str | None:
     return text
 
 
-def tokenize(stream: Stream, rows: bytes, first: int) -> tuple[np.ndarray, int]:
-    """-> (tokens of the documents, 1-D uint16; number of nulls and empty texts).
-
-    first: the number of the stream's rows before these."""
+def tokenize(position: list, stream: Stream, rows: bytes) -> tuple[list, np.ndarray, int]:
+    """-> (position, tokens of the documents, 1-D uint16; number of nulls and empty texts)."""
     import pyarrow
 
     parts = [np.zeros(0, dtype=np.uint32)]
@@ -341,19 +328,18 @@ def tokenize(stream: Stream, rows: bytes, first: int) -> tuple[np.ndarray, int]:
     remedy = "correct it or choose another --text-column"
     with explained(stream.name, "a row has no text", remedy):
         table = pyarrow.ipc.open_stream(rows).read_all().to_pylist()
-    for number, row in enumerate(table, first + 1):
+    for number, row in enumerate(table, position[2] + 1):
         if stream.kind in ("jsonl", "txt", "md"):
             row["text"] = row["text"].removeprefix("\ufeff")  # a byte order mark
         if stream.kind == "jsonl" and not row["text"].strip():
             continue
-        place = f"row {number} of this rank" if stream.shared else f"row {number}"
-        with explained(stream.name, f"{place} has no text", remedy):
+        with explained(stream.name, f"row {number} has no text", remedy):
             text = document(stream, row)
         if text:
             parts += [np.array([EOT], dtype=np.uint32), *encode(text)]
         else:
             skipped += 1
-    return np.concatenate(parts, dtype=np.uint16, casting="unsafe"), skipped
+    return position, np.concatenate(parts, dtype=np.uint16, casting="unsafe"), skipped
 
 
 def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
@@ -377,13 +363,12 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
 
     try:
         yield receive()
-        for position, stream, rows in iter(receive, None):
-            pending.append((position, pool.submit(tokenize, stream, rows, position[2])))
+        for batch in iter(receive, None):
+            pending.append(pool.submit(tokenize, *batch))
             if len(pending) > 2 * workers:
-                position, future = pending.popleft()
-                yield position, *future.result()
-        for position, future in pending:
-            yield position, *future.result()
+                yield pending.popleft().result()
+        for future in pending:
+            yield future.result()
     except BrokenExecutor:
         raise UserError(KILLED) from None
     finally:
