@@ -16,8 +16,7 @@ import json
 import os
 import shutil
 import sys
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -75,37 +74,35 @@ class ShardConfig:
         texts.template_columns(self.template)
 
 
-class Folder:
-    """A rank's shards in --out, and their manifest. It is an error if they disagree."""
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A manifest; that of a new folder if there is none."""
+    manifest: dict[str, Any] = START | {"shards": []}
+    if path.exists():
+        with explained(str(path), remedy="move it and its shards away"):
+            manifest |= json.loads(path.read_text(encoding="utf-8"))
+            whole = all(len(shard) == 4 for shard in manifest["shards"])
+            if not whole or len(manifest["position"]) != 3:
+                raise ValueError("incomplete, or of an earlier version")
+    return manifest
 
-    def __init__(self, out: Path, max_shards: int = 0, rank: int = 0, world_size: int = 1):
+
+class Folder:
+    """A rank's shards in --out, and their manifest."""
+
+    def __init__(self, out: Path, max_shards: int, rank: int, world_size: int):
         self.out, self.max_shards = out, max_shards
         self.rank, self.world_size = rank, world_size
-        self.path = out / ("manifest.json" if world_size == 1 else f"manifest.{rank}.json")
-        self.manifest = START | {"shards": []}
-        if self.path.exists():
-            with explained(str(self.path), remedy="move it and its shards away"):
-                self.manifest |= json.loads(self.path.read_text(encoding="utf-8"))
-                # an earlier version has [nulls, empty texts]
-                self.manifest["skipped"] = int(np.sum(self.manifest["skipped"]))
-                for shard in self.shards:
-                    if not {"name", "tokens", "documents", "sha256"} <= shard.keys():
-                        raise ValueError(f"an incomplete shard: {shard}")
-
-    @property
-    def shards(self) -> list[dict[str, Any]]:
-        return self.manifest["shards"]
-
-    def check_shards(self) -> None:
-        """Checks that the shards are whole. A missing one and all later ones are made again."""
-        used = 0
+        self.path = out / (f"manifest.{rank}.json" if rank else "manifest.json")
+        self.manifest = read_manifest(self.path)
+        self.shards = self.manifest["shards"]
+        tokens = 0
         for index, shard in enumerate(self.shards):
-            path = self.out / shard["name"]
-            if not path.exists():  # read the text again from the start, past the others' tokens
+            path = out / shard["name"]
+            if not path.exists():  # make it and all later ones, reading the text from its start
                 del self.shards[index:]
-                self.manifest |= START | {"used": used}
+                self.manifest |= START | {"used": tokens}
                 break
-            used += len(open_shard(path))
+            tokens += len(open_shard(path))
 
     @property
     def next_index(self) -> int:
@@ -134,75 +131,58 @@ class Folder:
         known = [shard["name"] for shard in self.shards]
         if self.path.exists():  # a shard that a killed run did not enter is written again
             known.append(self.next_name)
-        for name in (self.next_name, self.path.name, "manifest.json"):
+        for name in (self.next_name, self.path.name):
             for path in self.out.glob(f".{name}.*.partial"):
                 path.unlink()
         for path in self.out.iterdir():
             shard = SHARD_NAME.fullmatch(path.name) and path.name not in known
             if shard and int(path.stem[-6:]) % self.world_size == self.rank:
                 raise UserError(f"{path}: not in {self.path.name}; remove it or use a new --out")
-        self.manifest |= options
-        self.save()
+        self.save(options)
 
-    def save(self) -> None:
+    def save(self, state: dict[str, Any]) -> None:
+        """Updates the manifest."""
+        self.manifest |= state
         write_text(self.path, json.dumps(self.manifest, indent=1))
 
-    def write(self, parts: list[np.ndarray]) -> None:
-        """Adds a shard made of parts, each 1-D uint16, and saves the manifest."""
-        shape = (sum(len(part) for part in parts),)
-        header = {"descr": "<u2", "fortran_order": False, "shape": shape}
+    def write(self, parts: list[np.ndarray], state: dict[str, Any]) -> None:
+        """Adds a shard made of parts, each 1-D uint16, with the stream's state after it."""
         path, remedy = self.out / self.next_name, "free some space and run the same command again"
+        header = {"descr": "<u2", "fortran_order": False, "shape": (sum(map(len, parts)),)}
         with explained(str(path), "cannot be written", remedy), atomic_write(path) as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(part.data for part in parts)
-        self.enter(path)
+        self.enter(path, state)
 
-    def enter(self, path: Path) -> None:
-        """Enters a shard into the manifest and saves it."""
+    def enter(self, path: Path, state: dict[str, Any]) -> None:
+        """Enters a shard into the manifest."""
         tokens = open_shard(path)
         documents = int(np.count_nonzero(tokens == EOT))  # those that begin in it
         shard = {"name": path.name, "tokens": len(tokens), "documents": documents}
         self.shards.append(shard | {"sha256": sha256(path)})
-        self.save()
+        self.save(state)
         print(f"{path.name}: {len(tokens):,} tokens, {documents:,} documents", flush=True)
 
-    def verify(self) -> None:
-        """Names the files that changed or do not belong."""
-        listed = {shard["name"]: shard["sha256"] for shard in self.shards}
-        paths = [path for path in self.out.glob("*") if path.suffix in SUFFIXES]
-        found = {path.name: sha256(path) for path in paths}
-        bad = sorted({name for name, _ in found.items() ^ listed.items()})
-        if bad or not listed:
-            names = ", ".join(bad) or "no shards"
-            raise UserError(f"{self.out}: not as in {self.path.name}: {names}")
-        print("all checksums match")
+
+def verify(out: Path) -> None:
+    """Names the files that changed or do not belong."""
+    listed = {}
+    for path in out.glob("manifest*.json"):
+        listed |= {shard["name"]: shard["sha256"] for shard in read_manifest(path)["shards"]}
+    found = {path.name: sha256(path) for path in out.glob("*") if path.suffix in SUFFIXES}
+    bad = sorted({name for name, _ in found.items() ^ listed.items()})
+    if bad or not listed:
+        raise UserError(f"{out}: not as in manifest.json: {', '.join(bad) or 'no shards'}")
+    print(f"{len(listed)} shards: all checksums match")
 
 
-def merge(here: Folder) -> Folder:
-    """Rank 0's last task: waits for the other ranks and merges their manifests."""
-    ranks = [here]
-    while len(ranks) < here.world_size:
-        folder = Folder(here.out, here.max_shards, len(ranks), here.world_size)
-        folder.check_shards()
-        if folder.finished:
-            ranks.append(folder)
-        else:
-            time.sleep(1)
-    shards = [shard for folder in ranks for shard in folder.shards]
-    whole = Folder(here.out)
-    whole.manifest = here.manifest | {
-        "shards": sorted(shards, key=lambda shard: shard["name"][-10:]),
-        "complete": all(folder.manifest["complete"] for folder in ranks),
-        "skipped": sum(folder.manifest["skipped"] for folder in ranks),
-    }
-    whole.save()
-    return whole
+def cut(
+    batches: Iterable, here: Folder, size: int, validation: bool
+) -> Iterator[tuple[list[np.ndarray], dict[str, Any]]]:
+    """Cuts batches of (position, tokens, skipped) into shards.
 
-
-def write_shards(here: Folder, batches: Iterable, size: int, validation: bool) -> None:
-    """Writes a rank's shards from batches of (position, tokens, skipped).
-
-    validation: stream 0 is a validation split, all of which is shard 0."""
+    -> (parts of a shard, the stream's state after it). A shard is cut off when the next token is
+    known, so that the last one is the last. validation: stream 0 is a split that is all shard 0."""
     used = here.manifest["used"]  # tokens of the first batches
     skipped = here.manifest["skipped"]
     parts: list[np.ndarray] = []
@@ -213,33 +193,23 @@ def write_shards(here: Folder, batches: Iterable, size: int, validation: bool) -
         elif room > size:
             room = 0
         while used < len(tokens):
-            if room == 0:  # a full shard is written when it is known not to be the last
+            if room == 0:
                 if parts:
-                    here.manifest |= {"position": position, "used": used, "skipped": skipped}
-                    here.write(parts)
-                    if here.finished:
-                        return
+                    yield parts, {"position": position, "used": used, "skipped": skipped}
                 parts, room = [], size
             parts.append(tokens[used : used + room])
             used += len(parts[-1])
             room -= len(parts[-1])
         used -= len(tokens)
         skipped += more
-    if not (parts or here.shards or here.rank):
+    if here.next_index == 0 and not parts:
         raise UserError("no text in the input: nothing to tokenize")
-    if parts and here.next_index == 0 and room <= size:  # leave text for training
+    if here.next_index == 0 and room <= size:  # leave text for training
         text = np.concatenate(parts)
         tenth = max(len(text) // 10, 1)
-        here.manifest["used"] = tenth  # a resumed run reads it all again
-        here.write([text[:tenth]])
-        if here.finished:
-            return
+        yield [text[:tenth]], {"used": tenth}  # a resumed run reads it all again
         parts = [text[tenth:]]
-    here.manifest |= START | {"complete": True, "skipped": skipped}
-    if parts:
-        here.write(parts)
-    else:
-        here.save()
+    yield parts, START | {"complete": True, "skipped": skipped}
 
 
 def make_shards(config: ShardConfig, here: Folder) -> None:
@@ -272,18 +242,21 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
         here.check(options)
         if here.finished:
             return
+        here.begin(options)
         if config.max_shards:
             tokens = min(tokens, config.max_shards * size)
         need = 2 * (tokens - here.next_index * size)
-        existing = next(path for path in (here.out, *here.out.parents) if path.exists())
-        free = shutil.disk_usage(existing).free
-        if need > free:
+        if need > shutil.disk_usage(here.out).free:
             remedy = "free some space, use another --out or lower --max-shards"
-            amounts = f"needs about {need / 1e9:,.2f} GB of disk, has {free / 1e9:,.2f}"
-            raise UserError(f"{here.out}: {amounts}; {remedy}")
+            raise UserError(f"{here.out}: needs about {need / 1e9:,.2f} GB of disk; {remedy}")
         print0(f"{here.out}: about {tokens / 1e6:,.1f} million tokens in shards of {size:,}")
-        here.begin(options)
-        write_shards(here, batches, size, validation=not config.input)
+        for parts, state in cut(batches, here, size, validation=not config.input):
+            if parts:
+                here.write(parts, state)
+            else:
+                here.save(state)
+            if here.finished:
+                return
 
 
 def fetch_pretokenized(number: int, here: Folder) -> None:
@@ -301,7 +274,7 @@ def fetch_pretokenized(number: int, here: Folder) -> None:
             path = hf_hub_download(PRETOKENIZED, name, **place)
         open_shard(Path(path))
         os.replace(path, here.out / name)
-        here.enter(here.out / name)
+        here.enter(here.out / name, {})
     shutil.rmtree(here.out / ".hub", ignore_errors=True)
 
 
@@ -311,27 +284,24 @@ def main(args: list[str] | None = None) -> None:
         if flag(name) in (sys.argv if args is None else args) and not getattr(config, name):
             raise UserError(f"{flag(name)}: has no value")
     config.check()
+    out = Path(config.out)
     rank, _, world_size = torchrun_ranks()
-    if config.verify or config.pretokenized:  # one process does it
+    if config.verify:
+        verify(out)
+        return
+    if config.pretokenized:  # one process does it
         if rank > 0:
             return
         world_size = 1
-    here = Folder(Path(config.out), config.max_shards, rank, world_size)
-    if config.verify:
-        here.verify()
+    here = Folder(out, config.max_shards, rank, world_size)
+    if config.pretokenized:
+        fetch_pretokenized(config.pretokenized, here)
     else:
-        here.check_shards()
-        if config.pretokenized:
-            fetch_pretokenized(config.pretokenized, here)
-        else:
-            make_shards(config, here)
-    if rank == 0:
-        if world_size > 1:
-            here = merge(here)
-        tokens = sum(shard["tokens"] for shard in here.shards)
-        documents = sum(shard["documents"] for shard in here.shards)
-        print(f"{here.out}: {len(here.shards)} shards, {tokens:,} tokens, {documents:,} documents")
-        print(f"skipped {here.manifest['skipped']:,} empty texts")
+        make_shards(config, here)
+    tokens = sum(shard["tokens"] for shard in here.shards)
+    documents = sum(shard["documents"] for shard in here.shards)
+    print(f"{here.path}: {len(here.shards)} shards, {tokens:,} tokens, {documents:,} documents")
+    print(f"skipped {here.manifest['skipped']:,} empty texts")
 
 
 if __name__ == "__main__":

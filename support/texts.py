@@ -35,19 +35,21 @@ HUB_REMEDY = (
 
 
 class Stream(NamedTuple):
-    """A file, or a split of a dataset. Without a template there is a single column."""
+    """A file, or a split of a dataset."""
 
     name: str  # for messages
     kind: str  # "jsonl": a row is a line; "txt" or "md": a row is the file
-    columns: list[str]
-    template: str  # joins the columns
+    columns: list[str]  # one, unless a template joins several
+    template: str
     shared: bool  # does every rank read a part? Otherwise one reads it all
     open: Any  # () -> datasets.IterableDataset
 
 
 @contextmanager
 def explained(
-    name: str, problem: str = "cannot be read", remedy: str = "check names and files"
+    name: str,
+    problem: str = "cannot be read",
+    remedy: str = "correct it or choose another --text-column",
 ) -> Iterator[None]:
     """Turns any exception of a library into a UserError; their types share no base class."""
     try:
@@ -153,15 +155,18 @@ def open_files(
     # rows have one value more than the header, columns must not shift.
     csv = {"features": Features(dict.fromkeys(columns, Value("string"))), "chunksize": 1000}
     csv |= {"keep_default_na": False, "index_col": False}
-    readers = {"parquet": ("parquet", parquet_options(columns)), "csv": ("csv", csv)}
-    readers["jsonl"] = ("text", {})
     streams = {}
     for index, path in enumerate(paths):
         kind = SUFFIX.search(path)[1].lower()
-        reader, options = readers.get(kind, ("text", {"sample_by": "document"}))
-        joined = (columns, template) if kind in readers else (["text"], "")
-        source = {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
-        opener = partial(load_dataset, reader, **source, **options)
+        reader, options, joined = "text", {}, (columns, template)
+        if kind == "parquet":
+            reader, options = kind, parquet_options(columns)
+        elif kind == "csv":
+            reader, options = kind, csv
+        elif kind != "jsonl":
+            options, joined = {"sample_by": "document"}, (["text"], "")
+        options = options | {"data_files": [glob.escape(path)], "split": "train"}
+        opener = partial(load_dataset, reader, streaming=True, **options)
         streams[index] = Stream(path, kind, *joined, len(paths) < world_size, opener)
     return facts_about("--input", paths, None), streams
 
@@ -231,8 +236,6 @@ def read(
     sent as an exception."""
     start_child()
     set_up_datasets()
-    import pyarrow
-
     try:
         facts, streams = opener()
         connection.send(facts)
@@ -240,27 +243,22 @@ def read(
             if index < position[0] or not (stream.shared or index % world_size == rank):
                 continue
             state, row = position[1:] if index == position[0] else (None, 0)
-            for table, next_state in tables(stream, state, rank, world_size):
-                sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
-                with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-                    writer.write_table(table)
-                rows = sink.getvalue().to_pybytes()
-                connection.send(([index, state, row], stream._replace(open=None), rows))
-                state, row = next_state, row + len(table)
+            for place, rows in batches(stream, state, row, rank, world_size):
+                connection.send(([index, *place], stream._replace(open=None), rows))
         connection.send(None)
     except Exception as error:
         error.add_note(traceback.format_exc())
         connection.send(error)
 
 
-def tables(
-    stream: Stream, state: dict | None, rank: int, world_size: int
-) -> Iterator[tuple[Any, dict]]:
-    """A rank's batches of rows from `state` on, each with the state after it."""
+def batches(
+    stream: Stream, state: dict | None, row: int, rank: int, world_size: int
+) -> Iterator[tuple[list, bytes]]:
+    """Yields the state and number of rows before each batch, and its rows in Arrow's IPC format."""
+    import pyarrow
     from datasets.distributed import split_dataset_by_node
 
-    remedy = "replace or rename the file, or choose --text-column"
-    with explained(stream.name, remedy=remedy):  # an exception of the caller does not pass here
+    with explained(stream.name):
         dataset = stream.open()
         if stream.shared:
             strategy = "shards" if dataset.num_shards >= world_size else "examples"
@@ -269,7 +267,12 @@ def tables(
         dataset.load_state_dict(state)
         columns = ["text"] if stream.kind == "jsonl" else stream.columns
         for table in dataset.iter(batch_size=BATCH_ROWS):
-            yield table.select(columns), dataset.state_dict()
+            table = table.select(columns)
+            sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
+            with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+            yield [state, row], sink.getvalue().to_pybytes()
+            state, row = dataset.state_dict(), row + len(table)
 
 
 def start_child() -> None:
@@ -304,17 +307,21 @@ def with_nulls(value: Any) -> Any:
     return value
 
 
-def document(stream: Stream, row: dict[str, Any]) -> str | None:
-    """A row's text; None or "" if it has none."""
+def document(stream: Stream, values: list) -> str:
+    """A row's text; "" if it has none."""
+    if stream.kind in ("jsonl", "txt", "md"):
+        values[0] = values[0].removeprefix("\ufeff")  # a byte order mark
     if stream.kind == "jsonl":
-        row = json.loads(row["text"])
-    values = {column: row[column] for column in stream.columns}
-    if all(value is None for value in values.values()):
-        return None
-    text = values[stream.columns[0]]
+        if not values[0].strip():
+            return ""
+        row = json.loads(values[0])
+        values = [row[column] for column in stream.columns]
+    if all(value is None for value in values):
+        return ""
+    text = values[0]
     if stream.template:
         template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
-        text = template.format_map(with_nulls(values))
+        text = template.format_map(with_nulls(dict(zip(stream.columns, values, strict=True))))
     text.encode()  # fails for a number, and for half a surrogate pair in JSON
     return text
 
@@ -325,16 +332,10 @@ def tokenize(position: list, stream: Stream, rows: bytes) -> tuple[list, np.ndar
 
     parts = [np.zeros(0, dtype=np.uint32)]
     skipped = 0
-    remedy = "correct it or choose another --text-column"
-    with explained(stream.name, "a row has no text", remedy):
-        table = pyarrow.ipc.open_stream(rows).read_all().to_pylist()
-    for number, row in enumerate(table, position[2] + 1):
-        if stream.kind in ("jsonl", "txt", "md"):
-            row["text"] = row["text"].removeprefix("\ufeff")  # a byte order mark
-        if stream.kind == "jsonl" and not row["text"].strip():
-            continue
-        with explained(stream.name, f"row {number} has no text", remedy):
-            text = document(stream, row)
+    table = pyarrow.ipc.open_stream(rows).read_all()
+    for number, values in enumerate(zip(*table.columns, strict=True), position[2] + 1):
+        with explained(stream.name, f"row {number} has no text"):
+            text = document(stream, [value.as_py() for value in values])
         if text:
             parts += [np.array([EOT], dtype=np.uint32), *encode(text)]
         else:
