@@ -7,10 +7,9 @@
 A document is a row, or a whole .txt or .md file; it becomes 50256 and its tokens. Shard 0 is for
 validation: a dataset's validation split if it has one, otherwise the first documents.
 
-manifest.json records the stream's state before the batch in which the last shard ended, and how
-many tokens of that batch are used. There the same command continues, and makes the same bytes for
-any number of workers. Under torchrun each rank reads its part, writes every WORLD_SIZE-th shard and
-keeps a manifest.RANK.json; ranks share a folder and do not communicate."""
+manifest.json records where in the text the last shard ended; there the same command continues, and
+makes the same bytes for any number of workers. Under torchrun each rank reads its part, writes
+every WORLD_SIZE-th shard and keeps a manifest, above rank 0 named manifest.RANK.json."""
 
 import json
 import os
@@ -89,7 +88,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 class Folder:
     """A rank's shards in --out, and their manifest."""
 
-    def __init__(self, out: Path, max_shards: int, rank: int, world_size: int):
+    def __init__(self, out: Path, max_shards: int = 0, rank: int = 0, world_size: int = 1):
         self.out, self.max_shards = out, max_shards
         self.rank, self.world_size = rank, world_size
         self.path = out / (f"manifest.{rank}.json" if rank else "manifest.json")
@@ -146,10 +145,13 @@ class Folder:
         write_text(self.path, json.dumps(self.manifest, indent=1))
 
     def write(self, parts: list[np.ndarray], state: dict[str, Any]) -> None:
-        """Adds a shard made of parts, each 1-D uint16, with the stream's state after it."""
-        path, remedy = self.out / self.next_name, "free some space and run the same command again"
+        """Adds a shard made of parts, each 1-D uint16, if any, and the stream's state after it."""
+        if not parts:
+            self.save(state)
+            return
+        path = self.out / self.next_name
         header = {"descr": "<u2", "fortran_order": False, "shape": (sum(map(len, parts)),)}
-        with explained(str(path), "cannot be written", remedy), atomic_write(path) as file:
+        with atomic_write(path) as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(part.data for part in parts)
         self.enter(path, state)
@@ -179,10 +181,10 @@ def verify(out: Path) -> None:
 def cut(
     batches: Iterable, here: Folder, size: int, validation: bool
 ) -> Iterator[tuple[list[np.ndarray], dict[str, Any]]]:
-    """Cuts batches of (position, tokens, skipped) into shards.
+    """(position, tokens, skipped) of each batch -> (parts of a shard, the stream's state after it).
 
-    -> (parts of a shard, the stream's state after it). A shard is cut off when the next token is
-    known, so that the last one is the last. validation: stream 0 is a split that is all shard 0."""
+    A full shard is yielded when the next token is there, so it is known not to be the last.
+    validation: stream 0 is a validation split, all of which is shard 0."""
     used = here.manifest["used"]  # tokens of the first batches
     skipped = here.manifest["skipped"]
     parts: list[np.ndarray] = []
@@ -202,9 +204,10 @@ def cut(
             room -= len(parts[-1])
         used -= len(tokens)
         skipped += more
-    if here.next_index == 0 and not parts:
+    first = here.next_index == 0
+    if first and not parts:
         raise UserError("no text in the input: nothing to tokenize")
-    if here.next_index == 0 and room <= size:  # leave text for training
+    if first and room <= size:  # leave text for training
         text = np.concatenate(parts)
         tenth = max(len(text) // 10, 1)
         yield [text[:tenth]], {"used": tenth}  # a resumed run reads it all again
@@ -231,9 +234,9 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
     here.check(options)
     if here.finished and options["source"] == dataset:
         return  # without the network
-    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    workers = config.workers or os.cpu_count() or 1
     reader = (opener, here.manifest["position"], here.rank, here.world_size)
-    with closing(texts.tokenized(config.workers or max(cores, 1), *reader)) as batches:
+    with closing(texts.tokenized(workers, *reader)) as batches:
         facts = next(batches)
         tokens = facts.pop("tokens")
         tenth = int(float(f"{tokens / 10 + 1:.0e}"))  # one digit
@@ -251,10 +254,7 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
             raise UserError(f"{here.out}: needs about {need / 1e9:,.2f} GB of disk; {remedy}")
         print0(f"{here.out}: about {tokens / 1e6:,.1f} million tokens in shards of {size:,}")
         for parts, state in cut(batches, here, size, validation=not config.input):
-            if parts:
-                here.write(parts, state)
-            else:
-                here.save(state)
+            here.write(parts, state)
             if here.finished:
                 return
 
@@ -289,19 +289,18 @@ def main(args: list[str] | None = None) -> None:
     if config.verify:
         verify(out)
         return
-    if config.pretokenized:  # one process does it
-        if rank > 0:
-            return
-        world_size = 1
-    here = Folder(out, config.max_shards, rank, world_size)
     if config.pretokenized:
+        if rank > 0:  # one process downloads
+            return
+        here = Folder(out)
         fetch_pretokenized(config.pretokenized, here)
     else:
+        here = Folder(out, config.max_shards, rank, world_size)
         make_shards(config, here)
     tokens = sum(shard["tokens"] for shard in here.shards)
     documents = sum(shard["documents"] for shard in here.shards)
     print(f"{here.path}: {len(here.shards)} shards, {tokens:,} tokens, {documents:,} documents")
-    print(f"skipped {here.manifest['skipped']:,} empty texts")
+    print(f"{here.manifest['skipped']:,} empty texts skipped")
 
 
 if __name__ == "__main__":

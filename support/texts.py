@@ -253,9 +253,8 @@ def read(
 
 def batches(
     stream: Stream, state: dict | None, row: int, rank: int, world_size: int
-) -> Iterator[tuple[list, bytes]]:
-    """Yields the state and number of rows before each batch, and its rows in Arrow's IPC format."""
-    import pyarrow
+) -> Iterator[tuple[list, list[dict]]]:
+    """Yields the state and number of rows before each batch, and its rows."""
     from datasets.distributed import split_dataset_by_node
 
     with explained(stream.name):
@@ -267,11 +266,7 @@ def batches(
         dataset.load_state_dict(state)
         columns = ["text"] if stream.kind == "jsonl" else stream.columns
         for table in dataset.iter(batch_size=BATCH_ROWS):
-            table = table.select(columns)
-            sink = pyarrow.BufferOutputStream()  # a pickled slice would hold the whole table
-            with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-                writer.write_table(table)
-            yield [state, row], sink.getvalue().to_pybytes()
+            yield [state, row], table.select(columns).to_pylist()
             state, row = dataset.state_dict(), row + len(table)
 
 
@@ -307,35 +302,32 @@ def with_nulls(value: Any) -> Any:
     return value
 
 
-def document(stream: Stream, values: list) -> str:
+def document(stream: Stream, row: dict[str, Any]) -> str:
     """A row's text; "" if it has none."""
     if stream.kind in ("jsonl", "txt", "md"):
-        values[0] = values[0].removeprefix("\ufeff")  # a byte order mark
+        row["text"] = row["text"].removeprefix("\ufeff")  # a byte order mark
     if stream.kind == "jsonl":
-        if not values[0].strip():
+        if not row["text"].strip():
             return ""
-        row = json.loads(values[0])
-        values = [row[column] for column in stream.columns]
-    if all(value is None for value in values):
+        row = json.loads(row["text"])
+    values = {column: row[column] for column in stream.columns}
+    if all(value is None for value in values.values()):
         return ""
-    text = values[0]
+    text = values[stream.columns[0]]
     if stream.template:
         template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
-        text = template.format_map(with_nulls(dict(zip(stream.columns, values, strict=True))))
+        text = template.format_map(with_nulls(values))
     text.encode()  # fails for a number, and for half a surrogate pair in JSON
     return text
 
 
-def tokenize(position: list, stream: Stream, rows: bytes) -> tuple[list, np.ndarray, int]:
+def tokenize(position: list, stream: Stream, rows: list[dict]) -> tuple[list, np.ndarray, int]:
     """-> (position, tokens of the documents, 1-D uint16; number of nulls and empty texts)."""
-    import pyarrow
-
     parts = [np.zeros(0, dtype=np.uint32)]
     skipped = 0
-    table = pyarrow.ipc.open_stream(rows).read_all()
-    for number, values in enumerate(zip(*table.columns, strict=True), position[2] + 1):
+    for number, row in enumerate(rows, position[2] + 1):
         with explained(stream.name, f"row {number} has no text"):
-            text = document(stream, [value.as_py() for value in values])
+            text = document(stream, row)
         if text:
             parts += [np.array([EOT], dtype=np.uint32), *encode(text)]
         else:
