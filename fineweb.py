@@ -8,8 +8,7 @@ A document is a row, or a whole .txt or .md file; it becomes 50256 and its token
 validation: a dataset's validation split if it has one, otherwise the first documents.
 
 manifest.json records where in the text the last shard ended; there the same command continues, and
-makes the same bytes for any number of workers. Under torchrun each rank reads its part, writes
-every WORLD_SIZE-th shard and keeps a manifest, above rank 0 named manifest.RANK.json."""
+makes the same bytes for any number of workers."""
 
 import json
 import os
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from support import texts
-from support.cli import UserError, flag, parse_args, print0, run, torchrun_ranks
+from support.cli import UserError, flag, parse_args, run, torchrun_ranks
 from support.files import atomic_write, sha256, write_text
 from support.texts import explained
 from support.tokenizer import EOT, SHA256, SHARD_NAME, open_shard
@@ -86,12 +85,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 class Folder:
-    """A rank's shards in --out, and their manifest."""
+    """The shards in --out, and their manifest."""
 
-    def __init__(self, out: Path, max_shards: int = 0, rank: int = 0, world_size: int = 1):
+    def __init__(self, out: Path, max_shards: int):
         self.out, self.max_shards = out, max_shards
-        self.rank, self.world_size = rank, world_size
-        self.path = out / (f"manifest.{rank}.json" if rank else "manifest.json")
+        self.path = out / "manifest.json"
         self.manifest = read_manifest(self.path)
         self.shards = self.manifest["shards"]
         tokens = 0
@@ -104,16 +102,12 @@ class Folder:
             tokens += len(open_shard(path))
 
     @property
-    def next_index(self) -> int:
-        return len(self.shards) * self.world_size + self.rank
-
-    @property
     def next_name(self) -> str:
-        return f"edufineweb_{'train' if self.next_index else 'val'}_{self.next_index:06d}.npy"
+        return f"edufineweb_{'train' if self.shards else 'val'}_{len(self.shards):06d}.npy"
 
     @property
     def finished(self) -> bool:
-        return self.manifest["complete"] or 0 < self.max_shards <= self.next_index
+        return self.manifest["complete"] or 0 < self.max_shards <= len(self.shards)
 
     def check(self, options: dict[str, Any]) -> None:
         """Checks that the shards here were made with the same options."""
@@ -130,12 +124,10 @@ class Folder:
         known = [shard["name"] for shard in self.shards]
         if self.path.exists():  # a shard that a killed run did not enter is written again
             known.append(self.next_name)
-        for name in (self.next_name, self.path.name):
-            for path in self.out.glob(f".{name}.*.partial"):
-                path.unlink()
+        for path in self.out.glob(".*.partial"):
+            path.unlink()
         for path in self.out.iterdir():
-            shard = SHARD_NAME.fullmatch(path.name) and path.name not in known
-            if shard and int(path.stem[-6:]) % self.world_size == self.rank:
+            if SHARD_NAME.fullmatch(path.name) and path.name not in known:
                 raise UserError(f"{path}: not in {self.path.name}; remove it or use a new --out")
         self.save(options)
 
@@ -168,9 +160,8 @@ class Folder:
 
 def verify(out: Path) -> None:
     """Names the files that changed or do not belong."""
-    listed = {}
-    for path in out.glob("manifest*.json"):
-        listed |= {shard["name"]: shard["sha256"] for shard in read_manifest(path)["shards"]}
+    shards = read_manifest(out / "manifest.json")["shards"]
+    listed = {shard["name"]: shard["sha256"] for shard in shards}
     found = {path.name: sha256(path) for path in out.glob("*") if path.suffix in SUFFIXES}
     bad = sorted({name for name, _ in found.items() ^ listed.items()})
     if bad or not listed:
@@ -204,10 +195,9 @@ def cut(
             room -= len(parts[-1])
         used -= len(tokens)
         skipped += more
-    first = here.next_index == 0
-    if first and not parts:
+    if not (parts or here.shards):
         raise UserError("no text in the input: nothing to tokenize")
-    if first and room <= size:  # leave text for training
+    if not here.shards and room <= size:  # leave text for training
         text = np.concatenate(parts)
         tenth = max(len(text) // 10, 1)
         yield [text[:tenth]], {"used": tenth}  # a resumed run reads it all again
@@ -216,10 +206,9 @@ def cut(
 
 
 def make_shards(config: ShardConfig, here: Folder) -> None:
-    """Makes a rank's shards of --input or --dataset."""
+    """Makes the shards of --input or --dataset."""
     dataset = config.dataset or FINEWEB
     options: dict[str, Any] = {"text_column": config.text_column, "template": config.template}
-    options["world_size"] = here.world_size
     if config.input:
         opener = partial(texts.open_files, texts.find_files(config.input), **options)
         options["source"] = "files"
@@ -228,15 +217,15 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
         options["config"] = config.config if config.dataset else config.name
         opener = partial(texts.open_dataset, dataset, here.manifest.get("commit"), **options)
         options["source"] = "folder" if Path(dataset).is_dir() else dataset
-    options |= {"batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
+    # world_size: earlier versions also worked under torchrun
+    options |= {"world_size": 1, "batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
     if config.shard_size:
         options["shard_size"] = config.shard_size
     here.check(options)
     if here.finished and options["source"] == dataset:
         return  # without the network
     workers = config.workers or os.cpu_count() or 1
-    reader = (opener, here.manifest["position"], here.rank, here.world_size)
-    with closing(texts.tokenized(workers, *reader)) as batches:
+    with closing(texts.tokenized(workers, opener, here.manifest["position"])) as batches:
         facts = next(batches)
         tokens = facts.pop("tokens")
         tenth = int(float(f"{tokens / 10 + 1:.0e}"))  # one digit
@@ -248,11 +237,11 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
         here.begin(options)
         if config.max_shards:
             tokens = min(tokens, config.max_shards * size)
-        need = 2 * (tokens - here.next_index * size)
+        need = 2 * (tokens - len(here.shards) * size)
         if need > shutil.disk_usage(here.out).free:
-            remedy = "free some space, use another --out or lower --max-shards"
+            remedy = "free some space or lower --max-shards"
             raise UserError(f"{here.out}: needs about {need / 1e9:,.2f} GB of disk; {remedy}")
-        print0(f"{here.out}: about {tokens / 1e6:,.1f} million tokens in shards of {size:,}")
+        print(f"{here.out}: about {tokens / 1e6:,.1f} million tokens in shards of {size:,}")
         for parts, state in cut(batches, here, size, validation=not config.input):
             here.write(parts, state)
             if here.finished:
@@ -268,8 +257,8 @@ def fetch_pretokenized(number: int, here: Folder) -> None:
         commit = here.manifest.get("commit") or HfApi().dataset_info(PRETOKENIZED).sha
     here.begin({"source": PRETOKENIZED, "commit": commit})
     place = {"repo_type": "dataset", "revision": commit, "local_dir": here.out / ".hub"}
-    while here.next_index < number:
-        name = f"finewebedu_{'train' if here.next_index else 'val'}_{here.next_index:06d}.bin"
+    while len(here.shards) < number:
+        name = here.next_name.replace("edufineweb", "finewebedu").replace(".npy", ".bin")
         with explained(source):
             path = hf_hub_download(PRETOKENIZED, name, **place)
         open_shard(Path(path))
@@ -284,22 +273,20 @@ def main(args: list[str] | None = None) -> None:
         if flag(name) in (sys.argv if args is None else args) and not getattr(config, name):
             raise UserError(f"{flag(name)}: has no value")
     config.check()
+    if torchrun_ranks()[2] > 1:
+        raise UserError("fineweb.py uses all cores by itself: start it without torchrun")
     out = Path(config.out)
-    rank, _, world_size = torchrun_ranks()
     if config.verify:
         verify(out)
         return
+    here = Folder(out, config.max_shards)
     if config.pretokenized:
-        if rank > 0:  # one process downloads
-            return
-        here = Folder(out)
         fetch_pretokenized(config.pretokenized, here)
     else:
-        here = Folder(out, config.max_shards, rank, world_size)
         make_shards(config, here)
     tokens = sum(shard["tokens"] for shard in here.shards)
     documents = sum(shard["documents"] for shard in here.shards)
-    print(f"{here.path}: {len(here.shards)} shards, {tokens:,} tokens, {documents:,} documents")
+    print(f"{out}: {len(here.shards)} shards, {tokens:,} tokens, {documents:,} documents")
     print(f"{here.manifest['skipped']:,} empty texts skipped")
 
 

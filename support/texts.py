@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.cli import UserError, print0
+from support.cli import UserError
 from support.tokenizer import EOT, encode, get_tokenizer
 
 SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
@@ -41,7 +41,6 @@ class Stream(NamedTuple):
     kind: str  # "jsonl": a row is a line; "txt" or "md": a row is the file
     columns: list[str]  # one, unless a template joins several
     template: str
-    shared: bool  # does every rank read a part? Otherwise one reads it all
     open: Any  # () -> datasets.IterableDataset
 
 
@@ -102,7 +101,7 @@ def find_in_folder(folder: Path) -> list[str]:
             skipped[path.suffix or path.name] += 1
     if skipped:
         counts = ", ".join(f"{number} {kind}" for kind, number in skipped.items())
-        print0(f"{folder}: skipped {counts}")
+        print(f"{folder}: skipped {counts}")
     return paths
 
 
@@ -144,10 +143,8 @@ def parquet_options(columns: list[str]) -> dict[str, Any]:
     return {"columns": columns, "batch_size": BATCH_ROWS, "fragment_scan_options": scan}
 
 
-def open_files(
-    paths: list[str], world_size: int, text_column: str, template: str
-) -> tuple[dict, dict[int, Stream]]:
-    """-> (facts, a stream per file, so that errors can name it). Ranks share files if few."""
+def open_files(paths: list[str], text_column: str, template: str) -> tuple[dict, dict[int, Stream]]:
+    """-> (facts, a stream per file, so that errors can name it)."""
     from datasets import Features, Value, load_dataset
 
     columns = template_columns(template) or [text_column or "text"]
@@ -167,7 +164,7 @@ def open_files(
             options, joined = {"sample_by": "document"}, (["text"], "")
         options = options | {"data_files": [glob.escape(path)], "split": "train"}
         opener = partial(load_dataset, reader, streaming=True, **options)
-        streams[index] = Stream(path, kind, *joined, len(paths) < world_size, opener)
+        streams[index] = Stream(path, kind, *joined, opener)
     return facts_about("--input", paths, None), streams
 
 
@@ -178,7 +175,6 @@ def open_dataset(
     split: str,
     text_column: str,
     template: str,
-    world_size: int,
 ) -> tuple[dict, dict[int, Stream]]:
     """-> (facts, {0: stream of a validation split, if any, 1: stream of the split})."""
     from datasets import Features, Value, load_dataset_builder
@@ -221,15 +217,12 @@ def open_dataset(
     files, streams = [], {}
     for index, key in splits.items():
         files += paths[key]
-        shared = index == 1 and world_size > 1
         opener = partial(builder.as_streaming_dataset, key)
-        streams[index] = Stream(name, "dataset", columns, template, shared, opener)
+        streams[index] = Stream(name, "dataset", columns, template, opener)
     return facts_about(name, files, commit), streams
 
 
-def read(
-    connection: Connection, opener: Callable, position: list, rank: int, world_size: int
-) -> None:
+def read(connection: Connection, opener: Callable, position: list) -> None:
     """The reader process: sends the facts, (position, Stream, rows) of each batch, and None.
 
     It starts at `position`: a stream's index, its state, and its number of rows before. An error is
@@ -240,29 +233,20 @@ def read(
         facts, streams = opener()
         connection.send(facts)
         for index, stream in streams.items():
-            if index < position[0] or not (stream.shared or index % world_size == rank):
-                continue
-            state, row = position[1:] if index == position[0] else (None, 0)
-            for place, rows in batches(stream, state, row, rank, world_size):
-                connection.send(([index, *place], stream._replace(open=None), rows))
+            if index >= position[0]:
+                state, row = position[1:] if index == position[0] else (None, 0)
+                for place, rows in batches(stream, state, row):
+                    connection.send(([index, *place], stream._replace(open=None), rows))
         connection.send(None)
     except Exception as error:
         error.add_note(traceback.format_exc())
         connection.send(error)
 
 
-def batches(
-    stream: Stream, state: dict | None, row: int, rank: int, world_size: int
-) -> Iterator[tuple[list, list[dict]]]:
+def batches(stream: Stream, state: dict | None, row: int) -> Iterator[tuple[list, list[dict]]]:
     """Yields the state and number of rows before each batch, and its rows."""
-    from datasets.distributed import split_dataset_by_node
-
     with explained(stream.name):
-        dataset = stream.open()
-        if stream.shared:
-            strategy = "shards" if dataset.num_shards >= world_size else "examples"
-            dataset = split_dataset_by_node(dataset, rank, world_size, strategy=strategy)
-        dataset = dataset.with_format("arrow")
+        dataset = stream.open().with_format("arrow")
         dataset.load_state_dict(state)
         columns = ["text"] if stream.kind == "jsonl" else stream.columns
         for table in dataset.iter(batch_size=BATCH_ROWS):

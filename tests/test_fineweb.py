@@ -93,12 +93,6 @@ def refused(*args):
     return str(error.value)
 
 
-def be_rank(monkeypatch, rank, world_size):
-    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-    for name, value in (values | {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}).items():
-        monkeypatch.setenv(name, str(value))
-
-
 def parquet(documents, column="text"):
     notes = [None if i % 3 else f"note {i}" for i in range(len(documents))]
     table = pa.table({"id": range(len(documents)), column: documents, "note": notes})
@@ -243,11 +237,9 @@ def test_resumed_three_times_and_killed(kind):
     assert contents(killed) == contents("whole")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("source", ["--input", "--dataset"])
-def test_a_changed_command_or_input_is_refused(source, rank, monkeypatch):
+def test_a_changed_command_or_input_is_refused(source):
     """Unfinished or finished, and nothing is touched. Folder and --workers may change."""
-    be_rank(monkeypatch, rank, rank + 1)
     line = b'{"text": "a b c d e f g h", "body": "ab"}\n'
     folder = write_folder("in", {"a.jsonl": line * 9, "b.jsonl": line * 9})
     options = ["--text-column", "text", "--shard-size", 10, "--max-shards"]
@@ -322,11 +314,15 @@ def test_unusable_files(name):
     assert not shard_paths()
 
 
-def test_mistakes():
+def test_mistakes(monkeypatch):
     for command, message in COMMANDS.items():
         assert message in refused(*command.split())
     path = write("empty.jsonl", b'{"text": ""}\n{"text": null}')
     assert "nothing to tokenize" in refused("--input", path)
+    values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "a", "MASTER_PORT": 1}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+    assert "without torchrun" in refused("--input", path)
     assert not shard_paths()
 
 
@@ -457,30 +453,6 @@ def test_line_ends_and_byte_order_marks():
     assert shard_tokens() == expected_tokens(["a\nb\nc\n"] * 2 + ["d\r\n"])
     parts = [tokenize_text(path, split).tolist() for split in ("train", "val")]
     assert parts[0] + parts[1] == expected_tokens(["a\nb\nc\n"])
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("source", ["--input", "--dataset"])
-def test_ranks_share_the_documents(source, number, monkeypatch):
-    """Two ranks, one to three files: each document is used once, a validation split by rank 0."""
-    documents = [f"{i} {j}" for i in range(number) for j in range(9)]
-    files = {f"train-{i}.csv": csv(documents[i * 9 : i * 9 + 9]) for i in range(number)}
-    validation = ["to validate"] if source == "--dataset" else []
-    files |= {"validation.csv": csv(validation)} if validation else {}
-    args = [source, write_folder("in", files), "--shard-size", 9]
-    for rank, shards in ((1, 3), (0, 3), (1, 0), (0, 0)):
-        be_rank(monkeypatch, rank, 2)
-        make(*args, "--max-shards", shards)
-    make("--verify")
-    paths = shard_paths()
-    if validation:
-        assert np.load(paths[0]).tolist() == expected_tokens(validation)
-    paths.sort(key=lambda path: int(path.stem[-6:]) % 2)  # by rank
-    tokens = np.concatenate([np.load(path) for path in paths])
-    made = [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == EOT))[1:]]
-    assert sorted(made) == sorted(expected_tokens([text]) for text in validation + documents)
-    be_rank(monkeypatch, 0, 1)
-    assert "started with world_size 2, now 1" in refused(*args)
 
 
 def test_configurations_splits_and_columns():
