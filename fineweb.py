@@ -235,13 +235,7 @@ def make_shards(config: ShardConfig, here: Folder) -> None:
         if here.finished:
             return
         here.begin(options)
-        if config.max_shards:
-            tokens = min(tokens, config.max_shards * size)
-        need = 2 * (tokens - len(here.shards) * size)
-        if need > shutil.disk_usage(here.out).free:
-            remedy = "free some space or lower --max-shards"
-            raise UserError(f"{here.out}: needs about {need / 1e9:,.2f} GB of disk; {remedy}")
-        print(f"{here.out}: about {tokens / 1e6:,.1f} million tokens in shards of {size:,}")
+        print(f"the text has about {tokens / 1e6:,.1f} million tokens, a shard {size:,}")
         for parts, state in cut(batches, here, size, validation=not config.input):
             here.write(parts, state)
             if here.finished:
