@@ -12,7 +12,6 @@ tokens per rank; ms, tok/s and MFU are medians from its log.txt. Ladder and repo
 for each. The model: preset gpt2 with B = 16 on CUDA, elsewhere shakespeare with 512 tokens per
 step, in a report 128."""
 
-import ctypes
 import io
 import json
 import os
@@ -20,13 +19,14 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile, schedule
 from torch.utils.benchmark import Timer
 
@@ -44,7 +45,7 @@ from support import cli, devices, files
 from support.cli import RunError, UserError
 from support.run_folder import list_checkpoints, read_log
 from support.tokenizer import VOCAB_SIZE
-from train_gpt2 import GPT, CausalSelfAttention
+from train_gpt2 import GPT, configure_optimizer, new_model
 
 ROOT = Path(__file__).parent
 # ms per step on an A100 with B = 16, T = 1024, from Karpathy 2024, "Let's reproduce GPT-2 (124M)".
@@ -71,7 +72,7 @@ class BenchConfig:
     rung: Literal[*RUNGS] | None = None  # measure one rung of the ladder and print JSON
     ladder: bool = False  # measure every rung
     report: str = ""  # folder for a report on this machine; an interrupted one is continued
-    only: str = ""  # comma-separated: only these jobs of the report, or rungs of the ladder
+    only: str = ""  # comma-separated: only jobs or rungs with one of these in their names
     minutes: float = 0.0  # start no new job after this many minutes; 0: no limit
     steps: int = 20  # steps to measure, after the warm-up
     json: str = ""  # file for the results
@@ -96,8 +97,6 @@ def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
     preset = "gpt2" if gpu else "shakespeare"
     flags = ["--preset", preset, "--data", data, *OFF, *given]
     run = train_gpt2.read_config(flags)
-    if not Path(run.data).exists():
-        raise UserError(f"--data {run.data}: does not exist")
     B = 16 if gpu else max((128 if config.report else 512) // run.seq_len, 1)
     return config, with_batch(flags, run.micro_batch_size or B)
 
@@ -117,18 +116,6 @@ def with_batch(flags: list[str], B: int) -> list[str]:
 # One measurement
 
 
-class PlainAttention(CausalSelfAttention):
-    """The same attention with its (T, T) matrices in memory. (B, T, C) -> (B, T, C)"""
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, nh, hs)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
-        weights = q @ k.mT / q.size(-1) ** 0.5  # (B, nh, T, T)
-        future = torch.ones(weights.shape[2:], dtype=torch.bool, device=x.device).triu(1)
-        y = weights.masked_fill(future, -torch.inf).softmax(-1) @ v  # (B, nh, T, hs)
-        return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
-
-
 def plain_loss(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats. x (B, T, C), wte (V, C), targets (B, T)"""
     return F.cross_entropy(F.linear(x, wte).flatten(0, 1), targets.flatten())
@@ -136,9 +123,6 @@ def plain_loss(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
 
 def plain_model(model: GPT, changes: list[str]) -> GPT:
     """Turns train_gpt2.py's model into that of a rung with these changes."""
-    if "flash" not in changes:
-        for block in model.h:
-            block.attn.__class__ = PlainAttention  # with the same parameters
     if "padded" in changes:
         model.wte = nn.Embedding(PADDED, model.config.n_embd)
         nn.init.normal_(model.wte.weight, std=0.02)
@@ -159,6 +143,14 @@ def rungs_of(flags: list[str]) -> list[str]:
     return names
 
 
+def plain_optimizer(*args: Any) -> Any:
+    """train_gpt2.py's AdamW as PyTorch chooses to run it by default."""
+    optimizer = configure_optimizer(*args)
+    for group in optimizer.param_groups:
+        group["fused"] = None
+    return optimizer
+
+
 def measure(flags: list[str], rung: str, steps: int) -> Row:
     """Trains in this process and reads log.txt; ranks other than 0 exit.
 
@@ -168,41 +160,35 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         raise UserError(f"--rung {rung}: train_gpt2.py does not use it on this device")
     if not ours:
         changes = names[: names.index(rung) + 1]
-        dtype = "bfloat16" if "bf16" in changes else "float32"
-        flags = [*flags, "--no-compile", "--dtype", dtype]
+        flags = [*flags, "--no-compile", "--dtype", "bfloat16" if "bf16" in changes else "float32"]
+        train_gpt2.new_model = lambda *args: plain_model(new_model(*args), changes)
+        if "fused" not in changes:
+            train_gpt2.configure_optimizer = plain_optimizer
     run, (rank, local_rank, world_size) = train_gpt2.read_config(flags), cli.torchrun_ranks()
     device, dtype, name = devices.choose_device(run.device, run.dtype, local_rank, world_size)
-    last, two_steps = WARMUP + steps, schedule(wait=0, warmup=1, active=2)
-    profiler = profile(schedule=two_steps, record_shapes=True, acc_events=True)
     result = {"rung": rung, "changes": changes, "device": name, "world_size": world_size}
     result |= {"B": run.micro_batch_size, "T": run.seq_len, "steps": steps}
+    last = WARMUP + steps
+    max_steps = last + 3 if ours else last  # one more to start the profiler, and two for it
+    profiler = profile(
+        schedule=schedule(wait=last + 1, warmup=1, active=2), record_shapes=True, acc_events=True
+    )
 
-    def before_step(step: int, model: GPT, *_: Any, **__: Any) -> None:
+    def before_step(step: int, model: GPT, *_: Any) -> None:
         if step == last:
             result["parameters"] = model.num_parameters()
             result["flops_per_token"] = model.flops_per_token(run.seq_len)
             result["peak_memory"] = peak_memory()
-        if ours and step == last:
-            profiler.start()
-        elif ours and step > last:
-            profiler.step()
+        profiler.step()
 
-    def new_optimizer(*args: Any, **options: Any) -> Any:
-        optimizer = configure_optimizer(*args, **options)
-        if "fused" not in changes:
-            for group in optimizer.param_groups:
-                group["fused"] = None  # AdamW's default
-        return optimizer
-
-    new_model, configure_optimizer = train_gpt2.new_model, train_gpt2.configure_optimizer
     train_gpt2.evaluate = before_step  # called before every step; no evaluation is due
-    if not ours:
-        train_gpt2.new_model = lambda *args: plain_model(new_model(*args), changes)
-        train_gpt2.configure_optimizer = new_optimizer
-    with tempfile.TemporaryDirectory() as folder:
-        max_steps = last + 3 if ours else last
-        with redirect_stdout(io.StringIO()):
-            status = train_gpt2.main([*flags, "--max-steps", str(max_steps), "--log-dir", folder])
+    attention = nullcontext()
+    if not ours and "flash" not in changes:
+        attention = sdpa_kernel(SDPBackend.MATH)  # with its (T, T) matrices in memory
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # or they'd be in float32
+    output = redirect_stdout(io.StringIO())
+    with tempfile.TemporaryDirectory() as folder, attention, output, profiler:
+        status = train_gpt2.main([*flags, "--max-steps", str(max_steps), "--log-dir", folder])
         if status or rank:
             sys.exit(status)  # after a signal; or not rank 0
         log = {stream: values for stream, (_, values) in read_log(folder).items()}
@@ -217,45 +203,45 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
     return result
 
 
+def read_proc(file: str, name: str) -> str | None:
+    """A value from a file of Linux's /proc; None on other systems."""
+    path = Path("/proc", file)
+    found = re.search(rf"{name}\s*:\s+(.+)", path.read_text()) if path.exists() else None
+    return found and found[1]
+
+
 def peak_memory() -> int | None:
     """Peak bytes: of tensors on a CUDA device, otherwise of the process; None if unknown."""
-    status = Path("/proc/self/status")
-    if torch.cuda.is_available() or not status.exists():
-        return torch.cuda.max_memory_allocated() or None
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])
-
-
-def part_of(event: Any, C: int) -> str:
-    """The part of a step that a profiled operation belongs to: by its name, shapes and callers."""
-    if event is None:
-        return "other"
-    caller, name = part_of(event.cpu_parent, C), event.name
-    sizes = {int(size) for size in re.findall(r"\d+", str(event.input_shapes))}
-    optimizer = r"^Optimizer\.|_foreach_|linalg_vector_norm|_fused_adam"
-    if caller == "optimizer" or re.search(optimizer, name):
-        return "optimizer"
-    # The embedding counts as head and loss. Of the other matmuls those with 4 C are the MLP's.
-    if sizes & {VOCAB_SIZE, PADDED} or re.search("ChunkedLoss|softmax|nll_loss", name):
-        return "head and loss"
-    if re.search("gelu|triton.*tanh", name) or (4 * C in sizes and name.endswith("mm")):
-        return "MLP"
-    if re.search(r"attention|flash|fmha|::(b|baddb|add|)mm$", name):
-        return "attention"
-    return caller
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    kB = read_proc("self/status", "VmHWM")
+    return 1024 * int(kB.removesuffix(" kB")) if kB else None
 
 
 def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
-    """Milliseconds per step by part, from the events of two steps.
+    """Milliseconds per step by part, from the events of two steps: of kernels, or on a CPU.
 
-    Of kernels; on a CPU of the main thread. The rest is waiting for Python, launches and data."""
+    An operation belongs to the first part whose pattern matches its name and input shapes, or those
+    of a caller. The rest of a step is waiting for Python, launches and data."""
+    patterns = {
+        "optimizer": r"^Optimizer\.|_foreach_|linalg_vector_norm|_fused_adam",
+        "head and loss": rf"\b({VOCAB_SIZE}|{PADDED})\b|ChunkedLoss|softmax|nll_loss",  # and wte
+        "MLP": rf"gelu|triton.*tanh|mm .*\b{4 * C}\b",
+        "attention": r"attention|flash|fmha|mm ",  # the other matmuls are its projections
+        "other": "",
+    }
     events = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]
     gpu = any(e.self_device_time_total for e in events)
-    main_thread = next(e.thread for e in events if e.name.startswith("Optimizer."))
-    parts = dict.fromkeys(("attention", "MLP", "head and loss", "optimizer", "other"), 0.0)
+    parts = dict.fromkeys(patterns, 0.0)
     for e in events:
-        if not e.name.startswith("ProfilerStep") and (gpu or e.thread == main_thread):
-            microseconds = e.self_device_time_total if gpu else e.self_cpu_time_total
-            parts[part_of(e, C)] += microseconds / 2e3
+        if e.name.startswith("ProfilerStep"):
+            continue
+        text, caller = "", e
+        while caller:
+            text += f"{caller.name} {caller.input_shapes}\n"
+            caller = caller.cpu_parent
+        part = next(part for part in patterns if re.search(patterns[part], text, re.MULTILINE))
+        parts[part] += (e.self_device_time_total if gpu else e.self_cpu_time_total) / 2e3
     return parts | {"waiting": max(step_ms - sum(parts.values()), 0.0)}
 
 
@@ -263,11 +249,9 @@ def measure_machine(flags: list[str]) -> Row:
     """The machine and its ceilings: products of random square matrices, and a copy."""
     run = train_gpt2.read_config(flags)
     device, dtype, description = devices.choose_device(run.device, run.dtype)
-    cpuinfo = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "")
     machine = {
         "device": description,
-        "CPU": f"{name[1] if name else '?'}, {os.cpu_count()} cores",
+        "CPU": f"{read_proc('cpuinfo', 'model name') or '?'}, {os.cpu_count()} cores",
         "software": f"torch {torch.__version__}, Python {platform.python_version()}",
     }
     n, size = (8192, 2**30) if device.type == "cuda" else (1024, 2**28)
@@ -284,18 +268,13 @@ def measure_machine(flags: list[str]) -> Row:
 # Ladder and report: a list of jobs
 
 
-def run_process(*args: Any, limit: float = 600) -> str:
+def run_process(*args: Any) -> str:
     """The output of `python ARGS`; a RunError has its last line."""
-    die_with_us = None
-    if sys.platform == "linux":
-        die_with_us = partial(ctypes.CDLL(None).prctl, 1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     command = [sys.executable, *map(str, args)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit, preexec_fn=die_with_us
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     except subprocess.TimeoutExpired:
-        raise RunError(f"killed after {limit:.0f} s") from None
+        raise RunError("killed after an hour") from None
     if done.returncode:
         output = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
         raise RunError(output.splitlines()[-1].removeprefix("error: "))
@@ -312,18 +291,18 @@ def job_rung(flags: list[str], rung: str, steps: int) -> Row:
     return json.loads(run_process(ROOT / "bench.py", *args))
 
 
-def job_compare(flags: list[str], steps: int, bound: float, *runs: list[str]) -> Row:
+def job_compare(flags: list[str], steps: int, bound: float, *runs: str) -> Row:
     """Compares the losses of two runs; a second with --resume repeats the first one's last half."""
     curves = []
     flags = [*flags, "--max-steps", steps, "--warmup-steps", 3, "--save-every", steps // 2]
     with tempfile.TemporaryDirectory() as folder:
         for more in runs:
-            output = run_process(ROOT / "train_gpt2.py", *flags, *more, "--log-dir", folder)
-            if "does not work on this machine" in output:
+            command = [ROOT / "train_gpt2.py", *flags, *more.split(), "--log-dir", folder]
+            if "does not work on this machine" in run_process(*command):
                 return {"result": "torch.compile does not work on this machine"}
             curves.append(read_log(folder)["train"][1])
             shutil.rmtree(Path(folder, f"step_{steps:06d}"))
-    largest = max(abs(a - b) for a, b in zip(*curves, strict=True))
+    largest = np.abs(np.subtract(*curves)).max()
     text = f"largest difference in {steps} steps {largest:.1e}, allowed {bound}"
     if largest > bound:
         raise RunError(text)
@@ -333,18 +312,18 @@ def job_compare(flags: list[str], steps: int, bound: float, *runs: list[str]) ->
 def job_run(flags: list[str], log_dir: Path) -> Row:
     """Trains 300 steps with the largest micro-batch; continues where it was interrupted."""
     tokens = 262_144 if uses_gpu(flags) else train_gpt2.read_config(flags).total_batch_size
-    more = f"--micro-batch-size 0 --total-batch-size {tokens} --max-steps 300 --warmup-steps 30"
-    more += f" --save-every 50 --eval-every 100 --eval-tokens {max(tokens, 4096)} --resume"
-    command = [*flags, *more.split(), "--log-dir", log_dir]
-    run_process(ROOT / "train_gpt2.py", *command, limit=3600)
+    more = f"""--micro-batch-size 0 --total-batch-size {tokens} --max-steps 300 --warmup-steps 30
+        --save-every 50 --eval-every 100 --eval-tokens {max(tokens, 4096)} --resume"""
+    run_process(ROOT / "train_gpt2.py", *flags, *more.split(), "--log-dir", log_dir)
     for checkpoint in list_checkpoints(log_dir):
         shutil.rmtree(checkpoint)
     log = read_log(log_dir)
-    ms, rate = statistics.median(log["ms"][1]), statistics.median(log["tok_per_sec"][1])
-    result = {"speed": f"{ms:,.1f} ms per step of {tokens:,} tokens, {rate:,.0f} tok/s"}
-    for step, loss in zip(*log["val"], strict=True):
-        result[f"validation loss, step {step}"] = f"{loss:.4f}"
-    return result
+    rate = statistics.median(log["tok_per_sec"][1])
+    losses = [f"{loss:.4f} at step {step}" for step, loss in zip(*log["val"], strict=True)]
+    return {
+        "speed": f"{rate:,.0f} tok/s in steps of {tokens:,} tokens",
+        "validation loss": ", ".join(losses),
+    }
 
 
 def jobs_of(config: BenchConfig, flags: list[str]) -> dict[str, Callable[[], Row]]:
@@ -354,12 +333,13 @@ def jobs_of(config: BenchConfig, flags: list[str]) -> dict[str, Callable[[], Row
     if config.ladder:
         return ladder
     B = train_gpt2.read_config(flags).micro_batch_size
-    compiled, exact = (50, 0.02) if uses_gpu(flags) else (10, 1e-3), ["--deterministic"]
+    compared = (50, 0.02) if uses_gpu(flags) else (10, 1e-3)  # steps, allowed difference
+    exact = ("--deterministic", "--deterministic --resume")
     jobs = {
         "machine": partial(measure_machine, flags),
         "right/tests": job_tests,
-        "right/compiled": partial(job_compare, flags, *compiled, ["--compile"], ["--no-compile"]),
-        "right/resume": partial(job_compare, flags, 8, 0, exact, [*exact, "--resume"]),
+        "right/compiled": partial(job_compare, flags, *compared, "--compile", "--no-compile"),
+        "right/resume": partial(job_compare, flags, 8, 0, *exact),
     }
     for size in (4 * B, B, 2 * B, 8 * B):
         jobs[f"speed/B={size}"] = partial(job_rung, with_batch(flags, size), "ours", steps)
@@ -368,16 +348,16 @@ def jobs_of(config: BenchConfig, flags: list[str]) -> dict[str, Callable[[], Row
 
 def read_results(path: Path, of: str) -> dict[str, Row]:
     """The lines of results.jsonl by job; all must be of this device and these flags."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            rows[row["job"]], other = row, row["of"]
-        except (ValueError, TypeError, KeyError):
-            raise UserError(f"{path}, line {number}: damaged; remove the line") from None
-        if other != of:
-            raise UserError(f"{path} is of {other}; this is {of}: use another folder")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+                rows[row["job"]], other = row, row["of"]
+            except (ValueError, TypeError, KeyError):
+                raise UserError(f"{path}: damaged; remove the line {line[:40]!r}") from None
+            if other != of:
+                raise UserError(f"{path} is of {other}; this is {of}: use another folder")
     return rows
 
 
@@ -387,16 +367,16 @@ def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
     device = devices.choose_device(run.device, run.dtype)[2]
     of = f"{device}; {shlex.join(flags)}; --steps {config.steps}"
     path, jobs, rows = folder / "results.jsonl", jobs_of(config, flags), {}
-    words = {name: {name, *name.split("/")} for name in jobs}  # right/tests is one of right
-    wanted = set(config.only.replace(",", " ").split())
-    for word in wanted.difference(*words.values()):
-        raise UserError(f"--only {word}: not one of {', '.join(jobs)}")
+    wanted = config.only.replace(",", " ").split() or [""]  # "" is part of every name
+    for word in wanted:
+        if not any(word in name for name in jobs):
+            raise UserError(f"--only {word}: not in any of {', '.join(jobs)}")
     if config.report:
         folder.mkdir(parents=True, exist_ok=True)
         rows = read_results(path, of)
     for name, job in jobs.items():
         finished = rows.get(name, {}).get("status") == "done"
-        if finished or (wanted and not wanted & words[name]):
+        if finished or not any(word in name for word in wanted):
             continue
         if config.minutes and time.monotonic() - began > 60 * config.minutes:
             print(f"{config.minutes:g} minutes are over; the same command continues with {name}")
@@ -415,7 +395,7 @@ def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
     return rows
 
 
-SPEED = """
+TABLE = """
 ## Speed
 
 | job                |   B |       ms | quartiles          |     tok/s |   MFU | memory | A100, ms |
@@ -425,32 +405,28 @@ SPEED = """
 
 def page(rows: dict[str, Row]) -> str:
     """report.md, also printed: made from the lines of results.jsonl alone."""
-    text, speed, parts, note = "# Benchmarks\n", SPEED, "", ""
+    text, table, parts, note = "# Benchmarks\n", TABLE, "", ""
     for name, row in rows.items():
         r = row["result"] if row["status"] == "done" else {"failed": row["reason"]}
         if "ms" not in r:
-            items = [f"- {key}: {value}" for key, value in r.items()]
-            text += "\n".join([f"\n## {name}\n", *items, ""])
+            text += f"\n## {name}\n\n" + "".join(f"- {key}: {r[key]}\n" for key in r)
             continue
         quartiles = "{:,.1f} to {:,.1f}".format(*r["ms_quartiles"])
         memory = f"{r['peak_memory'] / 1e9:.1f} GB" if r["peak_memory"] else "n/a"
         published = RUNGS.get(name.removeprefix("ladder/")) or ""
-        speed += (
+        table += (
             f"| {name:18} | {r['B']:3} | {r['ms']:8,.1f} | {quartiles:18} "
             f"| {r['tok_per_sec']:9,.0f} | {r['mfu']:5.1%} | {memory:6} | {published:8} |\n"
         )
-        for part, ms in r.get("parts_ms", {}).items():
-            parts += f"| {name:18} | {part:13} | {ms:8,.1f} |\n"
+        if "parts_ms" in r:
+            times = [f"{part} {ms:,.1f}" for part, ms in r["parts_ms"].items()]
+            parts += f"- {name}: {', '.join(times)}\n"
         note = (
             f"{row['of']}\n\n{r['parameters']:,} parameters, {r['flops_per_token']:,} FLOPs per "
             f"token, T = {r['T']}, ranks: {r['world_size']}. Medians of {r['steps']} steps after "
             f"{WARMUP}. 100 % MFU = {r['mfu_of']}.\n"
         )
-    if note:
-        text += f"{speed}\n{note}"
-    if parts:
-        text += f"\n## Time by part\n\n| job | part | ms |\n|---|---|---|\n{parts}"
-    return text
+    return text + (f"{table}\n{note}\n## Time by part, ms\n\n{parts}" if note else "")
 
 
 def main(args: list[str] | None = None) -> int:
@@ -474,4 +450,5 @@ def main(args: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the process of a job as well
     cli.run(main)
