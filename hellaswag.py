@@ -16,8 +16,6 @@ the head only where an ending is scored. Losses are float32 in any precision of 
 
 import hashlib
 import json
-import math
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -30,9 +28,9 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from support.cli import UserError, check_writable, first_line, parse_args, run, torchrun_ranks
+from support.cli import UserError, check_writable, first_line, parse_args, run, torchrun_ranks, warn
 from support.devices import choose_device, keep_freed_memory, round_length
-from support.files import atomic_write, write_text
+from support.files import atomic_write, sha256, write_text
 from support.models import find_model, load_causal_lm
 from support.tokenizer import VOCAB_SIZE, get_tokenizer
 
@@ -48,50 +46,49 @@ TEXT = "It's 1,234.5 naïve informants gazed at 東京 🙂"
 
 def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
     """Downloads the validation set unless `path` has it, and verifies its checksum."""
-    if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256:
+    if path.exists() and sha256(path) == SHA256:
         return path
-    for attempt in range(1, attempts + 1):
+    for attempt in range(attempts):
+        time.sleep(attempt)
         try:
             with urllib.request.urlopen(URL, timeout=20) as response:
                 content = response.read()
-            if hashlib.sha256(content).hexdigest() != SHA256:
-                raise OSError(f"{len(content)} bytes that are not the official file (SHA-256)")
-            break
         except OSError as error:  # also URLError and time-outs
-            if attempt == attempts:
-                raise UserError(
-                    f"{URL}: download failed ({first_line(error)}); --data (in training "
-                    "--hellaswag-data) takes a local file"
-                ) from None
-            time.sleep(attempt)
-    path.parent.mkdir(exist_ok=True)
-    with atomic_write(path) as file:
-        file.write(content)
-    return path
+            problem = first_line(error)
+            continue
+        if hashlib.sha256(content).hexdigest() == SHA256:
+            path.parent.mkdir(exist_ok=True)
+            with atomic_write(path) as file:
+                file.write(content)
+            return path
+        problem = f"{len(content)} bytes that are not the official file"
+    local = "--data (in training --hellaswag-data) takes a local file"
+    raise UserError(f"{URL}: download failed ({problem}); {local}")
 
 
 def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
     """The tasks of a .jsonl file, by default the official ones."""
     path = path or download()
-    examples = []
     try:
         lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+    examples = []
     for number, line in enumerate(lines, start=1):
         try:
             example = json.loads(line)
-            endings, texts = example["endings"], [example["ctx"], *example["endings"]]
-            if example["label"] not in range(4) or not isinstance(endings, list):
-                raise ValueError("label or endings")
-            if len(texts) != 5 or not all(isinstance(text, str) and text for text in texts):
-                raise ValueError("ctx or endings")
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path}, line {number}: not a HellaSwag task ({error!r}); it needs ctx, a "
-                "label from 0 to 3 and four endings"
-            ) from None
-        examples.append(example)
+        except ValueError:
+            example = None
+        match example:
+            case {
+                "ctx": str(context),
+                "label": 0 | 1 | 2 | 3,
+                "endings": [str(), str(), str(), str()] as endings,
+            } if context and all(endings):
+                examples.append(example)
+            case _:
+                needs = "a JSON object with ctx, a label from 0 to 3 and four endings"
+                raise UserError(f"{path}, line {number}: not a HellaSwag task, {needs}")
     return examples
 
 
@@ -127,17 +124,16 @@ def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
                 f"HellaSwag task {number}: an ending exceeds the model's {block_size} tokens"
             )
         cut = len(context) > min(rooms)
-        read, scored = [], []
-        if not cut:
-            read = [(token, t, 0) for t, token in enumerate(context)]
+        shared = [] if cut else context
+        read, scored = [(token, t, 0) for t, token in enumerate(shared)], []
         for i, ending in enumerate(endings):
-            own = context[-rooms[i] :]
-            if cut:  # to a different length for each ending
-                read += [(token, t, i + 1) for t, token in enumerate(own)]
-            last = (len(read) if cut else len(context)) - 1  # of the context
-            sources = [last, *range(len(read), len(read) + len(ending) - 1)]
+            own = context[-rooms[i] :] if cut else []  # of a different length for each ending
+            first = len(read) + len(own)  # where the model reads the ending's first token
+            last = first - 1 if cut else len(context) - 1  # of the context
+            sources = [last, *range(first, first + len(ending) - 1)]
             scored += [(source, token, i) for source, token in zip(sources, ending, strict=True)]
-            read += [(token, t, i + 1) for t, token in enumerate(ending[:-1], start=len(own))]
+            own += ending[:-1]
+            read += [(token, t, i + 1) for t, token in enumerate(own, start=len(shared))]
         # Through NumPy, which reads lists five times as fast as torch.
         columns = (torch.from_numpy(np.array(rows, np.int64).T) for rows in (read, scored))
         tasks.append(Task(*columns, example["label"], cut))
@@ -152,21 +148,20 @@ def prepare_for_training(
     If a download fails, warns and returns None on all ranks. gather(value) -> the values of all
     ranks."""
     rank, local_rank, _ = torchrun_ranks()
-    tasks, problem = None, None
-    for downloads in (True, False):  # first the process that downloads, then the others
+    tasks, problem, file = None, None, Path(path) if path else None
+    if local_rank == 0:  # it downloads, the others wait
         try:
-            if downloads == (local_rank == 0):
-                tasks = prepare(load_examples(Path(path) if path else None), block_size)
+            tasks = prepare(load_examples(file), block_size)
         except (UserError, OSError) as error:  # no network, or no space for the download
             if path:
                 raise
             problem = str(error)
-        problem = next(filter(None, gather(problem)), None)
-        if problem:
-            if rank == 0:
-                print(f"warning: training without HellaSwag: {problem}", file=sys.stderr)
-            return None
-    return tasks
+    problem = next(filter(None, gather(problem)), None)
+    if problem:
+        if rank == 0:
+            warn(f"training without HellaSwag: {problem}")
+        return None
+    return tasks or prepare(load_examples(file), block_size)
 
 
 @dataclass(frozen=True)
@@ -217,7 +212,7 @@ def score(
     batches = batches[rank::world_size]
     index = [i for batch in batches for i in batch]
     losses = torch.zeros(len(index), 4, dtype=torch.float64)
-    lengths = torch.zeros(len(index), 4, dtype=torch.int64)
+    lengths = torch.zeros_like(losses, dtype=torch.int64)
     done = 0
     hide = None if progress else True  # None: unless stderr is a terminal
     for batch in tqdm(batches, unit_scale=batch_size, unit="task", disable=hide):
@@ -258,8 +253,9 @@ def count_correct(
     received: Sequence[int] = (),
 ) -> int:
     """How many of this rank's share a GPT of train_gpt2.py gets right, by acc_norm."""
-    ranks = {"rank": rank, "world_size": world_size, "received": received}
-    return score(model.hidden, model.wte.weight, tasks, device, **ranks).correct()[1]
+    hidden, head = model.hidden, model.wte.weight
+    ranks = {"rank": rank, "world_size": world_size}
+    return score(hidden, head, tasks, device, **ranks, received=received).correct()[1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -335,11 +331,9 @@ def main(args: list[str] | None = None) -> None:
     if config.json:
         write_json(Path(config.json), result)
     n, acc, acc_norm = result.accuracies()
-    error, error_norm = (math.sqrt(p * (1 - p) / n) for p in (acc, acc_norm))
-    print(
-        f"completion style: acc {acc:.4f} (standard error {error:.4f}), acc_norm {acc_norm:.4f} "
-        f"({error_norm:.4f}); {sum(task.cut for task in tasks)} contexts cut to {window} tokens"
-    )
+    cut = sum(task.cut for task in tasks)
+    if cut:
+        print(f"{cut} contexts cut to {window} tokens")
     print(f"{n} acc: {acc:.4f} acc_norm: {acc_norm:.4f}")
 
 

@@ -60,35 +60,31 @@ class Peer:
             self.code[part] = compile(textwrap.dedent(text), f"{script}, {part}", "exec")
         # The script's globals, as its set-up makes them in one process without a GPU.
         self.names: dict[str, Any] = {"__name__": "peer", "master_process": False, "ddp": False}
-        self.names |= {"device": "cpu", "device_type": "cpu"}
-        exec(self.code["definitions"], self.names)
-        exec(self.code["schedule"], self.names)
+        self.run("definitions", device="cpu", device_type="cpu")
+        self.run("schedule")
 
-    def model(self, vocab_size: int, ours: GPT) -> torch.nn.Module:
-        """Their GPT with our weights; rows that our vocabulary lacks keep their initialization."""
-        shape = asdict(SHAPE) | {"vocab_size": vocab_size}
-        model = self.names["GPT"](self.names["GPTConfig"](**shape))
-        with torch.no_grad():
-            pairs = zip(model.named_parameters(), ours.named_parameters(), strict=True)
-            for (theirs, to), (name, values) in pairs:
-                assert theirs == f"transformer.{name}", (theirs, name)
-                to[: len(values)] = values
+    def run(self, part: str, **names: Any) -> None:
+        """Executes a part of the script, with these globals set before."""
+        self.names |= names
+        exec(self.code[part], self.names)
+
+    def model(self, ours: GPT) -> torch.nn.Module:
+        """Their GPT with our weights."""
+        model = self.names["GPT"](self.names["GPTConfig"](**asdict(ours.config)))
+        weights = {f"transformer.{name}": p for name, p in ours.named_parameters()}
+        model.load_state_dict(weights | {"lm_head.weight": ours.wte.weight})
         return model
 
-    def train(self, model: GPT, steps: int, micro_steps: int) -> np.ndarray:
-        """Losses and gradient norms (2, steps) from the weights of `model`."""
-        names = self.names
-        names |= {"max_steps": steps, "warmup_steps": steps // 6, "grad_accum_steps": micro_steps}
-        names["model"] = names["raw_model"] = self.model(SHAPE.vocab_size, model)
-        batch = B * MICRO_STEPS // micro_steps
-        loader = names["DataLoaderLite"]
-        names["train_loader"] = loader(batch, T, process_rank=0, num_processes=1, split="train")
-        exec(self.code["optimizer"], names)
+    def train(self, ours: GPT, steps: int, micro_steps: int) -> np.ndarray:
+        """Losses and gradient norms (2, steps) from our weights."""
+        model, batch = self.model(ours), B * MICRO_STEPS // micro_steps
+        loader = self.names["DataLoaderLite"](batch, T, 0, 1, "train")
+        self.run("optimizer", model=model, raw_model=model, train_loader=loader)
+        self.names |= {"max_steps": steps, "warmup_steps": steps // 6}
         curves = []
         for step in range(steps):
-            names["step"] = step
-            exec(self.code["update"], names)
-            curves.append((names["loss_accum"].item(), names["norm"].item()))
+            self.run("update", step=step, grad_accum_steps=micro_steps)
+            curves.append((self.names["loss_accum"].item(), self.names["norm"].item()))
         return np.array(curves).T
 
 
@@ -108,7 +104,7 @@ def train_ours(model: GPT, steps: int, flags: list[str]) -> np.ndarray:
 
 def difference(curves: np.ndarray, others: np.ndarray) -> str:
     """The largest differences, over the first third of the steps and over all."""
-    losses, norms = np.abs(curves - others)[0], np.abs(curves / others - 1)[1]
+    losses, norms = abs(curves - others)[0], abs(curves / others - 1)[1]
     third = -(-len(losses) // 3)
     return (
         f"losses differ by at most {losses[:third].max():.1e} in the first {third} steps, "
@@ -134,11 +130,6 @@ def main() -> None:
 
     torch.manual_seed(1337)
     model, tokens = GPT(SHAPE), tokenize_text(ROOT / "input.txt", "train")
-    x, y = (torch.from_numpy(tokens[i : i + B * T].astype(np.int64)).view(B, T) for i in (0, 1))
-    with torch.no_grad():
-        plain, padded = (peer.model(V, model)(x, y)[1].item() for V in (SHAPE.vocab_size, 50304))
-    print(f"first loss {plain:.6f}; with 50,304 tokens {padded:.6f}, {padded - plain:+.6f}")
-
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
         Path(SHARDS).mkdir()
         np.save(f"{SHARDS}/input_train_000000.npy", tokens)
