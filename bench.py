@@ -304,7 +304,7 @@ def job_compare(flags: list[str], steps: int, bound: float, *runs: str) -> Row:
             shutil.rmtree(Path(folder, f"step_{steps:06d}"))
     largest = np.abs(np.subtract(*curves)).max()
     text = f"largest difference in {steps} steps {largest:.1e}, allowed {bound}"
-    if largest > bound:
+    if not largest <= bound:  # nan
         raise RunError(text)
     return {"result": text}
 

@@ -1,4 +1,4 @@
-"""Muon, in AdamW's place for the matrices inside the blocks (`train_gpt2.py --optimizer muon`).
+"""Muon replaces AdamW for the matrices inside the blocks (`train_gpt2.py --optimizer muon`).
 
 The momentum of a matrix's gradient is made nearly orthogonal, so that an update moves equally far
 in all directions (Jordan et al. 2024, kellerjordan.github.io/posts/muon). Its size is matched to
@@ -16,11 +16,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-NEWTON_SCHULZ = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # five steps of a x + b x^3 + c x^5 bring singular values near 1
+# Five steps of a x + b x^3 + c x^5 bring singular values near 1.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
@@ -65,9 +62,8 @@ class Muon(torch.optim.Optimizer):
         *,
         dtype: torch.dtype,
     ):
-        super().__init__(
-            list(named_parameters), dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
-        )
+        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
+        super().__init__(list(named_parameters), defaults)
         self.dtype = dtype
 
     @torch.no_grad()
@@ -83,9 +79,8 @@ class Muon(torch.optim.Optimizer):
                 matrices = 3 if name.endswith("c_attn.weight") else 1  # query, key, value
                 by_shape[p.shape, matrices].append((p, p.grad.lerp(buffer, momentum)))
             for ((rows, columns), matrices), pairs in by_shape.items():
-                stacked = torch.stack([update for _, update in pairs]).to(
-                    self.dtype
-                )  # (L, rows, columns)
+                stacked = torch.stack([update for _, update in pairs])  # (L, rows, columns)
+                stacked = stacked.to(self.dtype)
                 rows //= matrices
                 make_orthogonal = orthogonalize if self.sharded else orthogonalize_on_all_ranks
                 updates = make_orthogonal(stacked.view(-1, rows, columns)).view_as(stacked)

@@ -1,5 +1,4 @@
-"""A run's arithmetic (`--plan`), the micro-batch that fits on a GPU, a large model's memory on a
-CPU."""
+"""A run's arithmetic (`--plan`)."""
 
 import gc
 from pathlib import Path
@@ -61,8 +60,9 @@ def print_plan(
     compile: bool,
     **_: object,
 ) -> None:
-    """Prints what a run will take. model: a GPT, whose parameters may be on the "meta" device. The
-    keywords are the settings of the same name, others are ignored."""
+    """Prints what a run will take. model: a GPT, which may be on the "meta" device.
+
+    The keywords are settings of that name; others are ignored."""
     B, T = micro_batch_size or 1, seq_len
     N, flops = model.num_parameters(), model.flops_per_token(T)
     tokens, available = max_steps * total_batch_size, None
@@ -71,11 +71,10 @@ def print_plan(
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops
     memory = estimate_memory(model, B, T, device, dtype, low_memory, compile)
-    epochs = (
-        f"{tokens / available:.3f} of {available:,} training tokens"
-        if available
-        else f"no {data} yet"
-    )
+    epochs = f"no {data} yet"
+    if available:
+        epochs = f"{tokens / available:.3f} of {available:,} training tokens"
+    projected = f"projected: {ASSUMED_MFU:.0%} of"
     rows = {
         "device": description,
         "parameters": f"{N:,} ({sum(p.numel() for p in model.h.parameters()):,} in the blocks)",
@@ -84,15 +83,12 @@ def print_plan(
         "epochs": epochs,
         "FLOPs": f"{flops * tokens:.3e}",
         "memory": f"{memory / 1e9:.2f} GB with B = {B}, an estimate",
-        "time": f"{duration(tokens / rate)} at {rate:,.0f} tok/s, projected: {ASSUMED_MFU:.0%} of "
+        "time": f"{duration(tokens / rate)} at {rate:,.0f} tok/s, {projected} "
         f"{peak / 1e12:,.3g} TFLOP/s ({source})",
     }
-    for chip in ("A100-SXM4-80GB", "H100 80GB HBM3"):
+    for name, chip in {"A100": "A100-SXM4-80GB", "H100": "H100 80GB HBM3"}.items():
         seconds = flops * tokens / (8 * PEAK_TFLOPS[chip] * 1e12 * ASSUMED_MFU)
-        name = f"on 8 x {chip.split()[0].split('-')[0]}"
-        rows[name] = (
-            f"{duration(seconds)}, projected: {ASSUMED_MFU:.0%} of 8 x {PEAK_TFLOPS[chip]} TFLOP/s"
-        )
+        rows[f"on 8 x {name}"] = f"{duration(seconds)}, {projected} 8 x {PEAK_TFLOPS[chip]} TFLOP/s"
     for name, value in rows.items():
         print(f"{name:>13}: {value}")
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 
 def assign_owners(sizes: list[int], ranks: int) -> list[int]:
-    """Each parameter's owner: by size, largest first, each to the rank with the fewest values so
-    far."""
+    """Each parameter's owner: from the largest on, the rank with the fewest values so far."""
     owners, loads = [0] * len(sizes), [0] * ranks
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[i] = loads.index(min(loads))
@@ -46,12 +45,9 @@ class Shards:
         self.rank, world_size = dist.get_rank(), dist.get_world_size()
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.owners = assign_owners([p.numel() for p in self.parameters], world_size)
-        self.others = [
-            p for p, owner in zip(self.parameters, self.owners, strict=True) if owner != self.rank
-        ]
-        self.hidden: list[
-            torch.Tensor | None
-        ] = []  # gradients of the others' parameters, during a step
+        pairs = zip(self.parameters, self.owners, strict=True)
+        self.others = [p for p, owner in pairs if owner != self.rank]
+        self.hidden: list[torch.Tensor | None] = []  # gradients of the others, during a step
 
     def hide_gradients(self, *_: Any) -> None:
         self.hidden = [p.grad for p in self.others]
@@ -70,29 +66,26 @@ class Shards:
             work.wait()
 
     def gather_state(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """On rank 0 the whole state, one tensor at a time and in host memory; elsewhere this rank's
-        shard."""
+        """On rank 0 the whole state, in host memory; elsewhere this rank's shard."""
         mine = state_dict["state"]
         shapes: list[Any] = [None] * dist.get_world_size()
-        own = {
-            i: {key: (t.shape, t.dtype) for key, t in tensors.items()}
-            for i, tensors in mine.items()
-        }
+        own = [
+            (i, key, t.shape, t.dtype) for i, tensors in mine.items() for key, t in tensors.items()
+        ]
         dist.all_gather_object(shapes, own)
         whole: dict[int, dict[str, torch.Tensor]] = {}
-        for i, tensors in sorted((i, tensors) for shard in shapes for i, tensors in shard.items()):
-            for key, (shape, dtype) in tensors.items():
-                tensor = mine.get(i, {}).get(key)
-                if tensor is None:
-                    tensor = torch.empty(shape, dtype=dtype, device=self.parameters[i].device)
-                if self.owners[i] != 0:
-                    dist.broadcast(tensor, self.owners[i])
-                if self.rank == 0:
-                    whole.setdefault(i, {})[key] = tensor.cpu()
+        rows = [row for shard in shapes for row in shard]
+        for i, key, shape, dtype in sorted(rows, key=lambda row: row[0]):
+            if self.owners[i] == self.rank:
+                tensor = mine[i][key]
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=self.parameters[i].device)
+            if self.owners[i] != 0:
+                dist.broadcast(tensor, self.owners[i])
+            if self.rank == 0:
+                whole.setdefault(i, {})[key] = tensor.cpu()
         return state_dict | {"state": whole} if self.rank == 0 else state_dict
 
     def select_state(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        mine = {
-            i: tensors for i, tensors in state_dict["state"].items() if self.owners[i] == self.rank
-        }
-        return state_dict | {"state": mine}
+        state = state_dict["state"]
+        return state_dict | {"state": {i: state[i] for i in state if self.owners[i] == self.rank}}

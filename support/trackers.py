@@ -13,10 +13,10 @@ def start_trackers(log_dir: Path, entries: list[dict], first_step: int) -> list[
     """The trackers that the last of run.json's entries asks for.
 
     first_step: of this start, 0 unless it resumes from a checkpoint."""
-    trackers = []
-    if entries[-1]["config"]["tensorboard"]:
+    trackers, config = [], entries[-1]["config"]
+    if config["tensorboard"]:
         trackers.append(start_tensorboard(log_dir, first_step))
-    if entries[-1]["config"]["wandb"]:
+    if config["wandb"]:
         trackers.append(start_wandb(log_dir, entries, first_step))
     return trackers
 
@@ -47,14 +47,9 @@ def start_wandb(log_dir: Path, entries: list[dict], first_step: int) -> Tracker:
         first -= 1
     name = f"{log_dir.resolve().name}-{re.sub(r'[^0-9]', '', entries[first]['started'])}"
     try:
-        run = wandb.init(
-            project="gpt2-repro",
-            id=name,
-            name=name,
-            resume="allow",
-            dir=log_dir,
-            config=entries[-1]["config"],
-        )
+        config = entries[-1]["config"]
+        names = {"project": "gpt2-repro", "id": name, "name": name}
+        run = wandb.init(**names, resume="allow", dir=log_dir, config=config)
     except Exception as error:  # no account, no network
         message = f"--wandb: {first_line(error)}; WANDB_MODE=offline needs neither"
         raise UserError(message) from None
