@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tyro.conf import Positional
 
-from support.cli import UserError, flag, parse_args, run
+from support.cli import UserError, flag, parse_args, run, warn
 from support.devices import choose_device
 from support.models import find_model, load_causal_lm
 
@@ -53,8 +53,7 @@ def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> Non
     if length >= context:
         kept = max(context - config.max_new_tokens, context // 2)
         ids = ids[:, -kept:]
-        text = f"prompt of {length} tokens cut to its last {kept}; the context has {context}"
-        print(f"warning: {text}", file=sys.stderr)
+        warn(f"prompt of {length} tokens cut to its last {kept}; the context has {context}")
     generation = GenerationConfig(
         max_new_tokens=min(config.max_new_tokens, context - ids.size(1)),
         do_sample=config.temperature > 0,
@@ -66,12 +65,8 @@ def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> Non
     for i in range(config.num_samples):
         torch.manual_seed(config.seed + i)
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=generation,
-            streamer=streamer,
-        )
+        mask = torch.ones_like(ids)
+        model.generate(ids, generation, attention_mask=mask, streamer=streamer)
 
 
 def main(args: list[str] | None = None) -> None:
