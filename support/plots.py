@@ -1,5 +1,6 @@
 """Plots of logged runs: `log/curves.png`, which a run keeps up to date, and play.ipynb's."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,14 @@ import numpy as np
 from support.files import atomic_path
 from support.run_folder import read_log, run_entries
 
-# Published results. The validation loss is comparable only on FineWeb-Edu.
-VAL_BASELINES = {"GPT-2 124M (OpenAI), on FineWeb-Edu": 3.2924}
+# Published results; the validation loss is on FineWeb-Edu.
+VAL_BASELINES = {"GPT-2 124M (OpenAI)": 3.2924}
 HELLASWAG_BASELINES = {"GPT-2 124M (OpenAI)": 0.2955, "GPT-3 Small 124M (OpenAI)": 0.337}
 AXES = {"tokens": "tokens", "hours": "hours of training"}
 PANELS = {
     "lr": "learning rate",
     "norm": "gradient norm before clipping",
-    "tok_per_sec": "tokens a second",
+    "tok_per_sec": "tokens per second",
 }
 
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # stream -> (tokens or hours, values)
@@ -38,16 +39,21 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
 
 
 def on_fineweb(folder: str | Path) -> bool:
-    """True if a run's data are shards, to which VAL_BASELINES may apply."""
-    return not run_entries(folder)[-1]["config"]["data"].endswith(".txt")
+    """True if a run's data are FineWeb-Edu, by the manifest or the folder's name."""
+    data = Path(run_entries(folder)[-1]["config"]["data"])
+    try:
+        name = json.loads((data / "manifest.json").read_bytes())["source"]
+    except (OSError, ValueError, KeyError, TypeError):
+        name = data.name
+    return "fineweb" in name and "edu" in name
 
 
-def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean of the last `width` values, or of fewer at the start."""
-    sums = np.cumsum(np.insert(values, 0, 0.0))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - width, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+def smooth(values: np.ndarray, half: int) -> np.ndarray:
+    """Mean of the finite values from `half` before to `half` after each."""
+    known, window = np.isfinite(values), np.ones(2 * half + 1)
+    sums = np.convolve(np.where(known, values, 0.0), window, "same")
+    with np.errstate(invalid="ignore"):  # 0 / 0: all NaN
+        return sums / np.convolve(known, window, "same")
 
 
 def label_axes(axes: Any, x: str, title: str, ylabel: str = "") -> None:
@@ -55,44 +61,47 @@ def label_axes(axes: Any, x: str, title: str, ylabel: str = "") -> None:
 
     axes.set(xlabel=AXES[x], title=title, ylabel=ylabel)
     if x == "tokens":
-        axes.xaxis.set_major_formatter(EngFormatter())
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.locator_params(axis="x", nbins=6)
     axes.grid(alpha=0.3)
 
 
-def draw_baseline(axes: Any, name: str, value: float, right: bool = False) -> None:
+def draw_baseline(axes: Any, name: str, value: float, side: str = "left") -> None:
     """A horizontal line, named at its left or right end."""
     axes.axhline(value, color="gray", linestyle=":")
     axes.text(
-        0.99 if right else 0.01,
+        0.01 if side == "left" else 0.99,
         value,
         f"{name}: {value:.5g}",
         transform=axes.get_yaxis_transform(),
         color="dimgray",
         size="small",
-        verticalalignment="bottom",
-        horizontalalignment="right" if right else "left",
+        va="bottom",
+        ha=side,
     )
 
 
 def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
-    """Training loss (raw, smoothed) and validation loss; a long run's initial fall is cropped."""
-    highest = 0.0
+    """Training (raw, smoothed) and validation loss. The first twentieth may be cropped."""
+    highest = max(baselines.values(), default=0.0)
     for i, (name, run) in enumerate(runs.items()):
+        color, start = f"C{i}", 0.0
         if "train" in run:
             where, values = run["train"]
-            smoothed = smooth(values, max(len(values) // 40, 1))
-            axes.plot(where, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
-            axes.plot(where, smoothed, color=f"C{i}", label=f"{name}, train")
-            cropped = len(values) // 20 if len(values) > 2000 else 0
-            highest = max(highest, smoothed[cropped])
+            axes.plot(where, values, color, alpha=0.25, lw=0.8)
+            values = smooth(values, len(values) // 80)
+            axes.plot(where, values, color, label=f"{name}, train")
+            start = where[-1] / 20
+            highest = np.nanmax(values, initial=highest, where=where >= start)
         if "val" in run:
-            axes.plot(*run["val"], "o--", color=f"C{i}", markersize=4, label=f"{name}, validation")
+            where, values = run["val"]
+            axes.plot(where, values, color + "o-", ms=4, lw=0.5, label=f"{name}, validation")
+            highest = np.nanmax(values, initial=highest, where=where >= start)
     for name, value in baselines.items():
-        draw_baseline(axes, name, value)
-        highest = max(highest, value)
-    if any("train" in run for run in runs.values()):
+        draw_baseline(axes, name, value, "right")
+    if 0 < highest < np.inf:
         axes.set_ylim(top=1.05 * highest)
-    label_axes(axes, x, "Loss", "nats a token")
+    label_axes(axes, x, "Loss", "nats per token")
     axes.legend(loc="upper right")
 
 
@@ -100,10 +109,10 @@ def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
     """HellaSwag accuracy by mean loss per token, with GPT-2's and GPT-3's."""
     for i, (name, run) in enumerate(runs.items()):
         if "hella" in run:
-            axes.plot(*run["hella"], "o-", color=f"C{i}", markersize=3, label=name)
+            axes.plot(*run["hella"], f"C{i}o-", ms=3, label=name)
     for name, value in HELLASWAG_BASELINES.items():
         draw_baseline(axes, name, value)
-    draw_baseline(axes, "guessing", 0.25, right=True)
+    draw_baseline(axes, "guessing", 0.25, "right")
     axes.set_ylim(0.235, max(axes.get_ylim()[1], 0.35))
     label_axes(axes, x, "HellaSwag, acc_norm", "accuracy")
     axes.legend(loc="lower right")
@@ -112,7 +121,7 @@ def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
 def draw_panel(axes: Any, runs: dict[str, Curves], stream: str, x: str) -> None:
     for i, (name, run) in enumerate(runs.items()):
         if stream in run:
-            axes.plot(*run[stream], color=f"C{i}", linewidth=1, label=name)
+            axes.plot(*run[stream], f"C{i}", lw=1, label=name)
     axes.ticklabel_format(axis="y", scilimits=(-2, 4))
     label_axes(axes, x, PANELS[stream])
 

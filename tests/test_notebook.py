@@ -5,11 +5,13 @@ import shutil
 import subprocess
 
 import nbformat
+import numpy as np
 import pytest
 
 import fineweb
 import hellaswag
 import sample
+from support import plots
 from tests.conftest import ROOT, TINY, train, words
 from train_gpt2 import GPT, GPTConfig
 
@@ -71,6 +73,22 @@ def test_play_shows_the_reference_without_a_log(tmp_path, run_play):
     assert "no HellaSwag in these logs" in out
     assert "ROMEO:" in out  # a sample
     assert figures == 3
+
+
+def test_smoothing_neither_lags_nor_ends_at_a_nan():
+    values = np.arange(9.0)
+    values[4] = np.nan
+    assert plots.smooth(values, 1)[1:8].tolist() == [1, 2, 2.5, 4, 5.5, 6, 7]
+
+
+def test_openais_loss_is_for_fineweb_edu(tmp_path):
+    for name, source in (("edu_fineweb10B", "files"), ("shards", fineweb.FINEWEB)):
+        data = tmp_path / name
+        data.mkdir()
+        (data / "run.json").write_text(f'[{{"config": {{"data": "{data}"}}}}]')
+        assert plots.on_fineweb(data) == (name != "shards")
+        (data / "manifest.json").write_text(f'{{"source": "{source}"}}')
+        assert plots.on_fineweb(data) == (name == "shards")
 
 
 def test_colab_commands_run_in_order_on_a_cpu(text, tmp_path, monkeypatch, capsys):
