@@ -60,6 +60,7 @@ def test_play_shows_the_last_run_of_a_log(tmp_path, run_play):
     out, figures = run_play()
     assert "log: 50 train, 50 lr, 50 norm, 50 tok_per_sec, 1 val, 1 hella" in out
     assert "lowest validation loss 3.5000" in out
+    assert not plots.on_fineweb("log")
     assert "no checkpoint" in out
     assert figures == 3
 
@@ -82,13 +83,12 @@ def test_smoothing_neither_lags_nor_ends_at_a_nan():
 
 
 def test_openais_loss_is_for_fineweb_edu(tmp_path):
-    for name, source in (("edu_fineweb10B", "files"), ("shards", fineweb.FINEWEB)):
-        data = tmp_path / name
-        data.mkdir()
-        (data / "run.json").write_text(f'[{{"config": {{"data": "{data}"}}}}]')
-        assert plots.on_fineweb(data) == (name != "shards")
-        (data / "manifest.json").write_text(f'{{"source": "{source}"}}')
-        assert plots.on_fineweb(data) == (name == "shards")
+    data = tmp_path / "edu_fineweb10B"
+    data.mkdir()
+    (data / "run.json").write_text(f'[{{"config": {{"data": "{data}"}}}}]')
+    assert plots.on_fineweb(data)
+    (data / "manifest.json").write_text('{"source": "files"}')
+    assert not plots.on_fineweb(data)
 
 
 def test_colab_commands_run_in_order_on_a_cpu(text, tmp_path, monkeypatch, capsys):

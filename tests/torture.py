@@ -85,7 +85,7 @@ def torture(
     finish(folder / "straight", steps)
     log_dir, half_written, killed_at = folder / "killed", 0, []
     for i in range(kills):
-        goal = i * steps // (kills + 2)  # the last run is killed before it ends
+        goal = i * steps // (kills + 2)  # all before the end
         kill(log_dir, steps, ("saving", "training", "starting")[i % 3], goal)
         half_written += bool(list(log_dir.glob(".step_*.partial")))
         killed_at.append(read_log(log_dir)["train"][0][-1])
@@ -105,9 +105,10 @@ def draw(folder: Path, killed_at: list[int], path: Path) -> None:
         ("killed", f"killed {len(killed_at)} times", "#1f3b73", 0.9),
     ):
         steps, losses = read_log(folder / run)["train"]
-        axes.plot(steps, losses, color=color, linewidth=width, label=label)
-    style = dict(color="#e57373", zorder=0, linewidth=0.8, label="killed here, once or more")
-    axes.vlines(killed_at, min(losses), max(losses), **style)
+        axes.plot(steps, losses, color=color, lw=width, label=label)
+    axes.vlines(
+        killed_at, min(losses), max(losses), "#e57373", lw=0.8, zorder=0, label="killed here"
+    )
     axes.set(xlabel="step", ylabel="training loss (nats per token)", xlim=(-5, len(steps)))
     title = f"Killed {len(killed_at)} times or never: the same bytes"
     axes.set_title(title, loc="left", fontweight="bold")
