@@ -127,16 +127,17 @@ def table(curves: dict[str, list[Curve]]) -> str:
 def picture(curves: dict[str, list[Curve]], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5))
+    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for i, (name, runs) in enumerate(curves.items()):
         for curve in runs:
             label = name if curve is runs[0] else None
             axes.plot(*zip(*curve, strict=True), f"C{i}.-", alpha=0.7, label=label)
     target = final_loss(next(iter(curves.values())))
-    plots.draw_baseline(axes, "the first recipe at its end", target)
+    label = f"the first recipe at its end: {target:.3f}"
+    axes.axhline(target, color="gray", linestyle=":", label=label)
     axes.set_ylim(top=target + 2)
-    axes.legend()
+    axes.legend(title="one line per seed")
     plots.label_axes(axes, "tokens", "Validation loss", "nats per token")
     with atomic_path(path) as partial:
         figure.savefig(partial, format="png")
