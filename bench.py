@@ -178,7 +178,7 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         if step == last:
             result["parameters"] = model.num_parameters()
             result["flops_per_token"] = model.flops_per_token(run.seq_len)
-            result["peak_memory"] = peak_memory()
+            result["peak_memory"] = devices.peak_memory()
         profiler.step()
 
     train_gpt2.evaluate = before_step  # called before every step; no evaluation is due
@@ -201,21 +201,6 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         step_ms = statistics.mean(log["ms"][-2:])
         result["parts_ms"] = time_by_part(profiler.events(), step_ms, run.n_embd)
     return result
-
-
-def read_proc(file: str, name: str) -> str | None:
-    """A value from a file of Linux's /proc; None on other systems."""
-    path = Path("/proc", file)
-    found = re.search(rf"{name}\s*:\s+(.+)", path.read_text()) if path.exists() else None
-    return found and found[1]
-
-
-def peak_memory() -> int | None:
-    """Peak bytes: of tensors on a CUDA device, otherwise of the process; None if unknown."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    kB = read_proc("self/status", "VmHWM")
-    return 1024 * int(kB.removesuffix(" kB")) if kB else None
 
 
 def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
@@ -249,9 +234,11 @@ def measure_machine(flags: list[str]) -> Row:
     """The machine and its ceilings: products of random square matrices, and a copy."""
     run = train_gpt2.read_config(flags)
     device, dtype, description = devices.choose_device(run.device, run.dtype)
+    proc = Path("/proc/cpuinfo")  # Linux's
+    cpu = re.search(r"model name\s*:\s+(.+)", proc.read_text() if proc.exists() else "")
     machine = {
         "device": description,
-        "CPU": f"{read_proc('cpuinfo', 'model name') or '?'}, {os.cpu_count()} cores",
+        "CPU": f"{cpu[1] if cpu else platform.processor()}, {os.cpu_count()} cores",
         "software": f"torch {torch.__version__}, Python {platform.python_version()}",
     }
     n, size = (8192, 2**30) if device.type == "cuda" else (1024, 2**28)

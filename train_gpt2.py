@@ -690,6 +690,13 @@ def validation_loss(
     return None if stop else total / sequences
 
 
+@lru_cache(maxsize=1)
+def validation_text(loader: DataLoaderLite, tokens: int) -> tuple[int, int, int]:
+    """(number, bytes, characters) of the tokens that validation_loss predicts."""
+    number = min(tokens, loader.stream.total_tokens - 1) // loader.T * loader.T
+    return number, *tokenizer.text_size(loader.stream.read(1, number))
+
+
 def print_samples(model: GPT, prompt: str, samples: int, length: int, ranks: Ranks) -> None:
     """Prints continuations of `prompt` by `length` tokens."""
     generator = torch.Generator(device=ranks.device)  # separate from the training RNG
@@ -726,7 +733,8 @@ def evaluate(
             return True
         print0(f"step {step:5d} validation loss {val:.4f}")
         if log:
-            log(step, val=val)
+            tokens, size, _ = validation_text(val_loader, config.eval_tokens)
+            log(step, val=val, bpb=val * tokens / (size * math.log(2)))
     with torch.compiler.set_stance("force_eager"):  # shapes that occur once aren't worth compiling
         if tasks and is_due(config.hellaswag_every, step, config):
             import hellaswag
@@ -936,13 +944,16 @@ def conclude(state: TrainState, config: TrainConfig, val_loader: DataLoaderLite 
     """Prints the last lines of a run."""
     log_dir = Path(config.log_dir)
     steps, losses = run_folder.read_log(log_dir).get("val", ([], []))
-    if val_loader and steps[-1:] == [state.step]:  # per character, to compare with other tokenizers
-        sequences = min(config.eval_tokens, val_loader.stream.total_tokens - 1) // config.seq_len
-        tokens = val_loader.stream.read(1, sequences * config.seq_len)
-        characters = len(get_tokenizer().decode(tokens[tokens != EOT].tolist()))
-        per_character = f"{losses[-1] * len(tokens) / characters:.4f} nats per character"
-        print0(f"\nvalidation loss: {losses[-1]:.4f} nats per token, {per_character}")
+    if val_loader and steps[-1:] == [state.step]:  # also for comparison with other tokenizers
+        tokens, size, characters = validation_text(val_loader, config.eval_tokens)
+        nats = losses[-1] * tokens
+        print0(f"\nvalidation loss: {losses[-1]:.4f} nats per token")
+        print0(f"  {nats / characters:.4f} nats per character")
+        print0(f"  {nats / size / math.log(2):.4f} bits per byte")
     print0(f"done: {state.step:,} steps, {state.elapsed / 60:.1f} minutes of training")
+    memory = devices.peak_memory()
+    if memory:
+        print0(f"peak memory: {memory / 1e9:.2f} GB")
     if (log_dir / "curves.png").exists():
         print0(f"curves: {log_dir / 'curves.png'}")
     if config.save_every:
@@ -996,6 +1007,8 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     announce(state, config, checkpoint, ranks)
     peak, _ = devices.peak_flops(ranks.device, ranks.dtype)
     full_speed = ranks.world_size * peak / model.flops_per_token(T)  # tokens per second
+    every = config.eval_every or config.hellaswag_every or config.sample_every or config.save_every
+    clock = devices.Clock(config.max_steps, every)
     received = cli.collect_stop_signals()
     start, stop = state.step, False
     # One round more than there are updates: the last only saves and evaluates.
@@ -1067,13 +1080,12 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         optimizer.zero_grad(set_to_none=ranks.world_size == 1)
         # ---- End of the update -------------------------------------------------------------------
 
-        seconds = time.perf_counter() - began
+        seconds, left = clock.end_step(step, began)
         state.step, state.elapsed = step + 1, state.elapsed + seconds
         rate = config.total_batch_size / seconds
-        mfu = rate / full_speed
-        ms = 1e3 * seconds
-        speed = f"{ms:.0f} ms {rate:,.0f} tok/s mfu {mfu:.1%}"
-        print0(f"step {step:5d} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} {speed}")
+        mfu, ms = rate / full_speed, 1e3 * seconds
+        result = f"step {step:5d}/{config.max_steps} loss {loss:.4f} lr {lr:.2e} norm {norm:.3f}"
+        print0(f"{result} {ms:.0f} ms {rate:,.0f} tok/s mfu {mfu:.1%} {left}")
         if log:
             log(step, train=loss, lr=lr, norm=norm, tok_per_sec=rate, mfu=mfu, ms=ms)
     if ranks.rank == 0:

@@ -3,8 +3,10 @@
 import ctypes
 import functools
 import os
+import statistics
 import sys
 import time
+from collections import deque
 from datetime import timedelta
 
 import torch
@@ -91,6 +93,36 @@ def join_process_group(
 # Speed
 
 
+class Clock:
+    """Measures steps, and estimates how long a run still takes.
+
+    Beside the steps that is for the pauses between them, to evaluate and save: those so far, per
+    `every` steps, are repeated."""
+
+    def __init__(self, max_steps: int, every: int):
+        self.max_steps, self.every = max_steps, every
+        self.latest: deque[float] = deque(maxlen=20)  # seconds of steps
+        self.paused, self.pauses, self.ended = 0.0, 0, time.perf_counter()
+
+    def end_step(self, step: int, began: float) -> tuple[float, str]:
+        """(seconds of the step, "1 min 10 s left"); began: time.perf_counter() at its beginning"""
+        self.paused += began - self.ended
+        self.ended = time.perf_counter()
+        self.latest.append(self.ended - began)
+        left = statistics.median(self.latest) * (self.max_steps - step - 1)
+        if self.every:
+            self.pauses += step % self.every == 0
+            to_come = -(-self.max_steps // self.every) - step // self.every  # one is at the end
+            left += to_come * self.paused / max(self.pauses, 1)
+        return self.latest[-1], f"{duration(left)} left"
+
+
+def duration(seconds: float) -> str:
+    """For people: 0 min 40 s, or 19 h 8 min."""
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours:,} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+
+
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(the FLOP/s that count as 100 % MFU in this precision, where the figure comes from)"""
@@ -142,6 +174,18 @@ def can_compile(device: torch.device) -> bool:
 def round_length(length: int, device: torch.device) -> int:
     """On a GPU rounds up to a multiple of 64: cuDNN's attention plans again for each shape."""
     return length + -length % 64 if device.type == "cuda" else length
+
+
+def peak_memory() -> int | None:
+    """Peak bytes: of tensors on a CUDA device, otherwise of the process; None on Windows."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if os.name == "nt":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def keep_freed_memory() -> None:

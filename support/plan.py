@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from support.devices import peak_flops
+from support.devices import duration, peak_flops
 from support.failures import is_out_of_memory
 from support.gpus import PEAK_TFLOPS
 from support.tokenizer import open_split
@@ -36,12 +36,6 @@ def estimate_memory(
     fixed = 16 * model.num_parameters() + 8 * V * C + (0.365e9 if device.type == "cpu" else 0)
     logits = V * dtype.itemsize if compiled and device.type != "cpu" and not low_memory else 0
     return fixed + B * T * (len(model.h) * block * C + logits)
-
-
-def duration(seconds: float) -> str:
-    if seconds >= 1000 * 3600:
-        return f"{seconds / 86400:,.0f} days"
-    return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
 
 
 def print_plan(

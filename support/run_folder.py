@@ -66,13 +66,17 @@ def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
 
 
 @functools.cache
+def git(*command: str) -> str:
+    """The output of a git command in this repository; "" without git."""
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True)
+        return done.stdout.strip()
+    return ""
+
+
 def git_commit() -> str | None:
     """The full hash, with a + if files have changed since; None without git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=40"]
-    with contextlib.suppress(OSError):
-        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True)
-        return done.stdout.strip() or None
-    return None
+    return git("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*") or None
 
 
 def torchrun_job() -> str:
@@ -88,11 +92,11 @@ def torchrun_job() -> str:
 
 # fmt: off
 FORMATS = {
-    "train": ".6f", "val": ".6f", "hella": ".4f", "lr": ".6e", "norm": ".6f", "tok_per_sec": ".1f",
-    "mfu": ".4f", "ms": ".2f",
+    "train": ".6f", "val": ".6f", "bpb": ".6f", "hella": ".4f", "lr": ".6e", "norm": ".6f",
+    "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f",
 }
 # fmt: on
-EVALUATIONS = ("val", "hella")
+EVALUATIONS = ("val", "bpb", "hella")
 
 
 class RunLog:
@@ -137,6 +141,10 @@ class RunLog:
             "log_lines": begin,
         }
         self.entries.append(start | entry)
+        script, copy = ROOT / "train_gpt2.py", log_dir / "train_gpt2.py"
+        copy.unlink(missing_ok=True)
+        if git("status", "--porcelain", script.name):  # it differs from its commit
+            write_text(copy, script.read_text(encoding="utf-8"))
         self.write_entries()
         self.trackers = []
         if config["tensorboard"] or config["wandb"]:

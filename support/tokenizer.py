@@ -63,6 +63,17 @@ def printable(tokens: list[int]) -> str:
     return "\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines)
 
 
+def text_size(tokens: np.ndarray) -> tuple[int, int]:
+    """The bytes and characters of the text that `tokens` are, 1-D. EOT has none."""
+    counts, size, characters = np.bincount(tokens), 0, 0
+    for token in np.flatnonzero(counts).tolist():
+        if token != EOT:
+            text = get_tokenizer().decode_single_token_bytes(token)
+            size += int(counts[token]) * len(text)
+            characters += int(counts[token]) * sum(byte & 0xC0 != 0x80 for byte in text)
+    return size, characters
+
+
 def encode(text: str) -> Iterator[np.ndarray]:
     """tiktoken's encode_ordinary(text) as uint32 arrays, one per piece of a long text.
 

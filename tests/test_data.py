@@ -242,3 +242,9 @@ def test_bad_shards_are_named(tmp_path, name):
     spoil(next(tmp_path.glob(f"*{index:06d}.*")))
     with pytest.raises(UserError, match=message):
         DataLoaderLite(tmp_path, "train", 1, 4)
+
+
+def test_bytes_and_characters_of_tokens():
+    text = "naïve 日本語 🙂 "  # characters of several tokens
+    tokens = np.array([EOT, *get_tokenizer().encode_ordinary(text), EOT])
+    assert tokenizer.text_size(tokens) == (len(text.encode()), len(text))

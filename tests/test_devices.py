@@ -1,5 +1,6 @@
 """Stand-ins for other CPUs and GPUs; --plan against measurements; the largest micro-batch."""
 
+import re
 from functools import partial
 from itertools import product
 from unittest import mock
@@ -307,3 +308,22 @@ def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
     assert choose_micro_batch_size(config, None, ranks) == B
     low_memory, several_ranks = "--low-memory" in flags, world_size > 1
     assert tried[-1] == (B, low_memory, several_ranks, shards, keeps_logits, accumulates)
+
+
+@pytest.mark.parametrize("start", [0, 120])
+def test_the_time_left_includes_evaluations(start, monkeypatch):
+    """Steps of 0.2 s, some slower; pauses like those of the shakespeare preset."""
+    now, left, finished = 0.0, {}, {}
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: now)
+    clock = devices.Clock(600, 200)
+    for step in range(start, 601):
+        now += 3 * (step % 200 == 0) + (step % 300 == 0)
+        began = now
+        now += 0.4 if step % 7 == 0 else 0.2
+        if step < 600:
+            _, text = clock.end_step(step, began)
+            minutes, seconds = re.fullmatch(r"(\d+) min (\d+) s left", text).groups()
+            left[step], finished[step] = 60 * int(minutes) + int(seconds), now
+    for step in (230, 300, 450) if start else (150, 300, 450):
+        assert left[step] == pytest.approx(began - finished[step], rel=0.15)
+    assert devices.duration(60 * 60 * 19 + 500) == "19 h 8 min"

@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+import subprocess
 import sys
 from functools import partialmethod
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import train_gpt2
+from support import run_folder
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, losses, read_log, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks
@@ -131,7 +133,8 @@ def test_a_run_ends_with_its_results(text, tmp_path, monkeypatch, capsys):
     end = out[out.index("rank 0 sample 0:") :]
     steps = [line for line in out.splitlines() if line.startswith("step ")]
     assert len(steps) == 4  # with two validations
-    assert max(map(len, out[: out.index("rank 0")].splitlines())) <= 80
+    assert steps[1].startswith("step     0/2 loss 10.8") and steps[-2].endswith(" 0 min 0 s left")
+    assert max(map(len, out[: out.index("rank 0")].splitlines())) <= 100
     assert end.count("rank 0 sample") == 2 and end.count("\n  ROMEO:") == 2
     # Six sequences of 16 tokens: 97, of which 96 are predicted.
     tokens = [50256, *get_tokenizer().encode_ordinary(text.read_text())]
@@ -139,10 +142,13 @@ def test_a_run_ends_with_its_results(text, tmp_path, monkeypatch, capsys):
     val = losses("my log", "val")[-1]
     model = GPT.from_pretrained("my log/step_000002")
     assert val == pytest.approx(model(x[:-1].view(6, 16), x[1:].view(6, 16))[1].item(), abs=1e-5)
-    char = val * 96 / len(get_tokenizer().decode(x[1:].tolist()))
-    assert f"validation loss: {val:.4f} nats per token, {char:.4f} nats per character" in end
+    predicted = get_tokenizer().decode(x[1:].tolist())
+    bpb = val * 96 / len(predicted.encode()) / math.log(2)
+    assert losses("my log", "bpb")[-1] == pytest.approx(bpb, abs=1e-6)
+    char = f"{val * 96 / len(predicted):.4f} nats per character\n"
+    assert f"validation loss: {val:.4f} nats per token\n  {char}  {bpb:.4f} bits per byte" in end
     curves = f"curves: {Path('my log/curves.png')}"
-    for part in ("\ndone: 2 steps, ", curves, "model: my log/step_000002/"):
+    for part in ("\ndone: 2 steps, ", "\npeak memory: 0.", curves, "model: my log/step_000002/"):
         assert part in end
     assert Path("my log/curves.png").read_bytes().endswith(b"IEND\xaeB\x60\x82")
     python, program, *rest = shlex.split(re.search("sample: (.+)", end)[1])
@@ -177,3 +183,20 @@ def test_zero_steps_evaluate_and_exit(text, tmp_path):
     train(*args, "--log-dir", tmp_path)
     assert losses(tmp_path, "val") == [pytest.approx(math.log(50257), abs=0.1)]
     assert not losses(tmp_path)
+
+
+def test_an_edited_script_is_kept_with_the_log(text, tmp_path, monkeypatch):
+    """As git sees it at each start; a copy of an earlier start goes."""
+    repo = tmp_path / "repo"
+    script, copy = repo / "train_gpt2.py", tmp_path / "log" / "train_gpt2.py"
+    repo.mkdir()
+    script.write_text("committed")
+    for command in ("init", "add .", "-c user.name=me -c user.email=me commit -m first"):
+        subprocess.run(["git", "-C", repo, *command.split()], check=True, capture_output=True)
+    monkeypatch.setattr(run_folder, "ROOT", repo)
+    for source in ("committed", "changed", "committed"):
+        script.write_text(source)
+        run_folder.git.cache_clear()
+        train("--max-steps 0 --data", text, "--log-dir", copy.parent)
+        assert (copy.read_text() if copy.exists() else "committed") == source
+    run_folder.git.cache_clear()
