@@ -1,16 +1,17 @@
-"""Does a run match a reference? Compares two log folders (README.md describes check.txt).
+"""Does a run match a reference? README.md describes references.
 
-    python reference/check.py log                     # with the reference of its preset
-    python reference/check.py log reference/gpt2
+    python reference/check.py log               # with the reference of its preset
+    python reference/check.py log.txt           # of build-nanogpt, or nanoGPT's console output
+    python reference/check.py log my_reference
     python reference/check.py my_reference --make log_1 log_2 log_3 log_4 log_5
 
---make writes check.txt from runs of several seeds: for each validation loss, and the training loss
-over each 50 steps, the mean plus or minus five standard deviations (with five normal values known,
-a sixth is inside with a probability of 99 %)."""
+--make writes check.txt from runs of several seeds: the mean plus or minus five standard deviations
+(with five normal values known, a sixth is inside with a probability of 99 %)."""
 
+import re
 import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,161 +21,173 @@ from tyro.conf import Positional
 
 from support.cli import UserError, flag, parse_args, run
 from support.files import write_text
-from support.run_folder import read_log, run_entries
+from support.run_folder import last_start, run_entries
 
 ROOT = Path(__file__).parents[1]
-STRETCH, WIDTH, LEAST = 50, 5.0, 0.01  # steps; standard deviations; nats
-# By precision: ten times what ranks, micro-batches and compilation were seen to cause (README.md).
+STRETCH, WIDTH, LEAST = 20, 5, 0.01  # steps; standard deviations; nats
+# Of the first losses of one seed, by precision: ten times what ranks, micro-batches and compilation
+# were seen to cause (README.md).
 FIRST_STEPS, TOLERANCE = 20, {"float32": 2e-5, "bfloat16": 2e-2}
+SHARED = ("data", "init", "seq_len", "n_layer", "n_head", "n_embd")  # else there is no reference
+
+NANOGPT_LOSS = re.compile(r"step (\d+): train loss .*, (val) loss (\S+)|iter (\d+): loss (\S+),")
+NANOGPT_SETTING = re.compile(r"(\w+) = ['\"]?(?!resume)([\w.-]+)")
+NANOGPT_NAMES = {"dataset": "data", "init_from": "init", "block_size": "seq_len"}
 
 
 @dataclass(frozen=True)
 class CheckConfig:
     """Compares a run's losses with a reference's; exit status 0 if they match, 1 if not."""
 
-    log: Positional[str]  # log folder of a run; with --make the reference to write
-    reference: Positional[str] = ""  # folder of a reference; empty: that of the run's preset
+    log: Positional[str]  # log folder, log.txt or nanoGPT's output; with --make the reference
+    reference: Positional[str] = ""  # its folder; empty: that of the run's preset
     make: tuple[str, ...] = ()  # log folders of runs that differ in their seed only
 
 
-def last_entry(folder: Path) -> dict:
-    """What the newest start in a log folder recorded."""
-    entries = run_entries(folder)
-    if not entries or not (folder / "log.txt").exists():
-        raise UserError(f"{folder}: not a run's folder (log.txt, run.json)")
-    return entries[-1]
+@dataclass(frozen=True)
+class Run:
+    config: dict[str, Any]  # as far as known
+    streams: dict[str, dict[int, float]]
+    device: str = ""
 
 
-def values_of(folder: Path, stream: str) -> dict[int, float]:
-    """A stream of a run's log: {step: value}."""
-    return dict(zip(*read_log(folder).get(stream, ([], [])), strict=True))
+def read_run(path: Path) -> Run:
+    """A run from its folder, its log.txt, or nanoGPT's console output."""
+    log = path / "log.txt" if path.is_dir() else path
+    if not log.is_file():
+        raise UserError(f"{log}: no such file; name a run's folder or a log")
+    text = log.read_text(encoding="utf-8", errors="replace")
+    config, device, lines = {}, "", []
+    if NANOGPT_LOSS.search(text):
+        config = nanogpt_config(text)
+        for val_step, val, loss, step, train in NANOGPT_LOSS.findall(text):
+            lines.append((int(val_step or step), val or "train", float(loss or train)))
+    else:
+        entries = run_entries(log.parent)
+        if entries:
+            config, device = entries[-1]["config"], entries[-1]["device"]
+        # A kill may have cut the last line short.
+        for number, line in enumerate(text.split("\n")[:-1], start=1):
+            try:
+                step, stream, value = line.split()
+                lines.append((int(step), stream, float(value)))
+            except ValueError:
+                problem = f"not `step stream value`: {line.strip()}"
+                raise UserError(f"{log}, line {number}: {problem}") from None
+    streams: dict[str, dict[int, float]] = {}
+    for step, stream, value in lines[last_start(lines) :]:
+        streams.setdefault(stream, {})[step] = value
+    return Run(config, streams, device)
 
 
-def measure(folder: Path, points: list[Any], batch: int) -> list[tuple[int, float | None]]:
-    """(step, value) of a run's log at each (tokens, stream, …); None where the log has no value.
+def nanogpt_config(text: str) -> dict[str, Any]:
+    """Settings from the head of nanoGPT's output, which shows those that differ from defaults."""
+    head, found, rest = text.partition("tokens per iteration will be: ")
+    if not found:
+        return {}
+    batch = int(rest.split()[0].replace(",", ""))
+    config: dict[str, Any] = {"data": "openwebtext", "total_batch_size": batch}
+    for name, value in NANOGPT_SETTING.findall(head):
+        config[NANOGPT_NAMES.get(name, name)] = value
+    return config
+
+
+def read_bounds(path: Path) -> list[Any]:
+    """(tokens, stream, low, high) for each line of a check.txt."""
+    bounds = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            try:
+                tokens, stream, low, high = line.split()
+                bounds.append((int(tokens), stream, float(low), float(high)))
+            except ValueError:
+                raise UserError(f"{path}: not `tokens stream low high`: {line}") from None
+    return bounds
+
+
+def measure(run: Run, points: list[Any], batch: int) -> list[tuple[int, float | None]]:
+    """(step, value) of a run at each (tokens, stream, …); None where its log has no value.
 
     A training loss is the mean over the steps since the previous point."""
-    train, found, before = values_of(folder, "train"), [], 0
+    found, before = [], 0
     for tokens, stream, *_ in points:
         step, rest = divmod(tokens, batch)
-        value = values_of(folder, stream).get(step)
+        values = run.streams.get(stream, {})
+        value = values.get(step)
         if stream == "train":
-            stretch = [loss for s, loss in train.items() if before <= s < step]
-            value = statistics.fmean(stretch) if step - 1 in train else None
+            stretch = [values[s] for s in range(before, step) if s in values]
+            value = statistics.fmean(stretch) if step - 1 in values else None
             before = step
         found.append((step, None if rest else value))
     return found
 
 
-def read_check(path: Path) -> tuple[list[Any], list[Any]]:
-    """(steps, precision, stream, tolerance) and (tokens, stream, low, high) of a check.txt."""
-    if not path.exists():
-        raise UserError(
-            f"{path}: no such reference; there are reference/shakespeare and reference/gpt2"
-        )
-    first, bounds = [], []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        words = line.partition("#")[0].split()
-        try:
-            if words and words[0] == "first":
-                _, steps, precision, stream, tolerance = words
-                first.append((int(steps), precision, stream, float(tolerance)))
-            elif words:
-                tokens, stream, low, high = words
-                bounds.append((int(tokens), stream, float(low), float(high)))
-        except ValueError:
-            raise UserError(
-                f"{path}: neither `tokens stream low high` nor `first steps precision stream "
-                f"tolerance`: {line}"
-            ) from None
-    return first, bounds
-
-
-def check_log(path: Path) -> None:
-    """UserError for a line of a log that is not `step stream value`."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            step, _, value = line.split()
-            int(step), float(value)
-        except ValueError:
-            if line.endswith("\n"):  # a kill may have cut the last line short
-                message = f"{path}, line {number}: not `step stream value`: {line.strip()}"
-                raise UserError(message) from None
-
-
-def difference(config: dict[str, Any], reference: Path) -> str:
-    """What makes a run incomparable with a reference; empty if nothing does."""
-    entries = run_entries(reference)
-    if entries:
-        theirs = entries[-1]["config"]
-    else:  # published runs of the gpt2 preset
-        from train_gpt2 import TrainConfig
-
-        theirs = asdict(TrainConfig())
-    for name in ("data", "init", "seq_len", "n_layer", "n_head", "n_embd"):
-        ours, expected = config.get(name, theirs[name]), theirs[name]
-        if name == "data":
-            ours, expected = Path(ours).name, Path(expected).name
-        if ours != expected:
-            return f"{flag(name)} {ours}: {reference.name} has {expected}"
-    return ""
-
-
-def compare(log_dir: Path, reference: Path) -> tuple[bool, str]:
-    """(whether the run matches, a sentence that says so)."""
-    entry, checked = last_entry(log_dir), 0
-    config, (first, bounds) = entry["config"], read_check(reference / "check.txt")
-    check_log(log_dir / "log.txt")
-    incomparable = difference(config, reference)
-    if incomparable:
-        return False, f"no reference for {incomparable}"
-    no_match = f"does not match {reference.name}"
-    for steps, precision, stream, tolerance in first:
-        same_seed = config["seed"] == last_entry(reference)["config"]["seed"]
-        if not same_seed or f" {precision}:" not in entry["device"]:
-            continue
-        ours, theirs = values_of(log_dir, stream), values_of(reference, stream)
-        for step in range(steps):
-            if step in ours and step in theirs:
-                checked += step > 0  # step 0 is the untrained model
-                if not abs(ours[step] - theirs[step]) <= tolerance:
-                    return False, (
-                        f"step {step}: {stream} {ours[step]:.6f}, with the same seed "
-                        f"{theirs[step]:.6f} ± {tolerance:g} in {precision}: {no_match}"
-                    )
-    values = measure(log_dir, bounds, config["total_batch_size"])
-    for (_, stream, low, high), (step, value) in zip(bounds, values, strict=True):
-        if value is not None:
-            checked += step > 0
-            if not low <= value <= high:
-                return False, (
-                    f"step {step}: {stream} {value:.4f} is outside {low} to {high}: {no_match}"
-                )
-    if not checked:
-        return False, f"no value after step 0 that {reference.name} has: not compared"
-    return True, f"{checked} values compared: matches {reference.name}"
-
-
-def make(reference: Path, log_dirs: list[Path]) -> None:
-    """Writes reference/check.txt from runs that differ in their seed only."""
-    config = last_entry(log_dirs[0])["config"]
-    batch, max_steps = config["total_batch_size"], config["max_steps"]
-    points = [(step * batch, "val") for step in values_of(log_dirs[0], "val")]
-    points += [(step * batch, "train") for step in range(STRETCH, max_steps + 1, STRETCH)]
-    points.sort()
-    text = "# first steps precision stream tolerance: of a run with the seed of log.txt\n"
+def comparable_values(run: Run, reference: Path, batch: int) -> list[Any]:
+    """(what, step, value, low, high) of every value for which the reference has bounds."""
+    found, seed = [], run_entries(reference)[-1]["config"].get("seed")
     for precision, tolerance in TOLERANCE.items():
-        text += f"first {FIRST_STEPS} {precision} train {tolerance:g}\n"
-    seeds = len(log_dirs)
-    text += f"# tokens stream low high: mean of {seeds} seeds ± {WIDTH:g} standard deviations\n"
-    measured = [measure(folder, points, batch) for folder in log_dirs]
-    for (tokens, stream), *runs in zip(points, *measured, strict=True):
-        values = [value for _, value in runs]
-        if None in values or len(values) < 2:
-            raise UserError(
-                f"{reference}: needs two runs or more that all have {stream} at {tokens} tokens"
-            )
+        if f" {precision}:" in run.device and run.config["seed"] == seed:
+            expected = read_run(reference).streams["train"]
+            for step, value in run.streams.get("train", {}).items():
+                if step < FIRST_STEPS and step in expected:
+                    low, high = expected[step] - tolerance, expected[step] + tolerance
+                    found.append(("train, same seed,", step, value, low, high))
+    bounds = read_bounds(reference / "check.txt")
+    measured = measure(run, bounds, batch)
+    for (_, stream, low, high), (step, value) in zip(bounds, measured, strict=True):
+        if value is not None:
+            found.append((stream, step, value, low, high))
+    return found
+
+
+def compare(run: Run, reference: Path) -> tuple[bool, str]:
+    """(whether a run matches, the verdict and what it rests on)."""
+    entries, name, report = run_entries(reference), reference.name, ""
+    if not entries:
+        raise UserError(f"{reference}: no reference; there are those of shakespeare and gpt2")
+    theirs = entries[-1]["config"]
+    ours = theirs | run.config
+    assumed = [key for key in (*SHARED, "total_batch_size") if key not in run.config]
+    if assumed:
+        values = " ".join(f"{flag(key)} {ours[key]}" for key in assumed)
+        report = f"not in the log, so assumed as in {name}: {values}\n"
+    for key in SHARED:
+        value, expected = (Path(str(settings[key])).name for settings in (ours, theirs))
+        if value != expected:
+            return False, f"{report}no reference for {flag(key)} {value}: {name} has {expected}"
+
+    values = comparable_values(run, reference, ours["total_batch_size"])
+    outside, inside = [], {}
+    for what, step, value, low, high in values:
+        if not low <= value <= high:
+            outside.append(f"step {step}: {what} {value:.6g} is outside {low:.6g} to {high:.6g}")
+        elif step > 0:  # step 0 is the untrained model
+            inside.setdefault(what, []).append((step, (high - low) / 2))
+    if outside:
+        count = f"{len(outside)} of {len(values)} values are outside"
+        return False, f"{report}{outside[0]}\n{count}: does not match {name}"
+    if not inside:
+        return False, f"{report}no value after step 0 that {name} has: not compared"
+    for what, found in inside.items():
+        tolerance = max(width for _, width in found)
+        report += f"{what} {len(found)} values to step {found[-1][0]}, within {tolerance:.2g}\n"
+    return True, f"{report}matches {name}"
+
+
+def make(reference: Path, runs: list[Run]) -> None:
+    """Writes reference/check.txt from runs that differ in their seed only."""
+    batch, losses = runs[0].config["total_batch_size"], runs[0].streams
+    points = [(step * batch, "val") for step in losses.get("val", {})]
+    ends = [step + 1 for step in losses["train"] if (step + 1) % STRETCH == 0]
+    points += [(step * batch, "train") for step in ends]
+    points.sort()
+    text = f"# tokens stream low high: mean of {len(runs)} seeds ± {WIDTH} standard deviations\n"
+    measured = [measure(run, points, batch) for run in runs]
+    for (tokens, stream), *found in zip(points, *measured, strict=True):
+        values = [value for _, value in found if value is not None]
+        if len(values) < max(2, len(runs)):
+            problem = f"needs two runs or more that all have {stream} at {tokens} tokens"
+            raise UserError(f"{reference}: {problem}")
         mean, margin = statistics.fmean(values), max(WIDTH * statistics.stdev(values), LEAST)
         text += f"{tokens} {stream} {mean - margin:.4f} {mean + margin:.4f}\n"
     write_text(reference / "check.txt", text)
@@ -182,19 +195,17 @@ def make(reference: Path, log_dirs: list[Path]) -> None:
 
 def main(args: list[str] | None = None) -> int:
     config = parse_args(CheckConfig, args=args)
-    log_dir = Path(config.log)
     if config.make:
-        make(log_dir, [Path(folder) for folder in config.make])
+        make(Path(config.log), [read_run(Path(folder)) for folder in config.make])
         return 0
-    reference = Path(config.reference)
+    checked, reference = read_run(Path(config.log)), Path(config.reference)
     if not config.reference:
-        settings = last_entry(log_dir)["config"]
-        preset = settings["preset"]
+        preset = checked.config.get("preset", "gpt2")
         if preset == "auto":
-            preset = "shakespeare" if settings["data"].endswith(".txt") else "gpt2"
+            preset = "shakespeare" if checked.config["data"].endswith(".txt") else "gpt2"
         reference = ROOT / "reference" / preset
-    matches, verdict = compare(log_dir, reference)
-    print(verdict)
+    matches, report = compare(checked, reference)
+    print(report)
     return 0 if matches else 1
 
 
