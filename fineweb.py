@@ -46,7 +46,7 @@ class ShardConfig:
     config: str = ""  # the dataset's configuration; empty: its default
     split: str = ""  # the dataset's split; empty: train, with a validation split as shard 0
     text_column: str = ""  # column that holds the text; empty: text, or a dataset's only strings
-    template: str = ""  # instead of one column: joins several, as in "{question}\\n{answer}"
+    template: str = ""  # instead of one column: joins several, as in "{question}\n{answer}"
     out: str = "edu_fineweb10B"  # folder for the shards
     shard_size: int = 0  # tokens per shard; 0: 100 million, or about a tenth of a shorter text
     workers: int = 0  # number of tokenizing processes; 0: one per core

@@ -49,7 +49,7 @@ def choose_device(
         best, reason = "float32", "the safe choice on MPS"
     else:
         chosen, name = torch.device("cpu"), f"{torch.get_num_threads()} threads"
-        best, reason = "float32", "the same losses on every CPU"
+        best, reason = "float32", "the same losses on every CPU, to rounding"
     if dtype != "auto":
         best, reason = dtype, "as requested"
     return chosen, getattr(torch, best), f"{chosen} ({name}), {best}: {reason}"
