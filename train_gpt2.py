@@ -849,6 +849,9 @@ def find_start(config: TrainConfig) -> tuple[bool, Path | None, dict[str, Any] |
 # Set-up
 
 
+LARGE = 50_000_000  # parameters; on a CPU smaller models get float32, the same on every chip
+
+
 def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     """A model from a checkpoint, from --init, or from scratch."""
     if checkpoint or config.init != "scratch":
@@ -857,8 +860,10 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     return GPT(shape)
 
 
-def start_model(config: TrainConfig, checkpoint: Path | None, ranks: Ranks) -> GPT:
-    """The model to train, on the device of each rank."""
+def start_model(
+    config: TrainConfig, checkpoint: Path | None, saved: dict[str, Any] | None, ranks: Ranks
+) -> GPT:
+    """The model to train, on the device of each rank. On a CPU its size decides the precision."""
     torch.manual_seed(config.seed)
     model = new_model(config, checkpoint)
     shape = model.config
@@ -866,10 +871,11 @@ def start_model(config: TrainConfig, checkpoint: Path | None, ranks: Ranks) -> G
         problem = f"context {shape.block_size}, vocabulary {shape.vocab_size}"
         raise UserError(f"--init {config.init}: {problem} for --seq-len {config.seq_len}")
     if ranks.device.type == "cpu":
-        if model.num_parameters() <= 50_000_000:
+        if model.num_parameters() < LARGE:
             devices.keep_freed_memory()
-        elif config.dtype == "auto" and devices.bfloat16_speedup() >= 1.3:
-            print0("  (--dtype bfloat16 is much faster here)")
+        elif config.dtype == "auto":
+            precision = devices.cpu_precision(saved and saved["dtype"])
+            ranks.dtype, ranks.description = ranks.broadcast(precision)
     return model.to(ranks.device)
 
 
@@ -929,6 +935,7 @@ def announce(state: TrainState, config: TrainConfig, resumed: Path | None, ranks
     epochs = config.max_steps * batch / tokens
     shape = f"{loader.B} x {loader.T} tokens"
     folder = f"{config.log_dir}/" + (f", resumed from {resumed}" if resumed else "")
+    print0(f"device: {ranks.description}")
     print0(f"model: {parameters:,} parameters, {flops / 1e6:,.0f} MFLOP per token")
     print0(f"speed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s per device ({source})")
     print0(f"data: {cli.shown(config.data)}, {tokens:,} training tokens")
@@ -972,7 +979,7 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         if ranks.rank == 0:
             continues, checkpoint, saved = find_start(config)
         checkpoint = ranks.broadcast(checkpoint)
-    model = start_model(config, checkpoint, ranks)
+    model = start_model(config, checkpoint, saved, ranks)
     B, T = choose_micro_batch_size(config, model, ranks), config.seq_len
     grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
     shape = (B, T, ranks.rank, ranks.world_size, config.seed)
@@ -1101,13 +1108,15 @@ def main(args: list[str] | None = None) -> int:
 
         with torch.device("meta"):
             model = new_model(config)
-        print_plan(model, *devices.choose_device(config.device, config.dtype), **asdict(config))
+        device, dtype, reason = devices.choose_device(config.device, config.dtype)
+        if device.type == "cpu" and config.dtype == "auto" and model.num_parameters() >= LARGE:
+            dtype, reason = devices.cpu_precision()
+        print_plan(model, device, dtype, reason, **asdict(config))
         return 0
     ranks = Ranks.start(config)
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
         missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
         print0(f"{missing}: the shakespeare preset")
-    print0(f"device: {ranks.description}")
     try:
         with run_folder.lock(Path(config.log_dir), ranks.rank):
             status = train(config, ranks)

@@ -154,10 +154,19 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
     return 2 * n**3 / min(seconds)
 
 
-def bfloat16_speedup() -> float:
-    """The speed of bfloat16 matmuls on this CPU relative to float32; below 1 where emulated."""
-    cpu = torch.device("cpu")
-    return matmul_flops(cpu, torch.bfloat16, 256) / matmul_flops(cpu, torch.float32, 256)
+def cpu_precision(before: str | None = None) -> tuple[torch.dtype, str]:
+    """Like choose_device for a large model on a CPU; a resumed one stays in its dtype `before`."""
+    name, reason = before or "torch.float32", "as in the checkpoint"
+    if before is None:
+        rates = [
+            matmul_flops(torch.device("cpu"), d, 1024) for d in (torch.bfloat16, torch.float32)
+        ]
+        ratio = rates[0] / rates[1]
+        reason = f"bfloat16 matmuls are {ratio:.1f} times as fast as float32's"
+        if ratio >= 1.3:
+            name = "torch.bfloat16"
+    name = name.removeprefix("torch.")
+    return getattr(torch, name), f"cpu ({torch.get_num_threads()} threads), {name}: {reason}"
 
 
 def can_compile(device: torch.device) -> bool:

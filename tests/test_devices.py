@@ -14,8 +14,9 @@ from support import devices, plan
 from support.cli import RunError, UserError
 from support.gpus import data_sheet_flops
 from support.plan import estimate_memory, fits
+from support.run_folder import run_entries
 from tests import no_float64
-from tests.conftest import ROOT, TINY, losses, read_log, train, train_on_ranks, words
+from tests.conftest import ROOT, TINY, losses, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks, choose_micro_batch_size, read_config
 
 
@@ -25,14 +26,21 @@ def no_measured_peak(monkeypatch):
     monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n: 1e12)
 
 
-def test_the_same_losses_on_every_cpu(monkeypatch, text, tmp_path):
-    """auto is float32, Muon's matmuls included, also where bfloat16 is faster."""
-    args = ["--dtype auto --optimizer muon --max-steps 3 --data", text]
-    for speedup in (2.0, 0.5):
-        monkeypatch.setattr(devices, "bfloat16_speedup", lambda speedup=speedup: speedup)
-        train(*args, "--log-dir", tmp_path / str(speedup))
-    a, b = (read_log(tmp_path / folder, "train", "norm") for folder in ("2.0", "0.5"))
-    assert a == b
+def test_precision_on_a_cpu(monkeypatch, text, tmp_path):
+    """auto: float32 for a small model, bfloat16 for a large one where that is faster."""
+    args = ["--dtype auto --max-steps 2 --save-every 2 --data", text, "--log-dir"]
+
+    def precision(large, speedup, *more):
+        rates = {torch.bfloat16: speedup, torch.float32: 1.0}
+        monkeypatch.setattr(train_gpt2, "LARGE", 10**5 if large else 10**9)
+        monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n: rates[dtype])
+        train(*args, tmp_path, *more)
+        return run_entries(tmp_path)[-1]["device"].split(", ")[1]
+
+    assert precision(False, 9.0) == "float32: the same losses on every CPU"
+    assert precision(True, 1.2) == "float32: bfloat16 matmuls are 1.2 times as fast as float32's"
+    assert precision(True, 1.4) == "bfloat16: bfloat16 matmuls are 1.4 times as fast as float32's"
+    assert precision(True, 0.5, "--resume --max-steps 3") == "bfloat16: as in the checkpoint"
 
 
 def test_tf32_is_for_runs_in_16_bits_on_a_gpu(monkeypatch):
