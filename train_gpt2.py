@@ -136,11 +136,12 @@ class ChunkedLoss(torch.autograd.Function):
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         V = wte.size(0)
-        w = F.pad(wte.to(dtype), (0, 0, 0, -V % 64))  # on a CPU, too, aligned rows are faster
+        w = torch.zeros(V + -V % 64, wte.size(1), dtype=dtype, device=wte.device)
+        w[:V] = wte  # padded, since aligned rows are faster, on a CPU as well
         loss = torch.zeros((), device=x.device)
         train = ctx.needs_input_grad[0]
         if train:
-            dx, dw = torch.empty_like(x), torch.zeros_like(w, dtype=wte.dtype)
+            dx, dw = torch.empty_like(x), None
         for i in range(0, len(x), ChunkedLoss.CHUNK):
             chunk = slice(i, i + ChunkedLoss.CHUNK)
             x_chunk, target = x[chunk].to(dtype), targets[chunk, None]
@@ -154,7 +155,8 @@ class ChunkedLoss(torch.autograd.Function):
             if train:  # the summed loss has the gradient p, minus 1 at the target, in the logits
                 p = p.scatter_add_(1, target, torch.full_like(target_logits, -1.0)).to(dtype)
                 dx[chunk] = p @ w
-                dw += p.t() @ x_chunk
+                dw_chunk = p.t() @ x_chunk
+                dw = dw_chunk.to(wte.dtype) if dw is None else dw.add_(dw_chunk)
             del logits, p  # otherwise they live until the next ones are allocated
         if train:
             ctx.save_for_backward(dx.div_(len(x)).view(shape), dw[:V].div_(len(x)))
