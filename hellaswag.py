@@ -7,30 +7,30 @@
 HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?") has 10,042
 validation tasks. In the completion style used here the model scores the tokens of each ending after
 the context: `acc` takes the ending with the lowest summed loss, `acc_norm` the one with the lowest
-loss per token. GPT-2 (124M) gets 0.2859 and 0.2955; EleutherAI's lm-evaluation-harness, with other
-contexts and losses per character, 0.2892 and 0.3114 (docs/after.md).
+loss per token. GPT-2 (124M) gets 0.2859 and 0.2955.
 
 A task is one sequence: its context, then the four endings. Each ending attends to the context and
 itself, with positions as if it followed the context directly. So the context is computed once, and
 the head only where an ending is scored. Losses are float32 in any precision of the model."""
 
-import hashlib
+import contextlib
 import json
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.request import urlopen
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
 
-from support.cli import UserError, check_writable, first_line, parse_args, run, torchrun_ranks, warn
+from support.cli import UserError, check_writable, parse_args, print0, run, torchrun_ranks
 from support.devices import choose_device, keep_freed_memory, round_length
-from support.files import atomic_write, sha256, write_text
+from support.files import atomic_path, sha256, write_text
 from support.models import find_model, load_causal_lm
 from support.tokenizer import VOCAB_SIZE, get_tokenizer
 
@@ -44,41 +44,33 @@ TEXT = "It's 1,234.5 naïve informants gazed at 東京 🙂"
 # Data
 
 
-def download(path: Path = DOWNLOADED, attempts: int = 3) -> Path:
-    """Downloads the validation set unless `path` has it, and verifies its checksum."""
-    if path.exists() and sha256(path) == SHA256:
-        return path
-    for attempt in range(attempts):
+def download() -> Path:
+    """Downloads the validation set unless it is there, and verifies its checksum."""
+    for attempt in range(3):
         time.sleep(attempt)
         try:
-            with urllib.request.urlopen(URL, timeout=20) as response:
-                content = response.read()
-        except OSError as error:  # also URLError and time-outs
-            problem = first_line(error)
-            continue
-        if hashlib.sha256(content).hexdigest() == SHA256:
-            path.parent.mkdir(exist_ok=True)
-            with atomic_write(path) as file:
-                file.write(content)
-            return path
-        problem = f"{len(content)} bytes that are not the official file"
-    local = "--data (in training --hellaswag-data) takes a local file"
-    raise UserError(f"{URL}: download failed ({problem}); {local}")
+            if DOWNLOADED.exists() and sha256(DOWNLOADED) == SHA256:
+                return DOWNLOADED
+            DOWNLOADED.parent.mkdir(exist_ok=True)
+            with atomic_path(DOWNLOADED) as partial, urlopen(URL, timeout=20) as response:
+                partial.write_bytes(response.read())
+                if sha256(partial) != SHA256:
+                    raise OSError("not the official file")
+            return DOWNLOADED
+        except (OSError, HTTPException) as error:
+            problem = error
+    raise UserError(f"{URL}: download failed ({problem}); --data (--hellaswag-data) takes a file")
 
 
-def load_examples(path: Path | None = None) -> list[dict[str, Any]]:
+def load_examples(path: str | Path = "") -> list[dict[str, Any]]:
     """The tasks of a .jsonl file, by default the official ones."""
-    path = path or download()
-    try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+    path = Path(path) if path else download()
     examples = []
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     for number, line in enumerate(lines, start=1):
-        try:
+        example = None
+        with contextlib.suppress(ValueError):
             example = json.loads(line)
-        except ValueError:
-            example = None
         match example:
             case {
                 "ctx": str(context),
@@ -105,38 +97,31 @@ class Task:
     # (3, M) int64: which of the N predicts this token, the token, its ending (0 to 3)
     scored: torch.Tensor
     label: int
-    cut: bool  # the context exceeded the window and lost its beginning
 
 
 def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
     """Tokenizes tasks for a model with a context of block_size tokens.
 
-    A context that is too long is cut on the left, so that every ending stays whole; an ending
-    longer than the window is a UserError."""
-    encode, tasks = get_tokenizer().encode_ordinary, []
+    A context that is too long loses its beginning, so that every ending stays whole."""
+    encode, tasks, cut = get_tokenizer().encode_ordinary, [], 0
     for number, example in enumerate(examples, start=1):
         context = encode(example["ctx"])
         endings = [encode(" " + ending) for ending in example["endings"]]
-        # What each ending leaves for the context; an ending's last token is not read.
-        rooms = [block_size + 1 - len(ending) for ending in endings]
-        if min(rooms) < 1:
-            raise UserError(
-                f"HellaSwag task {number}: an ending exceeds the model's {block_size} tokens"
-            )
-        cut = len(context) > min(rooms)
-        shared = [] if cut else context
-        read, scored = [(token, t, 0) for t, token in enumerate(shared)], []
+        room = block_size + 1 - max(map(len, endings))  # an ending's last token is not read
+        if room < 1:
+            raise UserError(f"HellaSwag task {number}: an ending exceeds {block_size} tokens")
+        cut += len(context) > room
+        context = context[-room:]
+        read, scored = [(token, t, 0) for t, token in enumerate(context)], []
         for i, ending in enumerate(endings):
-            own = context[-rooms[i] :] if cut else []  # of a different length for each ending
-            first = len(read) + len(own)  # where the model reads the ending's first token
-            last = first - 1 if cut else len(context) - 1  # of the context
-            sources = [last, *range(first, first + len(ending) - 1)]
+            sources = [len(context) - 1, *range(len(read), len(read) + len(ending) - 1)]
             scored += [(source, token, i) for source, token in zip(sources, ending, strict=True)]
-            own += ending[:-1]
-            read += [(token, t, i + 1) for t, token in enumerate(own, start=len(shared))]
+            read += [(token, t, i + 1) for t, token in enumerate(ending[:-1], len(context))]
         # Through NumPy, which reads lists five times as fast as torch.
         columns = (torch.from_numpy(np.array(rows, np.int64).T) for rows in (read, scored))
-        tasks.append(Task(*columns, example["label"], cut))
+        tasks.append(Task(*columns, example["label"]))
+    if cut:
+        print0(f"HellaSwag: {cut} contexts cut to fit the model's {block_size} tokens")
     return tasks
 
 
@@ -147,21 +132,17 @@ def prepare_for_training(
 
     If a download fails, warns and returns None on all ranks. gather(value) -> the values of all
     ranks."""
-    rank, local_rank, _ = torchrun_ranks()
-    tasks, problem, file = None, None, Path(path) if path else None
-    if local_rank == 0:  # it downloads, the others wait
+    tasks, problem = None, None
+    if not path and torchrun_ranks()[1] == 0:  # it downloads, the others of its machine wait
         try:
-            tasks = prepare(load_examples(file), block_size)
-        except (UserError, OSError) as error:  # no network, or no space for the download
-            if path:
-                raise
+            tasks = prepare(load_examples(), block_size)
+        except UserError as error:
             problem = str(error)
     problem = next(filter(None, gather(problem)), None)
     if problem:
-        if rank == 0:
-            warn(f"training without HellaSwag: {problem}")
+        print0(f"warning: training without HellaSwag: {problem}")
         return None
-    return tasks or prepare(load_examples(file), block_size)
+    return tasks or prepare(load_examples(path), block_size)
 
 
 @dataclass(frozen=True)
@@ -179,13 +160,7 @@ class Score:
 
     def correct(self) -> tuple[int, int]:
         """How many of them are right."""
-        by_sum, by_mean = (int((chosen == self.labels).sum()) for chosen in self.predictions())
-        return by_sum, by_mean
-
-    def accuracies(self) -> tuple[int, float, float]:
-        """(tasks, acc, acc_norm)"""
-        n, (by_sum, by_mean) = len(self.index), self.correct()
-        return n, by_sum / n, by_mean / n
+        return tuple(int((chosen == self.labels).sum()) for chosen in self.predictions())
 
 
 @torch.no_grad()
@@ -194,11 +169,11 @@ def score(
     head: torch.Tensor,
     tasks: list[Task],
     device: torch.device,
-    batch_size: int = 16,
     rank: int = 0,
     world_size: int = 1,
-    progress: bool = False,
     received: Sequence[int] = (),
+    batch_size: int = 16,
+    hide_progress: bool | None = True,  # None: unless stderr is a terminal
 ) -> Score:
     """Scores this rank's share of the tasks, or a part after a signal is `received`. head: (V, C).
 
@@ -210,16 +185,13 @@ def score(
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].read.size(1))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     batches = batches[rank::world_size]
-    index = [i for batch in batches for i in batch]
-    losses = torch.zeros(len(index), 4, dtype=torch.float64)
+    losses = torch.zeros(len(tasks), 4, dtype=torch.float64)
     lengths = torch.zeros_like(losses, dtype=torch.int64)
-    done = 0
-    hide = None if progress else True  # None: unless stderr is a terminal
-    for batch in tqdm(batches, unit_scale=batch_size, unit="task", disable=hide):
+    for batch in tqdm(batches, unit_scale=batch_size, unit="task", disable=hide_progress):
         if received:
             break
         B, T = len(batch), round_length(tasks[batch[-1]].read.size(1), device)
-        read = torch.tensor([0, 0, 5])[:, None, None].repeat(1, B, T)  # padding is segment 5
+        read = torch.zeros(3, B, T, dtype=torch.int64)
         rows = []
         for b, i in enumerate(batch):
             read[:, b, : tasks[i].read.size(1)] = tasks[i].read
@@ -227,7 +199,7 @@ def score(
         row = torch.tensor(rows)  # (M,)
         source, answer, ending = torch.cat([tasks[i].scored for i in batch], dim=1)  # (M,) each
         tokens, position, segment = read  # (B, T) each
-        # A token attends to earlier ones of the context and its own ending; padding, to padding.
+        # A token attends to earlier ones of the context and its own ending, never to the padding.
         same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
         mask = (same & torch.ones(T, T).tril().bool())[:, None]  # (B, 1, T, T)
         x = hidden(tokens.to(device), position.to(device), mask.to(device))  # (B, T, C)
@@ -237,25 +209,17 @@ def score(
             logits = F.linear(x_part, head.to(x_part.dtype)).float()
             parts.append(F.cross_entropy(logits, target, reduction="none"))
         loss = torch.cat(parts).cpu().double()  # (M,); on the host: not every device has float64
-        place = (done + row) * 4 + ending
+        place = torch.tensor(batch)[row] * 4 + ending
         losses.view(-1).index_add_(0, place, loss)
         lengths.view(-1).index_add_(0, place, torch.ones_like(place))
-        done += B
-    return Score(index, losses, lengths, torch.tensor([tasks[i].label for i in index]))
+    index = sorted(i for batch in batches for i in batch)
+    labels = torch.tensor([tasks[i].label for i in index])
+    return Score(index, losses[index], lengths[index], labels)
 
 
-def count_correct(
-    model: Any,
-    tasks: list[Task],
-    device: torch.device,
-    rank: int,
-    world_size: int,
-    received: Sequence[int] = (),
-) -> int:
-    """How many of this rank's share a GPT of train_gpt2.py gets right, by acc_norm."""
-    hidden, head = model.hidden, model.wte.weight
-    ranks = {"rank": rank, "world_size": world_size}
-    return score(hidden, head, tasks, device, **ranks, received=received).correct()[1]
+def count_correct(model: Any, tasks: list[Task], *share: Any) -> int:
+    """How many of a share (device, rank, …) a GPT of train_gpt2.py gets right, by acc_norm."""
+    return score(model.hidden, model.wte.weight, tasks, *share).correct()[1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -282,7 +246,7 @@ def write_json(path: Path, result: Score) -> None:
     names = ("task", "label", "prediction", "prediction_norm", "losses", "lengths")
     columns = (result.labels, *result.predictions(), result.losses, result.lengths)
     rows = zip(result.index, *(column.tolist() for column in columns), strict=True)
-    write_text(path, json.dumps([dict(zip(names, row, strict=True)) for row in sorted(rows)]))
+    write_text(path, json.dumps([dict(zip(names, row, strict=True)) for row in rows]))
 
 
 def check_model(folder: Path, model: Any, tokenizer: Any) -> None:
@@ -312,7 +276,7 @@ def main(args: list[str] | None = None) -> None:
     if config.json:
         check_writable(config.json)
     folder = find_model(config.model)
-    examples = load_examples(Path(config.data) if config.data else None)[: config.limit or None]
+    examples = load_examples(config.data)[: config.limit or None]
     print(f"model: {folder}; device: {description}")
 
     model, tokenizer = load_causal_lm(folder, device, attn_implementation="sdpa")
@@ -323,17 +287,16 @@ def main(args: list[str] | None = None) -> None:
             tokens, position_ids=position, attention_mask=mask, use_cache=False
         )[0]
 
-    window = model.config.max_position_embeddings
-    tasks = prepare(examples, window)
+    tasks = prepare(examples, model.config.max_position_embeddings)
     with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
         head = model.get_output_embeddings().weight
-        result = score(hidden, head, tasks, device, config.batch_size, progress=True)
+        result = score(
+            hidden, head, tasks, device, batch_size=config.batch_size, hide_progress=None
+        )
     if config.json:
         write_json(Path(config.json), result)
-    n, acc, acc_norm = result.accuracies()
-    cut = sum(task.cut for task in tasks)
-    if cut:
-        print(f"{cut} contexts cut to {window} tokens")
+    n = len(tasks)
+    acc, acc_norm = (right / n for right in result.correct())
     print(f"{n} acc: {acc:.4f} acc_norm: {acc_norm:.4f}")
 
 

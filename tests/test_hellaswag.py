@@ -1,9 +1,12 @@
 """HellaSwag against a plain scorer: transformers' logits, one padded row per ending."""
 
+import hashlib
+import http.client
 import io
 import json
 import shutil
 import urllib.error
+from unittest import mock
 
 import pytest
 import torch
@@ -67,14 +70,18 @@ def plain_scores(folder, examples):
     return losses, lengths, losses.argmin(1), (losses / lengths).argmin(1), labels
 
 
+def inputs(model, examples):
+    tasks = hellaswag.prepare(examples, 160)
+    return model.hidden, model.wte.weight, tasks, torch.device("cpu")
+
+
 def test_losses_and_predictions_equal_the_plain_scorers(model):
     (ours, folder), examples = model, hellaswag.load_examples(TASKS)
     losses, lengths, by_sum, by_mean, labels = plain_scores(folder, examples)
     assert (by_sum != by_mean).any(), "division makes no difference here"
-    tasks, cpu = hellaswag.prepare(examples, 160), torch.device("cpu")
+    args = inputs(ours, examples)
     for batch_size, n in ((1, 1), (64, 1), (7, 3)):  # n ranks
-        args = (ours.hidden, ours.wte.weight, tasks, cpu, batch_size)
-        shares = [hellaswag.score(*args, rank, n) for rank in range(n)]
+        shares = [hellaswag.score(*args, rank, n, batch_size=batch_size) for rank in range(n)]
         assert sorted(i for share in shares for i in share.index) == list(range(24))
         for share in shares:
             torch.testing.assert_close(share.losses, losses[share.index], atol=1e-3, rtol=1e-5)
@@ -112,16 +119,15 @@ def task(context="A man sits on a roof. He", label=1, **changes):
     return {"ctx": context, "label": label, "endings": endings, **changes}
 
 
-def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
+def test_a_long_context_loses_its_beginning_and_the_endings_stay_whole(model, capsys):
     ours, _ = model
     long, short = task("far away " * 200 + "A man sits on a roof. He"), task()
-    tasks = hellaswag.prepare([long, short], 160)
-    assert [t.cut for t in tasks] == [True, False]
-    score = hellaswag.score(ours.hidden, ours.wte.weight, tasks, torch.device("cpu"))
+    score = hellaswag.score(*inputs(ours, [long, short]))
+    assert "1 contexts cut" in capsys.readouterr().out
     context, endings = encode(long)
+    context = context[max(map(len, endings)) - 161 :]
     for i, ending in enumerate(endings):
-        row = torch.tensor([context[-(161 - len(ending)) :] + ending[:-1]])
-        assert row.size(1) == 160
+        row = torch.tensor([context + ending[:-1]])
         logits = ours(row)[0][0, -len(ending) :]
         expected = F.cross_entropy(logits, torch.tensor(ending), reduction="sum").item()
         assert score.losses[score.index.index(0), i].item() == pytest.approx(expected, rel=1e-4)
@@ -130,8 +136,7 @@ def test_a_long_context_loses_its_beginning_and_the_ending_stays_whole(model):
 
 
 def test_losses_are_float32_under_bfloat16(model):
-    ours, _ = model
-    args = (ours.hidden, ours.wte.weight, hellaswag.prepare([task()], 160), torch.device("cpu"))
+    args = inputs(model[0], [task()])
     exact = hellaswag.score(*args)
     with torch.autocast("cpu", torch.bfloat16):
         rounded = hellaswag.score(*args)
@@ -209,25 +214,21 @@ def test_json_never_replaces_a_folder(path, model, tmp_path, monkeypatch):
 
 
 def test_download_is_retried_and_verified(tmp_path, monkeypatch):
-    good, answers = (json.dumps(task()) + "\n").encode(), []
-
-    def urlopen(url, timeout):
-        if (answer := answers.pop(0)) is None:
-            raise urllib.error.HTTPError(url, 404, "Not Found", {}, None)
-        return io.BytesIO(answer)
-
-    monkeypatch.setattr(hellaswag.urllib.request, "urlopen", urlopen)
-    monkeypatch.setattr(hellaswag.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(hellaswag, "SHA256", hellaswag.hashlib.sha256(good).hexdigest())
+    good = (json.dumps(task()) + "\n").encode()
+    missing = urllib.error.HTTPError("", 404, "Not Found", {}, None)
+    contents = map(io.BytesIO, [b"wrong content", good, good])
+    answers = [http.client.IncompleteRead(b""), *contents, *[missing] * 6]
     path = tmp_path / "cache" / "hellaswag_val.jsonl"
-    answers += [None, b"wrong content", good]
-    assert hellaswag.download(path) == path and path.read_bytes() == good
-    assert hellaswag.download(path) == path, "downloaded again"
+    monkeypatch.setattr(hellaswag, "urlopen", mock.Mock(side_effect=answers))
+    monkeypatch.setattr(hellaswag, "DOWNLOADED", path)
+    monkeypatch.setattr(hellaswag.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(good).hexdigest())
+    assert hellaswag.download() == path and path.read_bytes() == good
+    assert hellaswag.download() == path
     path.write_bytes(good[:-5])  # damaged: downloaded again
-    answers += [good]
-    assert hellaswag.download(path).read_bytes() == good
+    assert hellaswag.download().read_bytes() == good
     path.unlink()
-    answers += [None] * 3
     with pytest.raises(UserError, match=r"download failed .*404.*; --data"):
-        hellaswag.download(path)
+        hellaswag.download()
+    assert hellaswag.prepare_for_training("", 160, lambda value: [value]) is None
     assert not list(path.parent.iterdir())
