@@ -28,13 +28,11 @@ def model_folder(name: str | Path) -> Path:
         patterns = ["*.json", "*.txt", "*.model", "*.safetensors"]
         folder = Path(snapshot_download(str(name), allow_patterns=patterns))
         if not list(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(str(name), allow_patterns=["*.bin"]))
+            snapshot_download(str(name), allow_patterns=["*.bin"])
         return folder
     except Exception as error:  # the hub's, its HTTP library's, the socket's: no common base
-        raise UserError(
-            f"{name}: neither a folder nor found on the Hub ({first_line(error)}); without "
-            "a network, give a folder that holds the model"
-        ) from None
+        problem = f"neither a folder nor found on the Hub ({first_line(error)})"
+        raise UserError(f"{name}: {problem}; offline, give a folder with the model") from None
 
 
 def find_model(name: str) -> Path:
@@ -71,36 +69,29 @@ def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[
 # --------------------------------------------------------------------------------------------------
 # GPT-2 as plain dictionaries and tensors; pretrained.py writes it
 
-REQUIRED = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
-
 
 def read_pretrained(name: str | Path, names: list[str]) -> tuple[dict, dict[str, Tensor]]:
     """The settings called `names` and the weights of a GPT-2 in a folder or on the Hub."""
     folder = model_folder(name)
-    return read_settings(folder, names), read_weights(folder)
-
-
-def read_settings(folder: Path, names: list[str]) -> dict[str, Any]:
-    """The settings called `names` from a folder's config.json, if it describes a GPT-2."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raw = None
     if not isinstance(raw, dict):
-        raise UserError(f"{folder}: no model here (config.json is missing or no JSON object)")
+        raise UserError(f"{folder}: no model here (config.json is missing or damaged)")
     for key, expected in GPT2_MATHS.items():
         value = raw.get(key, expected if key != "model_type" else None)
         same = value == expected or (key == "n_inner" and value == 4 * raw.get("n_embd", 0))
         if not same and key not in names:
-            problem = f"config.json has {key} = {value!r}, not {expected!r}"
-            raise UserError(f"{folder}: not a GPT-2: {problem}")
-    bad = [name for name in REQUIRED if type(raw.get(name)) is not int or raw[name] < 1]
-    if bad:
-        raise UserError(f"{folder}: config.json needs {', '.join(bad)}: whole numbers from 1")
+            raise UserError(f"{folder}: not a GPT-2: config.json has {key} = {value!r}")
+    for key in ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd"):
+        if type(raw.get(key)) is not int or raw[key] < 1:
+            raise UserError(f"{folder}: config.json needs {key}, a whole number from 1")
     if raw["n_embd"] % raw["n_head"]:
         raise UserError(f"{folder}: config.json has an n_embd that n_head does not divide")
     theirs = {name: THEIR_NAMES.get(name, name) for name in names}
-    return {name: raw[key] for name, key in theirs.items() if key in raw}
+    settings = {name: raw[key] for name, key in theirs.items() if key in raw}
+    return settings, read_weights(folder)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -110,8 +101,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         try:
             part = safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
-            problem = f"damaged or not a weights file ({first_line(error)})"
-            raise UserError(f"{path}: {problem}") from None
+            raise UserError(f"{path}: damaged ({first_line(error)})") from None
         for name, tensor in part.items():
             name = name.removeprefix("transformer.")
             if name.endswith((".attn.bias", ".attn.masked_bias")):  # these are masks
