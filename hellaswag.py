@@ -79,8 +79,8 @@ def load_examples(path: str | Path = "") -> list[dict[str, Any]]:
             } if context and all(endings):
                 examples.append(example)
             case _:
-                needs = "a JSON object with ctx, a label from 0 to 3 and four endings"
-                raise UserError(f"{path}, line {number}: not a HellaSwag task, {needs}")
+                needs = "with ctx, a label from 0 to 3 and four endings"
+                raise UserError(f"{path}, line {number}: not a HellaSwag task {needs}")
     return examples
 
 
@@ -138,10 +138,10 @@ def prepare_for_training(
             tasks = prepare(load_examples(), block_size)
         except UserError as error:
             problem = str(error)
-    problem = next(filter(None, gather(problem)), None)
-    if problem:
-        print0(f"warning: training without HellaSwag: {problem}")
-        return None
+    for found in gather(problem):
+        if found:
+            print0(f"warning: training without HellaSwag: {found}")
+            return None
     return tasks or prepare(load_examples(path), block_size)
 
 
@@ -175,10 +175,9 @@ def score(
     batch_size: int = 16,
     hide_progress: bool | None = True,  # None: unless stderr is a terminal
 ) -> Score:
-    """Scores this rank's share of the tasks, or a part after a signal is `received`. head: (V, C).
+    """Scores this rank's share of the tasks, or a part after a signal is `received`.
 
-    hidden(tokens (B, T), position (B, T), mask (B, 1, T, T) bool) -> (B, T, C), the input of the
-    head."""
+    hidden(tokens (B, T), position (B, T), mask (B, 1, T, T) bool) -> (B, T, C); head: (V, C)."""
     from tqdm import tqdm
 
     # Tasks of similar lengths together need little padding.

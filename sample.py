@@ -72,10 +72,9 @@ def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> Non
 def main(args: list[str] | None = None) -> None:
     config = parse_args(SampleConfig, args=args)
     for name, least in {"max_new_tokens": 1, "num_samples": 1, "top_k": 0, "seed": 0}.items():
-        if getattr(config, name) < least:
-            raise UserError(f"{flag(name)} {getattr(config, name)}: must be at least {least}")
-    if config.seed >= 2**63:
-        raise UserError(f"--seed {config.seed}: must be below 2**63")
+        value = getattr(config, name)
+        if not least <= value < 2**63:
+            raise UserError(f"{flag(name)} {value}: must be at least {least} and below 2**63")
     if config.temperature != 0 and not 1e-6 <= config.temperature <= 1e6:
         raise UserError(f"--temperature {config.temperature}: must be 0, or from 1e-6 to 1e6")
     device, _, _ = choose_device(config.device, "float32")

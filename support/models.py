@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ def model_folder(name: str | Path) -> Path:
         if not list(folder.glob("*.safetensors")):
             snapshot_download(str(name), allow_patterns=["*.bin"])
         return folder
-    except Exception as error:  # the hub's, its HTTP library's, the socket's: no common base
+    except Exception as error:  # the hub's, HTTP's, the socket's: no common base
         problem = f"neither a folder nor found on the Hub ({first_line(error)})"
         raise UserError(f"{name}: {problem}; offline, give a folder with the model") from None
 
@@ -59,7 +58,7 @@ def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[
         model = model.to(device).eval()
         part = "tokenizer"
         # Without these files transformers 5 returns an empty tokenizer.
-        if any(path for name in TOKENIZER_FILES for path in folder.glob(name)):
+        if any(list(folder.glob(name)) for name in TOKENIZER_FILES):
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # transformers', safetensors', tokenizers': no common base
         raise UserError(f"{folder}: {part} cannot be loaded ({first_line(error)})") from None
