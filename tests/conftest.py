@@ -20,6 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side b
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests of Hub code start a local server
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+if os.name != "nt":  # from Python 3.14 on, processes are forked from one with these imports
+    modules = ["train_gpt2", "torch._dynamo", "tests.test_fineweb"]
+    multiprocessing.set_forkserver_preload(modules)
 
 
 def words(*args: object) -> list[str]:
@@ -89,7 +92,6 @@ def start_ranks(
     if os.name == "nt":
         pytest.skip("Windows does not fork")
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["train_gpt2", "torch._dynamo", "tests.conftest"])
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -12,15 +12,15 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
-import datasets  # here, so that the reader processes that tests fork need not import it
-import huggingface_hub
+import datasets  # here, so that forked readers have it
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -47,6 +47,7 @@ SPLITS = {
     "train": [*(f"text {i} <|endoftext|> {'some length ' * (i % 5)}'q'" for i in range(40)), None],
 }
 EDU = sorted((SHARED / "edu_sample").glob("*.parquet"))
+CHILDREN = {"read": texts.read, "start_child": texts.start_child}  # what they call first
 
 
 @pytest.fixture
@@ -90,6 +91,20 @@ def refused(*args):
         make(*args)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def change(patch, changes):
+    """Patches {name: value} here and in child processes, forked or not."""
+    for name, value in changes.items():
+        patch.setattr(name, value)
+    for name in CHILDREN:
+        patch.setattr(texts, name, partial(changed, name, changes))
+
+
+def changed(function, changes, *args):
+    for name, value in changes.items():
+        mock.patch(name, value).start()
+    CHILDREN[function](*args)
 
 
 def parquet(documents, column="text"):
@@ -151,7 +166,7 @@ def test_shards_hold_tiktokens_tokens_for_any_workers_and_batches(monkeypatch):
     write_folder(".", files | {"books/g.md.gz": gzip.compress(b"a\nb\n")})
     made = []
     for workers, rows in ((1, 256), (2, 7), (3, 4)):
-        monkeypatch.setattr(texts, "BATCH_ROWS", rows)
+        change(monkeypatch, {"support.texts.BATCH_ROWS": rows})
         out = f"out{workers}"
         args = ["--shard-size", 3000, "--workers", workers, "--out", out]
         make("--input", "a [1].jsonl", "b.*", "e.*", "books", *args)
@@ -181,7 +196,7 @@ def test_educational_sample():
 )
 def test_tokens_are_those_of_load_dataset(kind, template, monkeypatch):
     """Also if interrupted; the validation split is shard 0, whole; nulls in templates are empty."""
-    monkeypatch.setattr(texts, "BATCH_ROWS", 3)
+    change(monkeypatch, {"support.texts.BATCH_ROWS": 3})
     write_folder("folder", dataset(kind))
     args = ["--dataset", "folder", "--template", template, "--shard-size", 30]
     for shards in (1, 2, 4, 0):
@@ -380,7 +395,7 @@ def test_killed_processes_and_bugs(source, monkeypatch):
                 patch.setattr(texts, name, die)
                 assert "a process was killed" in refused(source, folder)
                 continue
-            patch.setattr(texts, name, bug)
+            change(patch, {f"support.texts.{name}": bug})
             with pytest.raises(AttributeError, match="a bug") as error:
                 make(source, folder)
             notes = getattr(error.value, "__notes__", [str(error.value.__cause__)])
@@ -481,18 +496,26 @@ def test_configurations_splits_and_columns():
     assert not os.path.exists("none")
 
 
+def ask(*args, **options):
+    Path("asked").touch()
+
+
+def nothing(*args):
+    pass
+
+
 def test_local_files_need_no_network(monkeypatch):
     """Left alone, `datasets` sends a request for each, and without a network waits for it."""
-    asked, path = Path("asked").absolute(), write("in/a.jsonl", b'{"text": "a"}')
-    for config in (datasets.config, huggingface_hub.constants):
-        monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: asked.touch())
+    path, online = write("in/a.jsonl", b'{"text": "a"}'), {"socket.getaddrinfo": ask}
+    for module in ("datasets.config", "huggingface_hub.constants"):
+        online[f"{module}.HF_HUB_OFFLINE"] = False
+    change(monkeypatch, online)
     make("--input", path, "--out", "out1")
     make("--dataset", path.parent, "--out", "out2")
-    assert not asked.exists()
-    monkeypatch.setattr(texts, "set_up_datasets", lambda: None)
+    assert not os.path.exists("asked")
+    change(monkeypatch, online | {"support.texts.set_up_datasets": nothing})
     make("--input", path, "--out", "out3")
-    assert asked.exists()
+    assert os.path.exists("asked")
 
 
 def test_through_the_hub():
@@ -505,8 +528,8 @@ def test_through_the_hub():
 def use_hub(hub):
     hub.files = {f"me/{kind[:7]}": dataset(kind) for kind in ("parquet", "jsonl.gz", "csv")}
     train = [*SPLITS["train"][0::2], *SPLITS["train"][1::2]]
-    datasets.config.STREAMING_READ_MAX_RETRIES = 2
-    time.sleep = lambda seconds: None  # between retries
+    retries = {"datasets.config.STREAMING_READ_MAX_RETRIES": 2, "time.sleep": nothing}
+    change(pytest.MonkeyPatch(), retries)
     for name in list(hub.files):
         out = Path("out", name)
         args = ["--dataset", name, "--shard-size", 100, "--out", out]
@@ -528,7 +551,7 @@ def use_hub(hub):
     for name in ("me/gated", "me/private", "me/none"):
         line = refused("--dataset", name, "--out", "none")
         assert f"{name}: cannot be read" in line and "request access on its Hub page" in line
-    os.environ["HF_TOKEN"] = hub.TOKEN
+    write("home/token", hub.TOKEN.encode())  # as `hf auth login` does
     for name in ("me/gated", "me/private"):
         make("--dataset", name, "--out", f"out/{name}")
         assert shard_tokens(f"out/{name}") == expected_tokens(SPLITS["validation"] + train)

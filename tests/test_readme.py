@@ -17,7 +17,10 @@ from train_gpt2 import GPT, GPTConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 NOT_RUN = {  # how a command begins -> why it is not run
+    "python3 -m venv ": "installs",
+    ". .venv": "installs",
     "pip ": "installs",
+    "python -m pytest": "runs this test",
     "sbatch ": "needs a cluster",
     "torchrun ": "needs GPUs; tests/test_resume.py starts it on the CPU",
     "python hellaswag.py": "downloads; tests/test_hellaswag.py has local tasks",
@@ -46,9 +49,9 @@ def commands() -> list[str]:
     """The distinct commands of all blocks without a language, without comments."""
     found = {}
     for block in blocks(""):
-        for line in block.splitlines():
-            if line and not line.startswith("mkdir "):
-                found[shlex.join(shlex.split(line, comments=True))] = None
+        for command in re.split(r"\n| && ", block):
+            if command and not command.startswith(("mkdir ", "cp ")):
+                found[shlex.join(shlex.split(command, comments=True))] = None
     return list(found)
 
 
