@@ -522,7 +522,7 @@ def test_through_the_hub():
     """In a process by itself, since huggingface_hub reads its settings when it is imported."""
     code = "import tests.hub as h; hub = h.Hub(); import tests.test_fineweb as t; t.use_hub(hub)"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], env=env, timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", code], env=env, timeout=300, check=True)
 
 
 def use_hub(hub):
