@@ -87,9 +87,9 @@ def test_a_signal_near_the_end_loses_no_evaluation(when, start, at_step, log, mo
     read, count = train_gpt2.TokenStream.read, [0]
 
     def disturbed(self, *args):
-        if not self.shuffle:  # validation: 4 batches each
+        if not self.shuffle:  # validation: 4 batches each, and the text once
             count[0] += 1
-            if count[0] == 6 and when == "in the last evaluation":
+            if count[0] == 7 and when == "in the last evaluation":
                 stop()
         return read(self, *args)
 
@@ -98,7 +98,7 @@ def test_a_signal_near_the_end_loses_no_evaluation(when, start, at_step, log, mo
         at_step(2, stop)
     flags = "--max-steps 3 --save-every 9 --eval-every 9 --sample-every 9"
     assert start(flags) == 143
-    assert count[0] == (4 if when == "in the last step" else 6) and steps(log) == [3]
+    assert count[0] == (5 if when == "in the last step" else 7) and steps(log) == [3]
     assert "sample 0" not in capsys.readouterr().out
     assert start(flags + " --resume") == 0
     assert "sample 0" in capsys.readouterr().out and len(losses(log, "val")) == 2
