@@ -615,6 +615,9 @@ def get_lr(step: int, config: TrainConfig) -> float:
 # Ranks: the processes of a run, and what they exchange
 
 
+LARGE = 50_000_000  # parameters: on a CPU smaller models train differently
+
+
 @dataclass
 class Ranks:
     """This process among those of a run (torchrun's ranks, or one alone), and its device."""
@@ -632,6 +635,9 @@ class Ranks:
         chosen = devices.choose_device(config.device, config.dtype, local_rank, world_size)
         device, dtype, description = chosen
         devices.prepare_training(device, dtype, config.deterministic)
+        parameters = config.n_embd * (12 * config.n_layer * config.n_embd + VOCAB_SIZE)  # about
+        if device.type == "cpu" and config.init == "scratch" and parameters < LARGE:
+            devices.keep_freed_memory()
         if "RANK" in os.environ:
             devices.join_process_group(rank, world_size, device, dtype)
         return cls(rank, world_size, device, dtype, description)
@@ -851,9 +857,6 @@ def find_start(config: TrainConfig) -> tuple[bool, Path | None, dict[str, Any] |
 # Set-up
 
 
-LARGE = 50_000_000  # parameters; on a CPU smaller models get float32, the same on every chip
-
-
 def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     """A model from a checkpoint, from --init, or from scratch."""
     if checkpoint or config.init != "scratch":
@@ -872,12 +875,10 @@ def start_model(
     if shape.block_size < config.seq_len or shape.vocab_size != VOCAB_SIZE:
         problem = f"context {shape.block_size}, vocabulary {shape.vocab_size}"
         raise UserError(f"--init {config.init}: {problem} for --seq-len {config.seq_len}")
-    if ranks.device.type == "cpu":
-        if model.num_parameters() < LARGE:
-            devices.keep_freed_memory()
-        elif config.dtype == "auto":
-            precision = devices.cpu_precision(saved and saved["dtype"])
-            ranks.dtype, ranks.description = ranks.broadcast(precision)
+    large = model.num_parameters() >= LARGE
+    if ranks.device.type == "cpu" and config.dtype == "auto" and large:
+        precision = devices.cpu_precision(saved and saved["dtype"])
+        ranks.dtype, ranks.description = ranks.broadcast(precision)
     return model.to(ranks.device)
 
 

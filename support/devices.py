@@ -14,9 +14,6 @@ import torch.distributed as dist
 
 from support.cli import UserError, first_line, print0
 
-# Huge pages for large CPU tensors, which make page faults cheaper. Read for the first tensor.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
 
 def choose_device(
     device: str, dtype: str, local_rank: int = 0, world_size: int = 1
@@ -198,11 +195,12 @@ def peak_memory() -> int | None:
 
 
 def keep_freed_memory() -> None:
-    """Keeps freed CPU memory in the process: for small models.
+    """Keeps freed CPU memory in the process, in huge pages. Call before the first tensor is made.
 
     By default glibc returns large buffers to the kernel, and the next step faults them in again,
-    page by page: more than half of a small model's step. In a large model that is cheap beside the
-    matmuls, and kept buffers fragment the heap."""
+    page by page: more than half of a small model's step. A large one is faster, and smaller, without
+    either."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)  # only in glibc
         mallopt(-4, 0)  # M_MMAP_MAX: map no buffer separately
