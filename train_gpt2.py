@@ -615,7 +615,7 @@ def get_lr(step: int, config: TrainConfig) -> float:
 # Ranks: the processes of a run, and what they exchange
 
 
-LARGE = 50_000_000  # parameters: on a CPU smaller models train differently
+LARGE = 50_000_000  # parameters
 
 
 @dataclass
@@ -868,7 +868,7 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
 def start_model(
     config: TrainConfig, checkpoint: Path | None, saved: dict[str, Any] | None, ranks: Ranks
 ) -> GPT:
-    """The model to train, on the device of each rank. On a CPU its size decides the precision."""
+    """The model, on the device of each rank. On a CPU its size decides the precision."""
     torch.manual_seed(config.seed)
     model = new_model(config, checkpoint)
     shape = model.config
@@ -936,14 +936,14 @@ def announce(state: TrainState, config: TrainConfig, resumed: Path | None, ranks
     parameters, flops = state.model.num_parameters(), state.model.flops_per_token(config.seq_len)
     peak, source = devices.peak_flops(ranks.device, ranks.dtype)
     epochs = config.max_steps * batch / tokens
-    shape = f"{loader.B} x {loader.T} tokens"
     folder = f"{config.log_dir}/" + (f", resumed from {resumed}" if resumed else "")
     print0(f"device: {ranks.description}")
     print0(f"model: {parameters:,} parameters, {flops / 1e6:,.0f} MFLOP per token")
     print0(f"speed: MFU 100 % = {peak / 1e12:,.3g} TFLOP/s per device ({source})")
     print0(f"data: {cli.shown(config.data)}, {tokens:,} training tokens")
     print0(f"steps: {config.max_steps:,} of {batch:,} tokens, {epochs:.3f} epochs")
-    print0(f"batch: {shape} x {micro_steps} micro-steps x {ranks.world_size} ranks")
+    shape = f"{loader.B} x {loader.T} tokens x {micro_steps} micro-steps"
+    print0(f"batch: {shape} x {ranks.world_size} ranks")
     print0(f"log and checkpoints: {folder}")
     constant = config.max_steps - config.warmup_steps - config.warmdown_steps
     if config.schedule == "wsd" and -config.warmdown_steps < constant < 0:
@@ -964,8 +964,6 @@ def conclude(state: TrainState, config: TrainConfig, val_loader: DataLoaderLite 
     memory = devices.peak_memory()
     if memory:
         print0(f"peak memory: {memory / 1e9:.2f} GB")
-    if (log_dir / "curves.png").exists():
-        print0(f"curves: {log_dir / 'curves.png'}")
     if config.save_every:
         run_folder.print_result(log_dir, state.step, config.sample_prompt)
 

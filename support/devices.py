@@ -198,8 +198,7 @@ def keep_freed_memory() -> None:
     """Keeps freed CPU memory in the process, in huge pages. Call before the first tensor is made.
 
     By default glibc returns large buffers to the kernel, and the next step faults them in again,
-    page by page: more than half of a small model's step. A large one is faster, and smaller, without
-    either."""
+    page by page: more than half of a small model's step. A large model's is faster without."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)  # only in glibc

@@ -307,6 +307,8 @@ def draw_curves(log_dir: Path, wait: bool) -> None:
 
 def print_result(log_dir: Path, step: int, prompt: str) -> None:
     """Prints what a run leaves and how to sample from it."""
+    if (log_dir / "curves.png").exists():
+        print0(f"curves: {log_dir / 'curves.png'}")
     print0(f"model: {log_dir}/step_{step:06d}/, in Hugging Face format")
     best, loss = best_checkpoint(log_dir)
     if best not in (None, step):
