@@ -868,7 +868,7 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
 def start_model(
     config: TrainConfig, checkpoint: Path | None, saved: dict[str, Any] | None, ranks: Ranks
 ) -> GPT:
-    """The model, on the device of each rank. On a CPU its size decides the precision."""
+    """The model, on each rank's device. On a CPU its size decides the precision."""
     torch.manual_seed(config.seed)
     model = new_model(config, checkpoint)
     shape = model.config
