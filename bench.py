@@ -164,9 +164,8 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         train_gpt2.new_model = lambda *args: plain_model(new_model(*args), changes)
         if "fused" not in changes:
             train_gpt2.configure_optimizer = plain_optimizer
-    run, (rank, local_rank, world_size) = train_gpt2.read_config(flags), cli.torchrun_ranks()
-    device, dtype, name = devices.choose_device(run.device, run.dtype, local_rank, world_size)
-    result = {"rung": rung, "changes": changes, "device": name, "world_size": world_size}
+    run, (rank, _, world_size) = train_gpt2.read_config(flags), cli.torchrun_ranks()
+    result = {"rung": rung, "changes": changes, "world_size": world_size}
     result |= {"B": run.micro_batch_size, "T": run.seq_len, "steps": steps}
     last = WARMUP + steps
     max_steps = last + 3 if ours else last  # one more to start the profiler, and two for it
@@ -174,8 +173,12 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         schedule=schedule(wait=last + 1, warmup=1, active=2), record_shapes=True, acc_events=True
     )
 
-    def before_step(step: int, model: GPT, *_: Any) -> None:
+    def before_step(step: int, model: GPT, *arguments: Any) -> None:
         if step == last:
+            ranks = arguments[3]  # of train_gpt2.evaluate
+            peak, source = devices.peak_flops(ranks.device, ranks.dtype)
+            result["device"] = ranks.description
+            result["mfu_of"] = f"{peak / 1e12:,.3g} TFLOP/s ({source})"
             result["parameters"] = model.num_parameters()
             result["flops_per_token"] = model.flops_per_token(run.seq_len)
             result["peak_memory"] = devices.peak_memory()
@@ -192,8 +195,6 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         if status or rank:
             sys.exit(status)  # after a signal; or not rank 0
         log = {stream: values for stream, (_, values) in read_log(folder).items()}
-    peak, source = devices.peak_flops(device, dtype)
-    result["mfu_of"] = f"{peak / 1e12:,.3g} TFLOP/s ({source})"
     for stream in ("ms", "tok_per_sec", "mfu"):
         result[stream] = statistics.median(log[stream][WARMUP:last])
     result["ms_quartiles"] = np.percentile(log["ms"][WARMUP:last], [25, 75]).tolist()

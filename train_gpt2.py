@@ -25,7 +25,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal
@@ -781,9 +781,11 @@ class TrainState:
     elapsed: float = 0.0  # seconds spent in updates
     skipped: int = 0  # updates skipped because loss or gradient was not finite
 
-    def skip_update(self, problem: str, allowed: int) -> None:
+    def skip_update(self, allowed: int, loss: float, norm: float, token: int) -> None:
         """Counts an update that is not finite. RunError if there are more than `allowed`."""
         self.skipped += 1
+        data = f"on the data from token {token} on"
+        problem = f"step {self.step}: loss {loss}, gradient norm {norm}, {data}"
         if self.skipped > allowed:
             skip = f"skip this update with --resume --skip-bad-steps {self.skipped}"
             raise RunError(f"{problem}; the weights are unchanged. Lower --max-lr, or {skip}")
@@ -808,6 +810,9 @@ class TrainState:
             raise UserError(f"--resume: {config.log_dir} holds another run: {', '.join(changes)}")
         self.loader.load_state_dict(saved["loader"])
         self.optimizer.load_state_dict(saved["optimizer"])
+        if ranks.device.type == "cpu":  # clone: the tensors are memory-mapped
+            for moments in self.optimizer.state.values():
+                moments.update({key: tensor.clone() for key, tensor in moments.items()})
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         if saved["dtype"] != str(ranks.dtype):
@@ -837,22 +842,6 @@ def save_checkpoint(state: TrainState, config: TrainConfig, ranks: Ranks) -> boo
     return not problem
 
 
-def find_start(config: TrainConfig) -> tuple[bool, Path | None, dict[str, Any] | None]:
-    """(whether the last run in log_dir continues, its newest intact checkpoint, the state in it)"""
-    from support import resume
-
-    log_dir = Path(config.log_dir)
-    if not (config.resume or resume.is_restart(log_dir)):
-        return False, None, None
-    checkpoint, saved = resume.find_checkpoint(log_dir)
-    if checkpoint:
-        return True, checkpoint, saved
-    # A run that was stopped before its first checkpoint restarts and overwrites its log.
-    entries = run_folder.run_entries(log_dir)
-    same = bool(entries) and not differences(entries[-1]["config"], config)
-    return same, None, None
-
-
 # --------------------------------------------------------------------------------------------------
 # Set-up
 
@@ -868,18 +857,26 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
 def start_model(
     config: TrainConfig, checkpoint: Path | None, saved: dict[str, Any] | None, ranks: Ranks
 ) -> GPT:
-    """The model, on each rank's device. On a CPU its size decides the precision."""
+    """The model to train. On a CPU its size decides the precision."""
     torch.manual_seed(config.seed)
-    model = new_model(config, checkpoint)
-    shape = model.config
-    if shape.block_size < config.seq_len or shape.vocab_size != VOCAB_SIZE:
-        problem = f"context {shape.block_size}, vocabulary {shape.vocab_size}"
-        raise UserError(f"--init {config.init}: {problem} for --seq-len {config.seq_len}")
+    model = None
+    if ranks.rank == 0:  # DDP sends the weights to the others, which never load them
+        model = new_model(config, checkpoint)
+        shape = model.config
+        if shape.block_size < config.seq_len or shape.vocab_size != VOCAB_SIZE:
+            problem = f"context {shape.block_size}, vocabulary {shape.vocab_size}"
+            raise UserError(f"--init {config.init}: {problem} for --seq-len {config.seq_len}")
+        model = model.to(ranks.device)
+    shape = ranks.broadcast(model and model.config)
+    if model is None:
+        with torch.device("meta"):
+            model = GPT(shape)
+        model = model.to_empty(device=ranks.device)
     large = model.num_parameters() >= LARGE
     if ranks.device.type == "cpu" and config.dtype == "auto" and large:
         precision = devices.cpu_precision(saved and saved["dtype"])
         ranks.dtype, ranks.description = ranks.broadcast(precision)
-    return model.to(ranks.device)
+    return model
 
 
 def choose_micro_batch_size(config: TrainConfig, model: GPT, ranks: Ranks) -> int:
@@ -945,8 +942,8 @@ def announce(state: TrainState, config: TrainConfig, resumed: Path | None, ranks
     shape = f"{loader.B} x {loader.T} tokens x {micro_steps} micro-steps"
     print0(f"batch: {shape} x {ranks.world_size} ranks")
     print0(f"log and checkpoints: {folder}")
-    constant = config.max_steps - config.warmup_steps - config.warmdown_steps
-    if config.schedule == "wsd" and -config.warmdown_steps < constant < 0:
+    rest = config.max_steps - config.warmup_steps
+    if config.schedule == "wsd" and 0 < rest < config.warmdown_steps:
         print0("schedule: a shorter warm-down, right after the warm-up")
 
 
@@ -954,7 +951,7 @@ def conclude(state: TrainState, config: TrainConfig, val_loader: DataLoaderLite 
     """Prints the last lines of a run."""
     log_dir = Path(config.log_dir)
     steps, losses = run_folder.read_log(log_dir).get("val", ([], []))
-    if val_loader and steps[-1:] == [state.step]:  # also for comparison with other tokenizers
+    if val_loader and steps[-1:] == [state.step]:
         tokens, size, characters = validation_text(val_loader, config.eval_tokens)
         nats = losses[-1] * tokens
         print0(f"\nvalidation loss: {losses[-1]:.4f} nats per token")
@@ -976,10 +973,13 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     """Trains, evaluates and saves. Returns the exit status: 0, or 130 / 143 after a signal."""
     # Model, data and optimizer: new, or as a checkpoint has them.
     log_dir, continues, checkpoint, saved = Path(config.log_dir), False, None, None
-    if config.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        if ranks.rank == 0:
-            continues, checkpoint, saved = find_start(config)
-        checkpoint = ranks.broadcast(checkpoint)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # nodes' may differ
+    if ranks.rank == 0 and (config.resume or restarts != "0"):
+        from support import resume
+
+        differ = partial(differences, config=config)
+        continues, checkpoint, saved = resume.find_start(log_dir, config.resume, differ)
+    checkpoint = ranks.broadcast(checkpoint)
     model = start_model(config, checkpoint, saved, ranks)
     B, T = choose_micro_batch_size(config, model, ranks), config.seq_len
     grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
@@ -1000,6 +1000,7 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         from support import resume
 
         state.load_state_dict(saved or resume.read_training_state(checkpoint), config, ranks)
+        saved = None  # it maps the file
         if ranks.broadcast(resume.is_finished(log_dir, state.step, config.max_steps)):
             print0(f"already trained {state.step} steps; to continue, raise --max-steps")
             return 0
@@ -1080,9 +1081,7 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         if math.isfinite(loss) and (math.isfinite(norm) or scaler.get_scale() > 1):
             scaler.step(optimizer)
         else:
-            data = f"on the data from token {first_token} on"
-            problem = f"step {step}: loss {loss}, gradient norm {norm}, {data}"
-            state.skip_update(problem, config.skip_bad_steps)
+            state.skip_update(config.skip_bad_steps, loss, norm, first_token)
         scaler.update()
         # Under DDP gradients are views of its buckets: zero them in place, or they'd be copies.
         optimizer.zero_grad(set_to_none=ranks.world_size == 1)

@@ -107,11 +107,14 @@ def user_error(error: BaseException) -> str | None:
     return str(error) if isinstance(error, UserError) else None
 
 
-def collect_stop_signals() -> list[int]:
-    """From now on appends SIGINT, SIGTERM and SIGUSR1 (Slurm's) to the list that it returns.
+received: list[int] = []  # SIGINT, SIGTERM and SIGUSR1 (Slurm's), after collect_stop_signals()
 
-    They no longer end the process; a second SIGINT exits at once."""
-    received: list[int] = []
+
+def collect_stop_signals() -> list[int]:
+    """From now on these signals are appended to `received` instead of ending the process.
+
+    A second SIGINT exits at once."""
+    received.clear()
 
     def note(number: int, frame: Any) -> None:
         if number == signal.SIGINT in received:
@@ -155,6 +158,8 @@ def run(main: Callable[[], int | None]) -> None:
         if message is None:
             raise
         wait = world_size > 1 and (rank > 0 or isinstance(error, LostRank))
+        if wait and received and isinstance(error, LostRank):
+            os._exit(status)  # torchrun is ending this rank since another has failed
     if wait:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(2)

@@ -1,4 +1,4 @@
-"""A run's arithmetic (`--plan`)."""
+"""A run's arithmetic (`--plan`), and whether a micro-batch fits on a GPU."""
 
 import gc
 from pathlib import Path

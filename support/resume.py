@@ -2,6 +2,7 @@
 
 Bad files raise UserError."""
 
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -13,10 +14,22 @@ from support.files import sha256
 from support.run_folder import list_checkpoints, run_entries, torchrun_job
 
 
-def is_restart(log_dir: Path) -> bool:
-    """Whether torchrun has restarted the job that began the last run."""
+def find_start(
+    log_dir: Path, asked: bool, differ: Callable[[dict[str, Any]], list[str]]
+) -> tuple[bool, Path | None, dict[str, Any] | None]:
+    """(whether the last run continues, its newest intact checkpoint, the state in it)
+
+    asked: by --resume; otherwise it continues if torchrun has restarted the job that began it.
+    differ(config): how a run of that configuration differs from this one."""
     entries, job = run_entries(log_dir), torchrun_job()
-    return bool(job and entries) and entries[-1].get("job") == job
+    restarted = bool(job and entries) and entries[-1].get("job") == job
+    if not (asked or restarted):
+        return False, None, None
+    checkpoint, saved = find_checkpoint(log_dir)
+    if checkpoint:
+        return True, checkpoint, saved
+    # A run that was stopped before its first checkpoint restarts and overwrites its log.
+    return bool(entries) and not differ(entries[-1]["config"]), None, None
 
 
 def is_finished(log_dir: Path, step: int, max_steps: int) -> bool:
@@ -41,10 +54,13 @@ def find_checkpoint(log_dir: Path) -> tuple[Path, dict[str, Any]] | tuple[None, 
 
 
 def read_training_state(checkpoint: Path) -> dict[str, Any]:
-    """TrainState.state_dict() as saved. Never runs pickled code."""
+    """TrainState.state_dict() as saved. Never runs pickled code.
+
+    The tensors are memory-mapped: copy and drop them, since NFS and Windows cannot remove a mapped
+    file."""
     path = checkpoint / "training_state.pt"
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({first_line(error)})") from None
     if not isinstance(state, dict) or state.get("format") != 1:

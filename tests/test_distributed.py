@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.cli import UserError
-from tests.conftest import start_ranks
+from tests.conftest import ROOT, start_ranks, train_on_ranks
 from train_gpt2 import GPT, GPTConfig, Ranks, choose_micro_batch_size, read_config
 
 
@@ -64,3 +64,10 @@ def test_an_error_of_one_rank_is_one_line_with_its_rank(name, tmp_path, monkeypa
     errors = [line for text in texts for line in text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0].startswith(f"error: rank 1: {message}"), texts
     assert not any("Traceback" in text for text in texts), texts
+
+
+def test_restarts_are_counted_by_each_node(tmp_path):
+    """torchrun counts a node's own: all ranks still exchange the same."""
+    count = "import os\nos.environ['TORCHELASTIC_RESTART_COUNT'] = os.environ['RANK']"
+    args = ["--data", ROOT / "input.txt", "--max-steps 1 --log-dir", tmp_path / "log"]
+    train_on_ranks(2, tmp_path, *args, code=count)

@@ -335,3 +335,19 @@ def test_wandb_names_an_extended_run_after_its_first_start(tmp_path, monkeypatch
     for n in (1, 2):
         start_trackers(tmp_path, starts[:n], starts[n - 1]["step"])
     assert started == [f"{tmp_path.name}-20260101000000"] * 2
+
+
+def test_a_rank_that_is_being_ended_prints_nothing():
+    """SIGTERM came during a step, before the rank noticed that another had failed."""
+    code = """if 1:
+        import os, signal
+        from support import cli
+        cli.collect_stop_signals()
+        def main():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise cli.LostRank("another rank has exited")
+        cli.run(main)"""
+    command = [sys.executable, "-c", code]
+    env = os.environ | RANK | {"WORLD_SIZE": "2"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
