@@ -78,9 +78,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if path.exists():
         with explained(str(path), remedy="move it and its shards away"):
             manifest |= json.loads(path.read_text(encoding="utf-8"))
-            whole = all(len(shard) == 4 for shard in manifest["shards"])
-            if not whole or len(manifest["position"]) != 3:
-                raise ValueError("incomplete, or of an earlier version")
+            # Earlier versions had no row in the position, and [nulls, empty texts] skipped.
+            manifest["position"] = [*manifest["position"], 0][:3]
+            manifest["skipped"] = int(np.sum(manifest["skipped"]))
+            if any(len(shard) != 4 for shard in manifest["shards"]):
+                raise ValueError("incomplete")
     return manifest
 
 
