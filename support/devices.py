@@ -159,7 +159,7 @@ def cpu_precision(before: str | None = None) -> tuple[torch.dtype, str]:
             matmul_flops(torch.device("cpu"), d, 1024) for d in (torch.bfloat16, torch.float32)
         ]
         ratio = rates[0] / rates[1]
-        reason = f"bfloat16 matmuls are {ratio:.1f} times as fast as float32's"
+        reason = f"bfloat16 matmuls are {ratio:.2g} times as fast as float32's"
         if ratio >= 1.3:
             name = "torch.bfloat16"
     name = name.removeprefix("torch.")
