@@ -635,8 +635,7 @@ class Ranks:
         chosen = devices.choose_device(config.device, config.dtype, local_rank, world_size)
         device, dtype, description = chosen
         devices.prepare_training(device, dtype, config.deterministic)
-        parameters = config.n_embd * (12 * config.n_layer * config.n_embd + VOCAB_SIZE)  # about
-        if device.type == "cpu" and config.init == "scratch" and parameters < LARGE:
+        if device.type == "cpu":
             devices.keep_freed_memory()
         if "RANK" in os.environ:
             devices.join_process_group(rank, world_size, device, dtype)
