@@ -1,8 +1,12 @@
-"""bench/recipes/sweep.py: recipes over seeds; what a run sends to trackers."""
+"""bench/recipes/sweep.py: recipes compared over lengths; what a run sends to trackers."""
 
 import importlib.util
+import json
+import shutil
 import sys
 from types import SimpleNamespace
+
+import pytest
 
 from tests.conftest import ROOT, train
 
@@ -11,7 +15,7 @@ sweep = sys.modules["sweep"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(sweep)
 
 SWEEP = """
-seeds = [1]
+baselines = ["default"]
 [common]
 preset = "shakespeare"
 data = "{text}"
@@ -24,24 +28,43 @@ eval_every = 2
 eval_tokens = 64
 sample_every = 0
 save_every = 2
+warmup_steps = 0.5
+warmdown_steps = 0.5
+lengths = {{ "4" = [1] }}
 [recipes.default]
-max_steps = 4
 [recipes.muon]
-max_steps = 2
 shuffle = false
+lengths = {{ "2" = [1] }}
 """
 
 
-def test_a_sweep_makes_a_table_and_a_picture(text, tmp_path):
-    path, out = tmp_path / "small.toml", tmp_path / "out"
+def test_a_sweep_trains_what_is_missing_and_compares(text, tmp_path, capsys):
+    path, out, logs = tmp_path / "small.toml", tmp_path / "out", tmp_path / "logs/small"
     path.write_text(SWEEP.format(text=text))
     sweep.main([str(path), "--out", str(out)])
-    table = (out / "small/table.md").read_text().splitlines()
-    for row, start in zip(table[2:], ("| default | 1 | 128 |", "| muon | 1 | 64 |"), strict=True):
-        assert row.startswith(start)
-    assert (out / "small/curves.png").stat().st_size > 10_000
-    curve = [(0, 10.0), (100, 6.0), (200, 5.0)]  # the target lies between two points
-    assert [sweep.tokens_to_reach(curve, target) for target in (5.5, 4.0, 11.0)] == [150, None, 0]
+    config = json.loads((out / "small/default-4-1/run.json").read_text())[-1]["config"]
+    assert (config["max_steps"], config["warmup_steps"], config["warmdown_steps"]) == (4, 2, 2)
+    assert not json.loads((out / "small/muon-2-1/run.json").read_text())[-1]["config"]["shuffle"]
+    shutil.rmtree(out)  # kept logs are enough for the tables
+    path.write_text(path.read_text().replace('"2" = [1]', '"2" = [1], "4" = [1]'))
+    path.write_text(path.read_text().replace('lengths = { "4"', 'lengths = { "2" = [1, 2], "4"'))
+    losses = {"default-2-1": 9.0, "default-2-2": 7.0, "default-4-1": 6.0}
+    losses |= {"muon-2-1": 7.0, "muon-4-1": 5.0}
+    for name, loss in losses.items():
+        (logs / f"{name}.txt").write_text(f"0 val 10.0\n2 val {loss}\n")
+    capsys.readouterr()
+    sweep.main([str(path), "--out", str(out)])
+    rows = capsys.readouterr().out.splitlines()
+    assert "| default | 8.000 ± 1.414 (2) | 6.000 (1) |" in rows
+    assert "| muon | 7.000 (1) | 5.000 (1) |" in rows and "| muon | 0.71 |" in rows
+    assert not out.exists()
+    assert (tmp_path / "small.png").stat().st_size > 10_000
+
+
+def test_tokens_to_the_same_loss():
+    losses = {"a": {100: [6.0, 4.0], 400: [3.0]}, "b": {100: [7.0], 400: [4.0], 1600: [2.0]}}
+    assert sweep.shares(losses, "a", "b") == {400: 0.5}  # 5 at 100 and 3 at 400: 4 at 200
+    assert sweep.shares(losses, "b", "a") == pytest.approx({100: 4 ** (2 / 3), 400: 2.0})
 
 
 def test_trackers_get_every_stream_also_of_a_resumed_run(text, tmp_path, monkeypatch):

@@ -1,19 +1,21 @@
-"""Runs recipes over several seeds, and compares what they needed.
+"""Trains recipes for several lengths and seeds, and compares the losses they end with.
 
-    python bench/recipes/sweep.py bench/recipes/small.toml    # the same again continues it
+    python bench/recipes/sweep.py bench/recipes/length.toml
 
-The TOML file holds `seeds`, `[common]` for the flags that all runs share, and `[recipes.NAME]` for
-each recipe, with train_gpt2.py's names. The others are measured against the first recipe.
+The TOML file has train_gpt2.py's settings: `[common]` for all runs, `[recipes.NAME]` for a recipe.
+`lengths` gives the seeds of each number of steps, in `[common]` or for one recipe; `warmup_steps`
+and `warmdown_steps` are shares of the steps. `baselines` names recipes to compare with.
 
-Each run is `python train_gpt2.py --resume` in its own folder, OUT/FILE/RECIPE/SEED/, so a finished
-one is skipped and a stopped one continues. At the end `table.md` and `curves.png` show each
-recipe's final validation loss, and after how many tokens it reached the first recipe's."""
+The validation losses of a run are kept beside the file, in logs/FILE/RECIPE-STEPS-SEED.txt. Runs
+that are missing there are trained in OUT first; the same command continues them."""
 
 import statistics
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,60 +23,66 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support import plots
 from support.cli import UserError, flag, parse_args, run
 from support.files import atomic_path, write_text
+from support.run_folder import read_log
 from train_gpt2 import TrainConfig, read_config
 
 ROOT = Path(__file__).parents[2]
-Curve = list[tuple[int, float]]  # (tokens, validation loss)
+Losses = dict[str, dict[int, list[float]]]  # recipe -> tokens -> each seed's final loss
 
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """Runs recipes over seeds and compares them."""
+    """Trains recipes for several lengths and seeds and compares them."""
 
     file: Annotated[Path, tyro.conf.Positional]
-    """TOML file with seeds, common flags and recipes."""
+    """TOML file with recipes, lengths and seeds."""
     out: Path = Path("sweeps")
-    """Folder for the runs: OUT/FILE/RECIPE/SEED/."""
+    """Folder for runs whose losses are missing."""
 
 
-def read_sweep(path: Path) -> tuple[list[int], dict[str, dict[str, Any]]]:
-    """Seeds, and each recipe's settings with the common ones."""
+def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Each recipe's settings and lengths with the common ones, and the names of the baselines."""
     try:
         sweep = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not TOML ({error})") from None
-    unknown = sweep.keys() - {"seeds", "common", "recipes"}
-    seeds, recipes = sweep.get("seeds"), sweep.get("recipes")
-    if unknown or not seeds or not recipes or not all(isinstance(seed, int) for seed in seeds):
-        raise UserError(
-            f"{path}: needs seeds = [1, 2, …], [common] and [recipes.NAME], nothing else"
-        )
+    recipes, baselines = sweep.get("recipes", {}), sweep.get("baselines", [])
+    if sweep.keys() - {"common", "recipes", "baselines"} or not recipes:
+        raise UserError(f"{path}: needs baselines, [common] and [recipes.NAME], nothing else")
+    if unknown := [name for name in baselines if name not in recipes]:
+        raise UserError(f"{path}: no recipe has the baseline's name {unknown[0]}")
     recipes = {name: {**sweep.get("common", {}), **recipe} for name, recipe in recipes.items()}
-    known = {field.name for field in fields(TrainConfig)} - {"seed", "log_dir", "resume"}
+    known = {"lengths"} | {field.name for field in fields(TrainConfig)}
+    known -= {"max_steps", "seed", "log_dir", "resume"}
     for name, recipe in recipes.items():
         for setting in sorted(recipe.keys() - known):
             raise UserError(f"{path}: recipe {name}: {setting} is not a setting of train_gpt2.py")
-    return seeds, recipes
+        if not recipe.get("lengths"):
+            raise UserError(f'{path}: recipe {name}: needs lengths, such as {{"366" = [1, 2, 3]}}')
+    return recipes, baselines
 
 
-def as_flags(recipe: dict[str, Any]) -> list[str]:
-    """{"max_steps": 5, "shuffle": False} -> ["--max-steps", "5", "--no-shuffle"]"""
-    flags = []
-    for key, value in recipe.items():
-        if isinstance(value, bool):
-            flags.append(flag(key) if value else flag(f"no_{key}"))
-        else:
-            flags += [flag(key), str(value)]
-    return flags
+def runs_of(recipe: dict[str, Any]) -> Iterator[tuple[int, int, list[str]]]:
+    """(steps, seed, flags) of each run of a recipe."""
+    for length, seeds in recipe["lengths"].items():
+        steps, flags = int(length), []
+        for key, value in {**recipe, "max_steps": steps}.items():
+            if key in ("warmup_steps", "warmdown_steps"):
+                value = round(value * steps)
+            if isinstance(value, bool):
+                flags.append(flag(key) if value else flag(f"no_{key}"))
+            elif key != "lengths":
+                flags += [flag(key), str(value)]
+        for seed in seeds:
+            yield steps, seed, [*flags, "--seed", str(seed)]
 
 
-def run_one(folder: Path, flags: list[str]) -> None:
-    """Starts, continues or skips a run; its output goes to folder/console.txt."""
+def train(folder: Path, flags: list[str]) -> None:
+    """Starts or continues a run; its output goes to folder/console.txt."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, ROOT / "train_gpt2.py", *flags]
+    command = [sys.executable, ROOT / "train_gpt2.py", *flags, "--resume", "--log-dir", folder]
     with open(folder / "console.txt", "a+", encoding="utf-8", errors="replace") as console:
         done = subprocess.run(command, stdout=console, stderr=subprocess.STDOUT)
         console.seek(0)
@@ -84,16 +92,58 @@ def run_one(folder: Path, flags: list[str]) -> None:
     print(f"{folder}: done", flush=True)
 
 
-def tokens_to_reach(curve: Curve, target: float) -> float | None:
-    """Where a curve first reaches `target`, interpolated; None if it does not."""
-    before, high = curve[0]
-    for after, low in curve:
-        if low <= target and high <= target:
-            return after
-        if low <= target:
-            return before + (after - before) * (high - target) / (high - low)
-        before, high = after, low
+def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Losses:
+    """The last validation loss of every run, trained if it is not yet known."""
+    runs = {}
+    for name, recipe in recipes.items():
+        for steps, seed, flags in runs_of(recipe):
+            tokens = steps * read_config(flags).total_batch_size  # finds mistakes before any run
+            runs[f"{name}-{steps}-{seed}"] = (name, tokens, flags)
+    losses: Losses = {name: {} for name in recipes}
+    for run_name, (name, tokens, flags) in runs.items():
+        kept = config.file.parent / "logs" / config.file.stem / f"{run_name}.txt"
+        if not kept.exists():
+            folder = config.out / config.file.stem / run_name
+            train(folder, flags)
+            curve = zip(*read_log(folder).get("val", ([], [])), strict=True)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_text(kept, "".join(f"{step} val {loss:.6f}\n" for step, loss in curve))
+        entries = [line.split() for line in kept.read_text(encoding="utf-8").splitlines()]
+        curve = [float(loss) for _, stream, loss in entries if stream == "val"]
+        if not curve:
+            raise UserError(f"{kept}: no validation loss: remove it and set eval_every")
+        losses[name].setdefault(tokens, []).append(curve[-1])
+    return losses
+
+
+def tokens_to_reach(points: dict[int, float], target: float) -> float | None:
+    """Tokens after which a recipe trained for so many ends at `target`; points: tokens -> loss.
+
+    Between lengths the loss is taken as linear in the logarithm. None outside the lengths."""
+    for (before, high), (after, low) in pairwise(sorted(points.items())):
+        if high >= target >= low:
+            return before * (after / before) ** ((high - target) / ((high - low) or 1))
     return None
+
+
+def shares(losses: Losses, name: str, baseline: str) -> dict[int, float]:
+    """Tokens of each of baseline's lengths -> the share of them that the recipe needs."""
+    points = {tokens: statistics.fmean(values) for tokens, values in losses[name].items()}
+    needed = {
+        tokens: tokens_to_reach(points, statistics.fmean(values))
+        for tokens, values in losses[baseline].items()
+    }
+    return {tokens: found / tokens for tokens, found in needed.items() if found is not None}
+
+
+def table(rows: dict[str, dict[int, str]]) -> str:
+    """Markdown with a row for each recipe, a column for each length."""
+    lengths = sorted({tokens for cells in rows.values() for tokens in cells})
+    titles = [f"{tokens / 1e6:.2f} million tokens" for tokens in lengths]
+    lines = ["| recipe | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
+    for name, cells in rows.items():
+        lines.append(f"| {name} | " + " | ".join(cells.get(n, "") for n in lengths) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def spread(values: list[float]) -> str:
@@ -102,68 +152,42 @@ def spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.3f}{deviation}"
 
 
-def final_loss(runs: list[Curve]) -> float:
-    """The mean over the runs."""
-    return statistics.fmean(curve[-1][1] for curve in runs)
-
-
-def table(curves: dict[str, list[Curve]]) -> str:
-    """Markdown: each recipe's final loss, and when it reached the first recipe's."""
-    first = next(iter(curves.values()))
-    target, budget = final_loss(first), first[0][-1][0]
-    text = f"| recipe | seeds | tokens | validation loss | tokens to {target:.3f} | share |\n"
-    text += "|---|---|---|---|---|---|\n"
-    for name, runs in curves.items():
-        final = spread([curve[-1][1] for curve in runs])
-        reached = [budget if runs is first else tokens_to_reach(curve, target) for curve in runs]
-        needed, share = "not reached by all", ""
-        if None not in reached:
-            needed = ", ".join(f"{tokens:,.0f}" for tokens in reached)
-            share = spread([tokens / budget for tokens in reached])
-        text += f"| {name} | {len(runs)} | {runs[0][-1][0]:,} | {final} | {needed} | {share} |\n"
-    return text
-
-
-def picture(curves: dict[str, list[Curve]], path: Path) -> None:
+def picture(compared: dict[tuple[str, str], dict[int, float]], path: Path) -> None:
+    """The shares by length, a line for each pair of recipe and baseline."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for i, (name, runs) in enumerate(curves.items()):
-        for curve in runs:
-            label = name if curve is runs[0] else None
-            axes.plot(*zip(*curve, strict=True), f"C{i}.-", alpha=0.7, label=label)
-    target = final_loss(next(iter(curves.values())))
-    label = f"the first recipe at its end: {target:.3f}"
-    axes.axhline(target, color="gray", linestyle=":", label=label)
-    axes.set_ylim(top=target + 2)
-    axes.legend(title="one line per seed")
-    plots.label_axes(axes, "tokens", "Validation loss", "nats per token")
+    for (name, baseline), cells in compared.items():
+        axes.plot(*zip(*sorted(cells.items()), strict=True), "o-", label=f"{name} to {baseline}")
+    axes.set(xscale="log", xlabel="training tokens of the baseline", ylim=(0, None))
+    axes.set_title("Share of the baseline's tokens for its final validation loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
     with atomic_path(path) as partial:
         figure.savefig(partial, format="png")
 
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(SweepConfig, args=args)
-    seeds, recipes = read_sweep(config.file)
-    folder, runs = config.out / config.file.stem, {}
-    for seed in seeds:
-        for name, recipe in recipes.items():
-            run_folder = folder / name / str(seed)
-            more = ["--seed", str(seed), "--resume", "--log-dir", str(run_folder)]
-            runs[run_folder] = [*as_flags(recipe), *more]
-            read_config(runs[run_folder])  # a mistake shows before the first run
-    curves: dict[str, list[Curve]] = {name: [] for name in recipes}
-    for run_folder, flags in runs.items():
-        run_one(run_folder, flags)
-        streams = plots.read_curves(run_folder)
-        if "val" not in streams:
-            raise UserError(f"{run_folder}: no validation loss to compare: set eval_every")
-        curves[run_folder.parent.name].append(list(zip(*streams["val"], strict=True)))
-    text = table(curves)
-    write_text(folder / "table.md", text)
-    picture(curves, folder / "curves.png")
-    print(f"{text}\n{folder}/table.md, {folder}/curves.png")
+    recipes, baselines = read_sweep(config.file)
+    losses = final_losses(config, recipes)
+    spreads = {
+        name: {tokens: f"{spread(values)} ({len(values)})" for tokens, values in lengths.items()}
+        for name, lengths in losses.items()
+    }
+    print("Final validation loss, mean ± standard deviation (seeds)\n\n" + table(spreads))
+    compared = {}
+    for baseline in baselines:
+        rows = {}
+        for name in recipes:
+            found = shares(losses, name, baseline)
+            if found and name != baseline:
+                compared[name, baseline] = found
+                rows[name] = {tokens: f"{share:.2f}" for tokens, share in found.items()}
+        print(f"Share of the tokens of {baseline} for its final loss\n\n" + table(rows))
+    if compared:
+        picture(compared, config.file.with_suffix(".png"))
 
 
 if __name__ == "__main__":
