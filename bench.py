@@ -259,10 +259,7 @@ def measure_machine(flags: list[str]) -> Row:
 def run_process(*args: Any) -> str:
     """The output of `python ARGS`; a RunError has its last line."""
     command = [sys.executable, *map(str, args)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
-    except subprocess.TimeoutExpired:
-        raise RunError("killed after an hour") from None
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         output = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
         raise RunError(output.splitlines()[-1].removeprefix("error: "))
@@ -277,24 +274,6 @@ def job_tests() -> Row:
 def job_rung(flags: list[str], rung: str, steps: int) -> Row:
     args = ["--rung", rung, "--steps", steps, "--", *flags]
     return json.loads(run_process(ROOT / "bench.py", *args))
-
-
-def job_compare(flags: list[str], steps: int, bound: float, *runs: str) -> Row:
-    """Compares the losses of two runs; a second with --resume repeats the first one's last half."""
-    curves = []
-    flags = [*flags, "--max-steps", steps, "--warmup-steps", 3, "--save-every", steps // 2]
-    with tempfile.TemporaryDirectory() as folder:
-        for more in runs:
-            command = [ROOT / "train_gpt2.py", *flags, *more.split(), "--log-dir", folder]
-            if "does not work on this machine" in run_process(*command):
-                return {"result": "torch.compile does not work on this machine"}
-            curves.append(read_log(folder)["train"][1])
-            shutil.rmtree(Path(folder, f"step_{steps:06d}"))
-    largest = np.abs(np.subtract(*curves)).max()
-    text = f"largest difference in {steps} steps {largest:.1e}, allowed {bound}"
-    if not largest <= bound:  # nan
-        raise RunError(text)
-    return {"result": text}
 
 
 def job_run(flags: list[str], log_dir: Path) -> Row:
@@ -321,14 +300,7 @@ def jobs_of(config: BenchConfig, flags: list[str]) -> dict[str, Callable[[], Row
     if config.ladder:
         return ladder
     B = train_gpt2.read_config(flags).micro_batch_size
-    compared = (50, 0.02) if uses_gpu(flags) else (10, 1e-3)  # steps, allowed difference
-    exact = ("--deterministic", "--deterministic --resume")
-    jobs = {
-        "machine": partial(measure_machine, flags),
-        "right/tests": job_tests,
-        "right/compiled": partial(job_compare, flags, *compared, "--compile", "--no-compile"),
-        "right/resume": partial(job_compare, flags, 8, 0, *exact),
-    }
+    jobs = {"machine": partial(measure_machine, flags), "right/tests": job_tests}
     for size in (4 * B, B, 2 * B, 8 * B):
         jobs[f"speed/B={size}"] = partial(job_rung, with_batch(flags, size), "ours", steps)
     return jobs | ladder | {"run": partial(job_run, flags, Path(config.report, "run"))}

@@ -129,12 +129,3 @@ def test_help_of_the_comparison_with_build_nanogpt(monkeypatch, capsys):
     with pytest.raises(SystemExit) as status:
         runpy.run_path(path, run_name="__main__")
     assert status.value.code == 0 and "PEER [STEPS] [FLAG …]" in capsys.readouterr().out
-
-
-def test_a_loss_that_is_not_finite_is_no_match(monkeypatch):
-    curves = iter([[1.0, float("nan")], [1.0, 1.0]])
-    monkeypatch.setattr(bench, "run_process", lambda *args: "")
-    monkeypatch.setattr(bench, "read_log", lambda folder: {"train": ([0, 1], next(curves))})
-    monkeypatch.setattr(bench.shutil, "rmtree", lambda *args, **options: None)
-    with pytest.raises(RunError, match="largest difference in 2 steps nan"):
-        bench.job_compare([], 2, 1.0, "", "")
