@@ -21,7 +21,7 @@ from tyro.conf import Positional
 
 from support.cli import UserError, flag, parse_args, run
 from support.files import write_text
-from support.run_folder import last_start, run_entries
+from support.run_folder import last_start, log_lines, run_entries
 
 ROOT = Path(__file__).parents[1]
 STRETCH, WIDTH, LEAST = 20, 5, 0.01  # steps; standard deviations; nats
@@ -57,26 +57,17 @@ def read_run(path: Path) -> Run:
     if not log.is_file():
         raise UserError(f"{log}: no such file; name a run's folder or a log")
     text = log.read_text(encoding="utf-8", errors="replace")
-    config, device, lines = {}, "", []
+    config, device, lines, streams = {}, "", [], {}
     if NANOGPT_LOSS.search(text):
         config = nanogpt_config(text)
         for val_step, val, loss, step, train in NANOGPT_LOSS.findall(text):
-            lines.append((int(val_step or step), val or "train", float(loss or train)))
+            lines.append((int(val_step or step), val or "train", loss or train))
     else:
-        entries = run_entries(log.parent)
+        lines, entries = log_lines(log), run_entries(log.parent)
         if entries:
             config, device = entries[-1]["config"], entries[-1]["device"]
-        # A kill may have cut the last line short.
-        for number, line in enumerate(text.split("\n")[:-1], start=1):
-            try:
-                step, stream, value = line.split()
-                lines.append((int(step), stream, float(value)))
-            except ValueError:
-                problem = f"not `step stream value`: {line.strip()}"
-                raise UserError(f"{log}, line {number}: {problem}") from None
-    streams: dict[str, dict[int, float]] = {}
     for step, stream, value in lines[last_start(lines) :]:
-        streams.setdefault(stream, {})[step] = value
+        streams.setdefault(stream, {})[step] = float(value)
     return Run(config, streams, device)
 
 
