@@ -65,16 +65,12 @@ class Peer:
         self.names |= names
         exec(self.code[part], self.names)
 
-    def model(self, ours: GPT) -> torch.nn.Module:
-        """Their GPT with our weights."""
+    def train(self, ours: GPT, steps: int, micro_steps: int) -> np.ndarray:
+        """Losses and gradient norms (2, steps) from our weights."""
         model = self.names["GPT"](self.names["GPTConfig"](**asdict(ours.config)))
         weights = {f"transformer.{name}": p for name, p in ours.named_parameters()}
         model.load_state_dict(weights | {"lm_head.weight": ours.wte.weight})
-        return model
-
-    def train(self, ours: GPT, steps: int, micro_steps: int) -> np.ndarray:
-        """Losses and gradient norms (2, steps) from our weights."""
-        model, batch = self.model(ours), B * MICRO_STEPS // micro_steps
+        batch = B * MICRO_STEPS // micro_steps
         loader = self.names["DataLoaderLite"](batch, T, 0, 1, "train")
         self.run("optimizer", model=model, raw_model=model, train_loader=loader)
         self.names |= {"max_steps": steps, "warmup_steps": steps // 6}
