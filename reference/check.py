@@ -1,12 +1,9 @@
 """Does a run match a reference? README.md describes references.
 
-    python reference/check.py log               # with the reference of its preset
-    python reference/check.py log.txt           # of build-nanogpt, or nanoGPT's console output
-    python reference/check.py log my_reference
-    python reference/check.py my_reference --make log_1 log_2 log_3 log_4 log_5
-
---make writes check.txt from runs of several seeds: the mean plus or minus five standard deviations
-(with five normal values known, a sixth is inside with a probability of 99 %)."""
+python reference/check.py log               # with the reference of its preset
+python reference/check.py log.txt           # of build-nanogpt, or nanoGPT's console output
+python reference/check.py log my_reference
+"""
 
 import re
 import statistics
@@ -20,11 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tyro.conf import Positional
 
 from support.cli import UserError, flag, parse_args, run
-from support.files import write_text
 from support.run_folder import last_start, log_lines, run_entries
 
 ROOT = Path(__file__).parents[1]
-STRETCH, WIDTH, LEAST = 20, 5, 0.01  # steps; standard deviations; nats
 # Of the first losses of one seed, by precision: ten times what ranks, micro-batches and compilation
 # were seen to cause (README.md).
 FIRST_STEPS, TOLERANCE = 20, {"float32": 2e-5, "bfloat16": 2e-2}
@@ -39,9 +34,8 @@ NANOGPT_NAMES = {"dataset": "data", "init_from": "init", "block_size": "seq_len"
 class CheckConfig:
     """Compares a run's losses with a reference's; exit status 0 if they match, 1 if not."""
 
-    log: Positional[str]  # log folder, log.txt or nanoGPT's output; with --make the reference
+    log: Positional[str]  # log folder, log.txt or nanoGPT's output
     reference: Positional[str] = ""  # its folder; empty: that of the run's preset
-    make: tuple[str, ...] = ()  # log folders of runs that differ in their seed only
 
 
 @dataclass(frozen=True)
@@ -165,30 +159,8 @@ def compare(run: Run, reference: Path) -> tuple[bool, str]:
     return True, f"{report}matches {name}"
 
 
-def make(reference: Path, runs: list[Run]) -> None:
-    """Writes reference/check.txt from runs that differ in their seed only."""
-    batch, losses = runs[0].config["total_batch_size"], runs[0].streams
-    points = [(step * batch, "val") for step in losses.get("val", {})]
-    ends = [step + 1 for step in losses["train"] if (step + 1) % STRETCH == 0]
-    points += [(step * batch, "train") for step in ends]
-    points.sort()
-    text = f"# tokens stream low high: mean of {len(runs)} seeds ± {WIDTH} standard deviations\n"
-    measured = [measure(run, points, batch) for run in runs]
-    for (tokens, stream), *found in zip(points, *measured, strict=True):
-        values = [value for _, value in found if value is not None]
-        if len(values) < max(2, len(runs)):
-            problem = f"needs two runs or more that all have {stream} at {tokens} tokens"
-            raise UserError(f"{reference}: {problem}")
-        mean, margin = statistics.fmean(values), max(WIDTH * statistics.stdev(values), LEAST)
-        text += f"{tokens} {stream} {mean - margin:.4f} {mean + margin:.4f}\n"
-    write_text(reference / "check.txt", text)
-
-
 def main(args: list[str] | None = None) -> int:
     config = parse_args(CheckConfig, args=args)
-    if config.make:
-        make(Path(config.log), [read_run(Path(folder)) for folder in config.make])
-        return 0
     checked, reference = read_run(Path(config.log)), Path(config.reference)
     if not config.reference:
         preset = checked.config.get("preset", "gpt2")

@@ -14,27 +14,24 @@ from tests.conftest import ROOT, losses, train
 SHAKESPEARE = ROOT / "reference" / "shakespeare"
 
 
-def test_bounds_are_made_from_seeds_and_checked(text, tmp_path, capsys):
+def test_bounds_of_other_seeds_are_checked(text, tmp_path, capsys):
     args = ["--max-steps 8 --eval-every 4 --data", text]
-    runs = [tmp_path / str(seed) for seed in (1, 2, 3, 4)]
+    runs = [tmp_path / str(seed) for seed in (1, 4)]
     for run in runs:
         train(*args, "--seed", run.name, "--log-dir", run)
     reference = tmp_path / "reference"
     shutil.copytree(runs[0], reference)
-    assert main([str(reference), "--make", *map(str, runs[:3])]) == 0
-    lines = [line.split() for line in (reference / "check.txt").read_text().splitlines()]
-    bounds = [line for line in lines if line[1] == "val"]
-    assert [line[0] for line in bounds] == ["0", "512", "1024"]
-    for i, (_, _, low, high) in enumerate(bounds):
-        values = [losses(run, "val")[i] for run in runs[:3]]
-        assert float(low) < min(values) and max(values) < float(high)
-    assert main([str(runs[3]), str(reference)]) == 0
+    bounds = ["# tokens stream low high\n"]
+    for tokens, loss in zip((0, 512, 1024), losses(runs[0], "val"), strict=True):
+        bounds.append(f"{tokens} val {loss - 0.1:.4f} {loss + 0.1:.4f}\n")
+    (reference / "check.txt").write_text("".join(bounds))
+    assert main([str(runs[1]), str(reference)]) == 0
     report = r"\nval 2 values to step 8, within \S+\nmatches reference\n$"
     assert re.search(report, capsys.readouterr().out)
     with open(reference / "check.txt", "a") as file:
         file.write("\n512 train 1.0 2.0\n")
-    assert main([str(runs[3]), str(reference)]) == 1
-    mean = sum(losses(runs[3])[:4]) / 4
+    assert main([str(runs[1]), str(reference)]) == 1
+    mean = sum(losses(runs[1])[:4]) / 4
     lines = f"step 4: train {mean:.6g} is outside 1 to 2\n1 of 4 values are outside: does not match"
     assert lines in capsys.readouterr().out
     (reference / "check.txt").write_text("512 train one two\n")
