@@ -10,7 +10,7 @@
 A measurement is a training run of --steps steps after 10 warm-up steps, of one micro-batch of B x T
 tokens per rank; ms, tok/s and MFU are medians from its log.txt. Ladder and report start a process
 for each. The model: preset gpt2 with B = 16 on CUDA, elsewhere shakespeare with 512 tokens per
-step, in a report 128."""
+step."""
 
 import io
 import json
@@ -97,7 +97,7 @@ def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
     preset = "gpt2" if gpu else "shakespeare"
     flags = ["--preset", preset, "--data", data, *OFF, *given]
     run = train_gpt2.read_config(flags)
-    B = 16 if gpu else max((128 if config.report else 512) // run.seq_len, 1)
+    B = 16 if gpu else max(512 // run.seq_len, 1)
     return config, with_batch(flags, run.micro_batch_size or B)
 
 
@@ -258,8 +258,7 @@ def measure_machine(flags: list[str]) -> Row:
 
 def run_process(*args: Any) -> str:
     """The output of `python ARGS`; a RunError has its last line."""
-    command = [sys.executable, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True)
     if done.returncode:
         output = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
         raise RunError(output.splitlines()[-1].removeprefix("error: "))
@@ -355,17 +354,14 @@ def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
     return rows
 
 
-TABLE = """
-## Speed
-
-| job                |   B |       ms | quartiles          |     tok/s |   MFU | memory | A100, ms |
-|--------------------|-----|----------|--------------------|-----------|-------|--------|----------|
-"""
+LINE = "| {:18} | {:>3} | {:>8} | {:18} | {:>9} | {:>5} | {:6} | {:8} |\n"
 
 
 def page(rows: dict[str, Row]) -> str:
     """report.md, also printed: made from the lines of results.jsonl alone."""
-    text, table, parts, note = "# Benchmarks\n", TABLE, "", ""
+    table = LINE.format("job", "B", "ms", "quartiles", "tok/s", "MFU", "memory", "A100, ms")
+    table += re.sub(r"[^|\n]", "-", table)
+    text, parts, note = "# Benchmarks\n", "", ""
     for name, row in rows.items():
         r = row["result"] if row["status"] == "done" else {"failed": row["reason"]}
         if "ms" not in r:
@@ -374,10 +370,8 @@ def page(rows: dict[str, Row]) -> str:
         quartiles = "{:,.1f} to {:,.1f}".format(*r["ms_quartiles"])
         memory = f"{r['peak_memory'] / 1e9:.1f} GB" if r["peak_memory"] else "n/a"
         published = RUNGS.get(name.removeprefix("ladder/")) or ""
-        table += (
-            f"| {name:18} | {r['B']:3} | {r['ms']:8,.1f} | {quartiles:18} "
-            f"| {r['tok_per_sec']:9,.0f} | {r['mfu']:5.1%} | {memory:6} | {published:8} |\n"
-        )
+        speed = (f"{r['ms']:,.1f}", quartiles, f"{r['tok_per_sec']:,.0f}", f"{r['mfu']:.1%}")
+        table += LINE.format(name, r["B"], *speed, memory, published)
         if "parts_ms" in r:
             times = [f"{part} {ms:,.1f}" for part, ms in r["parts_ms"].items()]
             parts += f"- {name}: {', '.join(times)}\n"
@@ -386,7 +380,9 @@ def page(rows: dict[str, Row]) -> str:
             f"token, T = {r['T']}, ranks: {r['world_size']}. Medians of {r['steps']} steps after "
             f"{WARMUP}. 100 % MFU = {r['mfu_of']}.\n"
         )
-    return text + (f"{table}\n{note}\n## Time by part, ms\n\n{parts}" if note else "")
+    if note:
+        text += f"\n## Speed\n\n{table}\n{note}\n## Time by part, ms\n\n{parts}"
+    return text
 
 
 def main(args: list[str] | None = None) -> int:
