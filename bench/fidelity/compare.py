@@ -3,19 +3,15 @@
     python bench/fidelity/compare.py PEER [STEPS] [FLAG …]
 
 PEER: a copy of build-nanogpt. GPT-2 (124M), float32 on the CPU, the settings of the gpt2 preset,
-STEPS updates (60) of 2 x 2 x 32 tokens. Ours is train_gpt2.py, run as a command; FLAGs are added
-to it, to see what a difference looks like (--weight-decay 0.09). Theirs are PARTS of their script,
-unchanged except for EDITS."""
+STEPS updates (60) of 2 x 2 x 32 tokens. Both scripts run as commands: theirs with EDITS, ours with
+FLAGs added, to see what a difference looks like (--weight-decay 0.09)."""
 
 import contextlib
 import subprocess
 import sys
 import tempfile
-import textwrap
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,64 +27,44 @@ ROOT = Path(__file__).parents[2]
 B, T, MICRO_STEPS = 2, 32, 2
 SHARDS = "edu_fineweb10B"  # the folder in which their loader looks
 EDITS = {
-    "from hellaswag import": "#",  # it fetches a tokenizer
-    "dtype=torch.bfloat16": "enabled=False",  # of autocast: float32 remains
+    # they fetch files
+    "from hellaswag import": "#",
+    "enc = tiktoken": "#",
+    'print(f"using device: {device}")': 'device = "cpu"',
+    # float32
+    "dtype=torch.bfloat16": "enabled=False",
+    "torch.set_float32_matmul_precision": "#",
+    # our weights, in a folder of this name
+    "GPT(GPTConfig(vocab_size=50304))": 'GPT.from_pretrained("gpt2")',
+    "total_batch_size = 524288": f"total_batch_size = {B * T * MICRO_STEPS}",
+    "T = 1024": f"T = {T}",
+    # no evaluation
+    "val_loader = ": "# ",
+    "step % 250 == 0": "False",
+    "(step == max_steps - 1)": "False",
+    # all digits
+    "train {loss_accum.item():.6f}": r"train {loss_accum.item()}\n{step} norm {norm.item()}",
 }
-# Parts of their script, from one text to another. The rest starts a run, evaluates or saves.
-PARTS = {
-    "definitions": ("import os", "# simple launch:"),
-    "schedule": ("max_lr = 6e-4", "# optimize!"),
-    "optimizer": ("# optimize!", "# create the log directory"),
-    "update": ("    # do one step of the optimization", '    if device_type == "cuda":'),
-}
 
 
-class Peer:
-    """build-nanogpt's training script in pieces."""
-
-    def __init__(self, script: Path):
-        source, self.code = script.read_text(encoding="utf-8"), {}
-        for part, (start, end) in PARTS.items():
-            if not all(text in source for text in (start, end, *EDITS)):
-                raise UserError(f"{script}: not the script of build-nanogpt of June 2024")
-            text = start + source.split(start)[1].split(end)[0]
-            for before, after in EDITS.items():
-                text = text.replace(before, after)
-            self.code[part] = compile(textwrap.dedent(text), f"{script}, {part}", "exec")
-        # The script's globals, as its set-up makes them in one process without a GPU.
-        self.names: dict[str, Any] = {"__name__": "peer", "master_process": False, "ddp": False}
-        self.run("definitions", device="cpu", device_type="cpu")
-        self.run("schedule")
-
-    def run(self, part: str, **names: Any) -> None:
-        """Executes a part of the script, after setting these globals."""
-        self.names |= names
-        exec(self.code[part], self.names)
-
-    def train(self, ours: GPT, steps: int, micro_steps: int) -> np.ndarray:
-        """Losses and gradient norms (2, steps) from our weights."""
-        model = self.names["GPT"](self.names["GPTConfig"](**asdict(ours.config)))
-        weights = {f"transformer.{name}": p for name, p in ours.named_parameters()}
-        model.load_state_dict(weights | {"lm_head.weight": ours.wte.weight})
-        batch = B * MICRO_STEPS // micro_steps
-        loader = self.names["DataLoaderLite"](batch, T, 0, 1, "train")
-        self.run("optimizer", model=model, raw_model=model, train_loader=loader)
-        self.names |= {"max_steps": steps, "warmup_steps": steps // 6}
-        curves = []
-        for step in range(steps):
-            self.run("update", step=step, grad_accum_steps=micro_steps)
-            curves.append((self.names["loss_accum"].item(), self.names["norm"].item()))
-        return np.array(curves).T
+def edited(script: Path, steps: int, micro_steps: int) -> str:
+    """Their script with EDITS, for an update in this number of micro-steps."""
+    source = script.read_text(encoding="utf-8")
+    edits = EDITS | {
+        "B = 64": f"B = {B * MICRO_STEPS // micro_steps}",
+        "warmup_steps = 715": f"warmup_steps = {steps // 6}",
+        "max_steps = 19073": f"max_steps = {steps}",
+    }
+    for before, after in edits.items():
+        if before not in source:
+            raise UserError(f"{script}: not the script of build-nanogpt of June 2024")
+        source = source.replace(before, after)
+    return source
 
 
-def train_ours(model: GPT, steps: int, flags: list[str]) -> np.ndarray:
-    """The same of train_gpt2.py, which logs six decimals."""
-    model.save_pretrained("init")
-    command = f"""{ROOT}/train_gpt2.py --preset gpt2 --init init --data {SHARDS} --no-shuffle
-        --log-dir log --total-batch-size {B * T * MICRO_STEPS} --micro-batch-size {B} --seq-len {T}
-        --device cpu --dtype float32 --max-steps {steps} --warmup-steps {steps // 6}
-        --eval-every 0 --hellaswag-every 0 --sample-every 0 --save-every 0"""
-    done = subprocess.run([sys.executable, *command.split(), *flags], stdout=subprocess.DEVNULL)
+def train(*command: str) -> np.ndarray:
+    """Runs Python with these arguments. -> losses and gradient norms (2, steps) in log/log.txt"""
+    done = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL)
     if done.returncode:
         sys.exit(done.returncode)  # it printed why
     log = read_log("log")
@@ -114,16 +90,20 @@ def main() -> None:
     steps = args.steps
     if steps < 1:
         raise UserError(f"{steps} steps: must be at least 1")
-    peer = Peer(args.peer / "train_gpt2.py")
+    script = args.peer / "train_gpt2.py"
+    sources = [edited(script, steps, micro_steps) for micro_steps in (MICRO_STEPS, 1)]
+    command = f"""{ROOT}/train_gpt2.py --preset gpt2 --init gpt2 --data {SHARDS} --no-shuffle
+        --total-batch-size {B * T * MICRO_STEPS} --micro-batch-size {B} --seq-len {T}
+        --device cpu --dtype float32 --max-steps {steps} --warmup-steps {steps // 6}
+        --eval-every 0 --hellaswag-every 0 --sample-every 0 --save-every 0"""
 
     torch.manual_seed(1337)
-    model, tokens = GPT(GPTConfig()), tokenize_text(ROOT / "input.txt", "train")
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
         Path(SHARDS).mkdir()
-        np.save(f"{SHARDS}/input_train_000000.npy", tokens)
-        ours = train_ours(model, steps, flags)
-        theirs = peer.train(model, steps, MICRO_STEPS)
-        whole = peer.train(model, steps, 1)
+        np.save(f"{SHARDS}/input_train_000000.npy", tokenize_text(ROOT / "input.txt", "train"))
+        GPT(GPTConfig()).save_pretrained("gpt2")
+        ours = train(*command.split(), *flags)
+        theirs, whole = (train("-c", source) for source in sources)
     print("step  loss: theirs      ours  norm: theirs      ours")
     for step, row in enumerate(np.stack([theirs, ours], axis=1).reshape(4, steps).T):
         print("{:4}  {:12.6f}  {:8.6f}  {:12.6f}  {:8.6f}".format(step, *row))
