@@ -8,6 +8,7 @@ python reference/check.py log my_reference
 import re
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class CheckConfig:
 class Run:
     config: dict[str, Any]  # as far as known
     streams: dict[str, dict[int, float]]
-    device: str = ""
+    device: str
 
 
 def read_run(path: Path) -> Run:
@@ -77,34 +78,15 @@ def nanogpt_config(text: str) -> dict[str, Any]:
     return config
 
 
-def read_bounds(path: Path) -> list[Any]:
+def read_bounds(path: Path) -> Iterator[tuple[int, str, float, float]]:
     """(tokens, stream, low, high) for each line of a check.txt."""
-    bounds = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             try:
                 tokens, stream, low, high = line.split()
-                bounds.append((int(tokens), stream, float(low), float(high)))
+                yield int(tokens), stream, float(low), float(high)
             except ValueError:
                 raise UserError(f"{path}: not `tokens stream low high`: {line}") from None
-    return bounds
-
-
-def measure(run: Run, points: list[Any], batch: int) -> list[tuple[int, float | None]]:
-    """(step, value) of a run at each (tokens, stream, …); None where its log has no value.
-
-    A training loss is the mean over the steps since the previous point."""
-    found, before = [], 0
-    for tokens, stream, *_ in points:
-        step, rest = divmod(tokens, batch)
-        values = run.streams.get(stream, {})
-        value = values.get(step)
-        if stream == "train":
-            stretch = [values[s] for s in range(before, step) if s in values]
-            value = statistics.fmean(stretch) if step - 1 in values else None
-            before = step
-        found.append((step, None if rest else value))
-    return found
 
 
 def comparable_values(run: Run, reference: Path, batch: int) -> list[Any]:
@@ -117,10 +99,16 @@ def comparable_values(run: Run, reference: Path, batch: int) -> list[Any]:
                 if step < FIRST_STEPS and step in expected:
                     low, high = expected[step] - tolerance, expected[step] + tolerance
                     found.append(("train, same seed,", step, value, low, high))
-    bounds = read_bounds(reference / "check.txt")
-    measured = measure(run, bounds, batch)
-    for (_, stream, low, high), (step, value) in zip(bounds, measured, strict=True):
-        if value is not None:
+    before = 0
+    for tokens, stream, low, high in read_bounds(reference / "check.txt"):
+        step, rest = divmod(tokens, batch)
+        values = run.streams.get(stream, {})
+        value = values.get(step)
+        if stream == "train":  # the mean over the steps since the previous bound
+            stretch = [values[s] for s in range(before, step) if s in values]
+            value = statistics.fmean(stretch) if step - 1 in values else None
+            before = step
+        if value is not None and rest == 0:
             found.append((stream, step, value, low, high))
     return found
 
