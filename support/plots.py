@@ -12,7 +12,11 @@ from support.run_folder import read_log, run_entries
 
 # Published results; the validation loss is on FineWeb-Edu.
 VAL_BASELINES = {"GPT-2 124M (OpenAI)": 3.2924}
-HELLASWAG_BASELINES = {"GPT-2 124M (OpenAI)": 0.2955, "GPT-3 Small 124M (OpenAI)": 0.337}
+HELLASWAG_BASELINES = {
+    "guessing": 0.25,
+    "GPT-2 124M (OpenAI)": 0.2955,
+    "GPT-3 Small 124M (OpenAI)": 0.337,
+}
 AXES = {"tokens": "tokens", "hours": "hours of training"}
 PANELS = {
     "lr": "learning rate",
@@ -66,19 +70,11 @@ def label_axes(axes: Any, x: str, title: str, ylabel: str = "") -> None:
     axes.grid(alpha=0.3)
 
 
-def draw_baseline(axes: Any, name: str, value: float, side: str = "left") -> None:
-    """A horizontal line, named at its left or right end."""
+def draw_baseline(axes: Any, name: str, value: float) -> None:
+    """A horizontal line, named at its left end."""
     axes.axhline(value, color="gray", linestyle=":")
-    axes.text(
-        0.01 if side == "left" else 0.99,
-        value,
-        f"{name}: {value:.5g}",
-        transform=axes.get_yaxis_transform(),
-        color="dimgray",
-        size="small",
-        va="bottom",
-        ha=side,
-    )
+    where = {"transform": axes.get_yaxis_transform(), "va": "bottom"}
+    axes.text(0.01, value, f"{name}: {value:.5g}", **where, color="dimgray", size="small")
 
 
 def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
@@ -98,7 +94,7 @@ def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, f
             axes.plot(where, values, color + "o-", ms=4, lw=0.5, label=f"{name}, validation")
             highest = np.nanmax(values, initial=highest, where=where >= start)
     for name, value in baselines.items():
-        draw_baseline(axes, name, value, "right")
+        draw_baseline(axes, name, value)
     if 0 < highest < np.inf:
         axes.set_ylim(top=1.05 * highest)
     label_axes(axes, x, "Loss", "nats per token")
@@ -112,7 +108,6 @@ def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
             axes.plot(*run["hella"], f"C{i}o-", ms=3, label=name)
     for name, value in HELLASWAG_BASELINES.items():
         draw_baseline(axes, name, value)
-    draw_baseline(axes, "guessing", 0.25, "right")
     axes.set_ylim(0.235, max(axes.get_ylim()[1], 0.35))
     label_axes(axes, x, "HellaSwag, acc_norm", "accuracy")
     axes.legend(loc="lower right")
@@ -132,10 +127,8 @@ def save_curves(log_dir: Path) -> None:
 
     curves = read_curves(log_dir)
     run = {log_dir.name: curves}
-    figure = Figure(figsize=(12, 7))
-    above, below = figure.add_gridspec(
-        2, 1, height_ratios=(3, 2), left=0.06, right=0.98, top=0.95, bottom=0.08, hspace=0.3
-    )
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    above, below = figure.add_gridspec(2, 1, height_ratios=(3, 2))
     upper = above.subgridspec(1, 2 if "hella" in curves else 1)
     baselines = VAL_BASELINES if on_fineweb(log_dir) else {}
     draw_loss(figure.add_subplot(upper[0]), run, "tokens", baselines)
