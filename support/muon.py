@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+import torch.nn.functional as F
 
 # Five steps of a x + b x^3 + c x^5 bring singular values near 1.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -37,12 +38,11 @@ def orthogonalize_on_all_ranks(x: torch.Tensor) -> torch.Tensor:
     if not torch.distributed.is_initialized():
         return orthogonalize(x)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    n = math.ceil(len(x) / world_size)  # matrices of a rank
-    mine, results = x.new_zeros(n, *x.shape[1:]), x.new_empty(n * world_size, *x.shape[1:])
-    if len(share := x[rank * n : (rank + 1) * n]):
-        mine[: len(share)] = orthogonalize(share)
-    torch.distributed.all_gather_into_tensor(results, mine)
-    return results[: len(x)]
+    n = math.ceil(len(x) / world_size)  # matrices per rank; the last ranks may have zeros
+    padded = F.pad(x, (0, 0, 0, 0, 0, n * world_size - len(x)))
+    mine = orthogonalize(padded[rank * n : (rank + 1) * n]).contiguous()
+    torch.distributed.all_gather_into_tensor(padded, mine)
+    return padded[: len(x)]
 
 
 class Muon(torch.optim.Optimizer):
@@ -53,16 +53,8 @@ class Muon(torch.optim.Optimizer):
 
     sharded = False  # support/sharding.py: this rank only has the gradients of its own matrices
 
-    def __init__(
-        self,
-        named_parameters: Any,
-        lr: float,
-        weight_decay: float,
-        momentum: float = 0.95,
-        *,
-        dtype: torch.dtype,
-    ):
-        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
+    def __init__(self, named_parameters: Any, lr: float, weight_decay: float, dtype: torch.dtype):
+        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=0.95)
         super().__init__(list(named_parameters), defaults)
         self.dtype = dtype
 
