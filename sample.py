@@ -21,22 +21,14 @@ from support.models import find_model, load_causal_lm
 class SampleConfig:
     """Continues a prompt with a trained model."""
 
-    model: Positional[str]
-    """Log folder (its newest checkpoint), folder of a Hugging Face model, or hub name."""
-    prompt: Positional[str] = ""
-    """Text to continue; without one, each line of standard input is a prompt."""
-    max_new_tokens: int = 100
-    """Tokens to add at most; a sample also ends with the context or the text."""
-    temperature: float = 1.0
-    """Divides the logits: below 1 favours likely tokens; 0: always the likeliest."""
-    top_k: int = 50
-    """Number of likeliest tokens to draw from; 0: all."""
-    seed: int = 42
-    """Seed of the first sample, incremented per sample."""
-    num_samples: int = 1
-    """Samples per prompt."""
-    device: str = "auto"
-    """auto, cpu, cuda or mps."""
+    model: Positional[str]  # log folder (its newest checkpoint), model folder, or hub name
+    prompt: Positional[str] = ""  # text to continue; empty: each line of standard input
+    max_new_tokens: int = 100  # at most; a sample also ends with the context or the text
+    temperature: float = 1.0  # divides the logits: below 1 favours likely tokens; 0: the likeliest
+    top_k: int = 50  # number of likeliest tokens to draw from; 0: all
+    seed: int = 42  # of the first sample; incremented per sample
+    num_samples: int = 1  # samples per prompt
+    device: str = "auto"  # auto, cpu, cuda or mps
 
 
 def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> None:
@@ -65,8 +57,7 @@ def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> Non
     for i in range(config.num_samples):
         torch.manual_seed(config.seed + i)
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-        mask = torch.ones_like(ids)
-        model.generate(ids, generation, attention_mask=mask, streamer=streamer)
+        model.generate(ids, generation, attention_mask=torch.ones_like(ids), streamer=streamer)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -83,14 +74,15 @@ def main(args: list[str] | None = None) -> None:
     if tokenizer is None:
         raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
     if config.prompt:
-        return sample(model, tokenizer, config.prompt, config)
+        sample(model, tokenizer, config.prompt, config)
+        return
     sys.stdin.reconfigure(errors="surrogateescape")  # like arguments; sample() checks both
     while True:
         if sys.stdin.isatty():
             print("prompt> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
-            return None
+            return
         sample(model, tokenizer, line.rstrip("\n"), config)
 
 

@@ -59,15 +59,13 @@ def print_plan(
     The keywords are settings of that name; others are ignored."""
     B, T = micro_batch_size or 1, seq_len
     N, flops = model.num_parameters(), model.flops_per_token(T)
-    tokens, available = max_steps * total_batch_size, None
+    tokens, epochs = max_steps * total_batch_size, f"no {data} yet"
     if Path(data).exists():
         available = sum(len(shard) for shard in open_split(Path(data), "train")[1])
+        epochs = f"{tokens / available:.3f} of {available:,} training tokens"
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops
     memory = estimate_memory(model, B, T, device, dtype, low_memory, compile)
-    epochs = f"no {data} yet"
-    if available:
-        epochs = f"{tokens / available:.3f} of {available:,} training tokens"
     projected = f"projected: {ASSUMED_MFU:.0%} of"
     rows = {
         "device": description,

@@ -28,10 +28,6 @@ from support.tokenizer import EOT, encode, get_tokenizer
 SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
 BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use the same
 KILLED = "a process was killed (out of memory?); repeat with fewer --workers"
-HUB_REMEDY = (
-    "check names and network and run the same command again; if it is private or gated, "
-    "request access on its Hub page and log in with `hf auth login`"
-)
 
 
 class Stream(NamedTuple):
@@ -56,7 +52,8 @@ def explained(
     except Exception as error:
         line = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         if name.startswith("--dataset "):
-            remedy = HUB_REMEDY
+            remedy = "check names and network and run the same command again; if it is private or "
+            remedy += "gated, request access on its Hub page and log in with `hf auth login`"
         raise UserError(f"{name}: {problem} ({line}); {remedy}") from None
 
 
@@ -152,29 +149,20 @@ def open_files(paths: list[str], text_column: str, template: str) -> tuple[dict,
     # rows have one value more than the header, columns must not shift.
     csv = {"features": Features(dict.fromkeys(columns, Value("string"))), "chunksize": 1000}
     csv |= {"keep_default_na": False, "index_col": False}
+    options = {"parquet": parquet_options(columns), "csv": csv, "jsonl": {}}
     streams = {}
     for index, path in enumerate(paths):
         kind = SUFFIX.search(path)[1].lower()
-        reader, options, joined = "text", {}, (columns, template)
-        if kind == "parquet":
-            reader, options = kind, parquet_options(columns)
-        elif kind == "csv":
-            reader, options = kind, csv
-        elif kind != "jsonl":
-            options, joined = {"sample_by": "document"}, (["text"], "")
-        options = options | {"data_files": [glob.escape(path)], "split": "train"}
-        opener = partial(load_dataset, reader, streaming=True, **options)
-        streams[index] = Stream(path, kind, *joined, opener)
+        reader = kind if kind in ("parquet", "csv") else "text"
+        joined = (columns, template) if kind in options else (["text"], "")
+        more = options.get(kind, {"sample_by": "document"})
+        files = {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
+        streams[index] = Stream(path, kind, *joined, partial(load_dataset, reader, **files, **more))
     return facts_about("--input", paths, None), streams
 
 
 def open_dataset(
-    dataset: str,
-    commit: str | None,
-    config: str,
-    split: str,
-    text_column: str,
-    template: str,
+    dataset: str, commit: str | None, config: str, split: str, text_column: str, template: str
 ) -> tuple[dict, dict[int, Stream]]:
     """-> (facts, {0: stream of a validation split, if any, 1: stream of the split})."""
     from datasets import Features, Value, load_dataset_builder
@@ -307,13 +295,13 @@ def document(stream: Stream, row: dict[str, Any]) -> str:
 
 def tokenize(position: list, stream: Stream, rows: list[dict]) -> tuple[list, np.ndarray, int]:
     """-> (position, tokens of the documents, 1-D uint16; number of nulls and empty texts)."""
-    parts = [np.zeros(0, dtype=np.uint32)]
+    parts: list[Any] = [[]]
     skipped = 0
     for number, row in enumerate(rows, position[2] + 1):
         with explained(stream.name, f"row {number} has no text"):
             text = document(stream, row)
         if text:
-            parts += [np.array([EOT], dtype=np.uint32), *encode(text)]
+            parts += [[EOT], *encode(text)]
         else:
             skipped += 1
     return position, np.concatenate(parts, dtype=np.uint16, casting="unsafe"), skipped
