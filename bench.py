@@ -41,6 +41,7 @@ from torch.profiler import profile, schedule
 from torch.utils.benchmark import Timer
 
 import train_gpt2
+from hellaswag import check_writable
 from support import cli, devices, files
 from support.cli import RunError, UserError
 from support.run_folder import list_checkpoints, read_log
@@ -92,7 +93,7 @@ def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
     if one_device and cli.torchrun_ranks()[2] > 1:
         raise UserError("--ladder, --report and lower rungs measure one device: without torchrun")
     if config.json:
-        cli.check_writable(config.json)
+        check_writable(config.json)
     gpu, data = uses_gpu(given), cli.shown(train_gpt2.read_config([]).data)  # a bare run's data
     preset = "gpt2" if gpu else "shakespeare"
     flags = ["--preset", preset, "--data", data, *OFF, *given]

@@ -25,7 +25,7 @@ import numpy as np
 
 from support import texts
 from support.cli import UserError, flag, parse_args, run, torchrun_ranks
-from support.files import atomic_write, sha256, write_text
+from support.files import atomic_path, sha256, write_text
 from support.texts import explained
 from support.tokenizer import EOT, SHA256, SHARD_NAME, open_shard
 
@@ -145,7 +145,7 @@ class Folder:
             return
         path = self.out / self.next_name
         header = {"descr": "<u2", "fortran_order": False, "shape": (sum(map(len, parts)),)}
-        with atomic_write(path) as file:
+        with atomic_path(path) as partial, open(partial, "wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(part.data for part in parts)
         self.enter(path, state)

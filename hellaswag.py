@@ -15,6 +15,7 @@ the head only where an ending is scored. Losses are float32 in any precision of 
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from support.cli import UserError, check_writable, parse_args, print0, run, torchrun_ranks
-from support.devices import choose_device, keep_freed_memory, round_length
+from support.cli import UserError, parse_args, print0, run, torchrun_ranks
+from support.devices import choose_device, round_length
 from support.files import atomic_path, sha256, write_text
 from support.models import find_model, load_causal_lm
 from support.tokenizer import VOCAB_SIZE, get_tokenizer
@@ -248,6 +249,14 @@ def write_json(path: Path, result: Score) -> None:
     write_text(path, json.dumps([dict(zip(names, row, strict=True)) for row in rows]))
 
 
+def check_writable(path: str) -> None:
+    """UserError unless a file can be written at `path`; call it before long work."""
+    if Path(path).is_dir():
+        raise UserError(f"{path}: is a folder; name a file")
+    if not os.access(Path(path).absolute().parent, os.W_OK):
+        raise UserError(f"{path}: its folder is missing or not writable; choose another")
+
+
 def check_model(folder: Path, model: Any, tokenizer: Any) -> None:
     """UserError for a model that would be scored wrongly."""
     V = model.config.vocab_size
@@ -270,8 +279,6 @@ def main(args: list[str] | None = None) -> None:
             f"--batch-size {config.batch_size}, --limit {config.limit}: at least 1 and 0"
         )
     device, dtype, description = choose_device(config.device, config.dtype)
-    if device.type == "cpu":
-        keep_freed_memory()
     if config.json:
         check_writable(config.json)
     folder = find_model(config.model)

@@ -23,6 +23,7 @@ import os
 import signal
 import time
 from argparse import ArgumentParser
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial
@@ -140,8 +141,7 @@ class ChunkedLoss(torch.autograd.Function):
         w[:V] = wte  # padded, since aligned rows are faster, on a CPU as well
         loss = torch.zeros((), device=x.device)
         train = ctx.needs_input_grad[0]
-        if train:
-            dx, dw = torch.empty_like(x), None
+        dx, dw = torch.empty_like(x), None
         for i in range(0, len(x), ChunkedLoss.CHUNK):
             chunk = slice(i, i + ChunkedLoss.CHUNK)
             x_chunk, target = x[chunk].to(dtype), targets[chunk, None]
@@ -215,8 +215,7 @@ class GPT(nn.Module):
         position (B, T) or (T,): by default 0 … T-1. mask (B, 1, T, T) bool: by default causal."""
         if position is None:
             if idx.size(1) > self.config.block_size:
-                context = self.config.block_size
-                raise UserError(f"{idx.size(1)} tokens, but the model's context is {context}")
+                raise UserError(f"{idx.size(1)} tokens exceed the model's {self.config.block_size}")
             position = torch.arange(idx.size(1), device=idx.device)
         x = self.wte(idx) + self.wpe(position)  # (B, T, C)
         for block in self.h:
@@ -302,24 +301,43 @@ def permutation(n: int, *seed: int) -> np.ndarray:
     return np.random.PCG64(seed).random_raw(n).argsort(kind="stable")
 
 
-class TokenStream:
-    """The tokens of a split as one endless sequence, whose order is a function of the seed.
+class DataLoaderLite:
+    """The tokens of a split as one endless sequence, and batches of next-token pairs from it.
 
-    An epoch is the shards in random order, each with its documents in random order; epochs run back
-    to back. A document begins at 50256; a .txt file is cut into passages of 256 tokens. Without
-    shuffle the order is the files'. data: folder of shards, or .txt file."""
+    The order is a function of the seed. An epoch is the shards in random order, each with its
+    documents in random order; epochs run back to back. A document begins at 50256; a .txt file is
+    cut into passages of 256 tokens. Without shuffle the order is the files'.
 
-    def __init__(self, data: str | Path, split: str, seed: int = 1337, shuffle: bool = True):
+    In each micro-step the ranks take the next B * T tokens each, in rank order. So a step has the
+    same tokens for any number of ranks, each token is an input once per epoch, and the state is one
+    position. data: folder of shards, or .txt file."""
+
+    def __init__(
+        self,
+        data: str | Path,
+        split: str,
+        B: int,
+        T: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 1337,
+        shuffle: bool = True,
+    ):
         self.paths, self.shards = tokenizer.open_split(Path(data), split)
         self.passages = Path(data).suffix == ".txt"
         self.seed, self.shuffle = seed, shuffle
         self.lengths = np.array([len(shard) for shard in self.shards])
         self.total_tokens = int(self.lengths.sum())
+        if self.total_tokens <= T:
+            size = f"{self.total_tokens} {split} tokens"
+            raise UserError(f"{data}: {size}, too few for a sequence of {T} and its target")
         # A batch may straddle two shards.
         self.document_order = lru_cache(maxsize=2)(self._document_order)
+        self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
+        self.position = 0  # in the sequence, of the next micro-batch of all ranks
 
     def read(self, position: int, count: int) -> np.ndarray:
-        """Tokens [position, position + count) of the stream, 1-D uint16."""
+        """Tokens [position, position + count) of the sequence, 1-D uint16."""
         pieces, n = [], len(self.shards)
         while count > 0:
             epoch, offset = divmod(position, self.total_tokens)
@@ -356,53 +374,25 @@ class TokenStream:
         order = permutation(len(starts), self.seed, epoch, shard + 1)
         return lengths[order].cumsum(), (starts + lengths)[order]
 
-
-class DataLoaderLite:
-    """Batches of next-token pairs from a TokenStream.
-
-    In each micro-step the ranks take the next B * T tokens each, in rank order. So a step has the
-    same tokens for any number of ranks, each token is an input once per epoch, and the state is one
-    position."""
-
-    def __init__(
-        self,
-        data: str | Path,
-        split: str,
-        B: int,
-        T: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 1337,
-        shuffle: bool = True,
-    ):
-        self.stream = TokenStream(data, split, seed, shuffle)
-        if self.stream.total_tokens <= T:
-            size = f"{self.stream.total_tokens} {split} tokens"
-            raise UserError(f"{data}: {size}, too few for a sequence of {T} and its target")
-        self.B, self.T, self.rank, self.world_size = B, T, rank, world_size
-        self.position = 0  # in the stream, of the next micro-batch of all ranks
-
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next inputs and targets of this rank, (B, T) int64 each."""
         tokens = self.B * self.T
         # One token more: the targets are the inputs shifted by one.
-        buffer = self.stream.read(self.position + self.rank * tokens, tokens + 1)
+        buffer = self.read(self.position + self.rank * tokens, tokens + 1)
         buffer = torch.from_numpy(buffer.astype(np.int64))
         self.position += self.world_size * tokens
         return buffer[:-1].view(self.B, self.T), buffer[1:].view(self.B, self.T)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order of tokens depends on."""
-        stream = self.stream
-        shards = [
-            [path.name, len(shard)] for path, shard in zip(stream.paths, stream.shards, strict=True)
-        ]
+        names = [path.name for path in self.paths]
+        shards = list(zip(names, self.lengths.tolist(), strict=True))
         digest = hashlib.sha256(json.dumps(shards).encode()).hexdigest()
-        order = {"seed": stream.seed, "shuffle": stream.shuffle, "shards": digest}
+        order = {"seed": self.seed, "shuffle": self.shuffle, "shards": digest}
         return {"position": self.position} | order
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Moves to a saved position of the same stream."""
+        """Moves to a saved position in the same data."""
         for key, value in self.state_dict().items():
             if key != "position" and state[key] != value:
                 difference = f"{key} {value}, was {state[key]}"
@@ -528,7 +518,7 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     defaults = dict(PRESETS.get(given.preset, {}))
     if given.device in ("cpu", "mps"):
         defaults["compile"] = False
-    config = cli.parse_args(TrainConfig, replace(TrainConfig(), **defaults), args)
+    config = cli.parse_args(TrainConfig, args, default=replace(TrainConfig(), **defaults))
 
     problems = []
     positive = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens")
@@ -627,6 +617,7 @@ class Ranks:
     device: torch.device
     dtype: torch.dtype  # of matmuls
     description: str  # device and precision, with the reason
+    job: str = ""  # names the torchrun that started this process, the same after a restart
 
     @classmethod
     def start(cls, config: TrainConfig) -> "Ranks":
@@ -634,20 +625,28 @@ class Ranks:
         rank, local_rank, world_size = cli.torchrun_ranks()
         chosen = devices.choose_device(config.device, config.dtype, local_rank, world_size)
         device, dtype, description = chosen
-        devices.prepare_training(device, dtype, config.deterministic)
-        if device.type == "cpu":
-            devices.keep_freed_memory()
+        if device.type == "mps" and dtype == torch.float16:
+            # Its fused AdamW ignores found_inf (PR #186360).
+            raise UserError("--dtype float16: overflows would ruin the weights on MPS; use float32")
+        if device.type == "cuda" and dtype != torch.float32:
+            torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matmul
+            torch.use_deterministic_algorithms(True)
         if "RANK" in os.environ:
             devices.join_process_group(rank, world_size, device, dtype)
-        return cls(rank, world_size, device, dtype, description)
+        # JOB/attempt_N/RANK/error.json. Unlike --rdzv-id, JOB is never that of an earlier torchrun.
+        error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        job = error_file.parent.parent.parent.name
+        return cls(rank, world_size, device, dtype, description, job)
 
     def autocast(self) -> torch.autocast:
         """Runs matmuls in `dtype`."""
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=enabled)
 
-    def gather(self, value: Any = None) -> list[Any]:
-        """The `value` of every rank, in rank order; also a barrier."""
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank, in rank order."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
@@ -675,13 +674,13 @@ def validation_loss(
     Full batches use the compiled model if training on a GPU does. None if a rank `received` a
     signal."""
     B, T = loader.B, loader.T
-    sequences = min(tokens, loader.stream.total_tokens - 1) // T
+    sequences = min(tokens, loader.total_tokens - 1) // T
     losses, sizes = [torch.zeros((), device=ranks.device)], [0]
     for first in range(ranks.rank * B, sequences, ranks.world_size * B):
         if received:
             break
         n = min(B, sequences - first)
-        buffer = torch.from_numpy(loader.stream.read(first * T, n * T + 1).astype(np.int64))
+        buffer = torch.from_numpy(loader.read(first * T, n * T + 1).astype(np.int64))
         buffer = buffer.to(ranks.device)
         compiled = n == B and ranks.device.type != "cpu"  # otherwise eager, in chunks
         loss_function = model.loss_function if compiled else chunked_next_token_loss
@@ -700,8 +699,8 @@ def validation_loss(
 @lru_cache(maxsize=1)
 def validation_text(loader: DataLoaderLite, tokens: int) -> tuple[int, int, int]:
     """(number, bytes, characters) of the tokens that validation_loss predicts."""
-    number = min(tokens, loader.stream.total_tokens - 1) // loader.T * loader.T
-    return number, *tokenizer.text_size(loader.stream.read(1, number))
+    number = min(tokens, loader.total_tokens - 1) // loader.T * loader.T
+    return number, *tokenizer.text_size(loader.read(1, number))
 
 
 def print_samples(model: GPT, prompt: str, samples: int, length: int, ranks: Ranks) -> None:
@@ -717,11 +716,6 @@ def print_samples(model: GPT, prompt: str, samples: int, length: int, ranks: Ran
         print0(f"rank {ranks.rank} sample {i}:\n{text}", every_rank=True)
 
 
-def is_due(every: int, step: int, config: TrainConfig) -> bool:
-    """True every `every` steps (0: never), and after the last."""
-    return every > 0 and (step % every == 0 or step == config.max_steps)
-
-
 def evaluate(
     step: int,
     model: GPT,
@@ -734,7 +728,8 @@ def evaluate(
 ) -> bool:
     """Makes validation loss, HellaSwag and samples due at `step`. True if a signal ended it."""
     model.eval()  # GPT-2 is trained without dropout, but a fork may have it
-    if is_due(config.eval_every, step, config):
+    last = step == config.max_steps
+    if config.eval_every and (last or step % config.eval_every == 0):
         val = validation_loss(model, val_loader, config.eval_tokens, ranks, received)
         if val is None:
             return True
@@ -743,7 +738,7 @@ def evaluate(
             tokens, size, _ = validation_text(val_loader, config.eval_tokens)
             log(step, val=val, bpb=val * tokens / (size * math.log(2)))
     with torch.compiler.set_stance("force_eager"):  # shapes that occur once aren't worth compiling
-        if tasks and is_due(config.hellaswag_every, step, config):
+        if tasks and (last or step % config.hellaswag_every == 0):
             import hellaswag
 
             share = (ranks.device, ranks.rank, ranks.world_size, received)
@@ -755,8 +750,8 @@ def evaluate(
             print0(f"step {step:5d} HellaSwag {correct / len(tasks):.4f}")
             if log:
                 log(step, hella=correct / len(tasks))
-        if step > 0 and is_due(config.sample_every, step, config):
-            if step < config.max_steps:
+        if step > 0 and config.sample_every and (last or step % config.sample_every == 0):
+            if not last:
                 print_samples(model, config.sample_prompt, 4, 32, ranks)
             elif ranks.rank == 0:
                 print_samples(model, config.sample_prompt, 2, 64, ranks)
@@ -818,25 +813,26 @@ class TrainState:
             print0(f"precision: {saved['dtype']} so far, {ranks.dtype} from here on")
         if ranks.rank < len(saved["random"]):
             random = saved["random"][ranks.rank]
-            torch.set_rng_state(random.pop("cpu"))
-            if ranks.device.type in random:
-                device_module = torch.get_device_module(ranks.device.type)
-                device_module.set_rng_state(random[ranks.device.type])
+            torch.set_rng_state(random["cpu"])
+            kind = ranks.device.type
+            if kind != "cpu" and kind in random:
+                torch.get_device_module(kind).set_rng_state(random[kind])
         self.step, self.elapsed, self.skipped = saved["step"], saved["elapsed"], saved["skipped"]
 
 
-def save_checkpoint(state: TrainState, config: TrainConfig, ranks: Ranks) -> bool:
+def save_checkpoint(
+    state: TrainState, config: TrainConfig, ranks: Ranks, log: run_folder.RunLog | None
+) -> bool:
     """Writes log_dir/step_*/ atomically; all ranks call it. False if it can't be written.
 
     Earlier checkpoints are intact then, and the run goes on, unless it is at its end."""
     saved, problem = state.state_dict(config, ranks), None
-    if ranks.rank == 0:
-        write_model, log_dir = state.model.save_pretrained, Path(config.log_dir)
-        problem = run_folder.write_checkpoint(log_dir, write_model, saved, config)
+    if log:
+        problem = log.write_checkpoint(state.model.save_pretrained, saved)
     problem = ranks.broadcast(problem)
     if problem and state.step == config.max_steps:
         raise UserError(f"{problem}: free some space; --resume continues")
-    if problem and ranks.rank == 0:
+    if problem and log:
         cli.warn(problem, "error")
     return not problem
 
@@ -927,7 +923,7 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ranks: Ranks) -> nn.Module:
 
 def announce(state: TrainState, config: TrainConfig, resumed: Path | None, ranks: Ranks) -> None:
     """Prints what is about to be trained."""
-    loader, batch, tokens = state.loader, config.total_batch_size, state.loader.stream.total_tokens
+    loader, batch, tokens = state.loader, config.total_batch_size, state.loader.total_tokens
     micro_steps = batch // (loader.B * loader.T * ranks.world_size)
     parameters, flops = state.model.num_parameters(), state.model.flops_per_token(config.seq_len)
     peak, source = devices.peak_flops(ranks.device, ranks.dtype)
@@ -972,12 +968,11 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     """Trains, evaluates and saves. Returns the exit status: 0, or 130 / 143 after a signal."""
     # Model, data and optimizer: new, or as a checkpoint has them.
     log_dir, continues, checkpoint, saved = Path(config.log_dir), False, None, None
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # nodes' may differ
-    if ranks.rank == 0 and (config.resume or restarts != "0"):
+    if ranks.rank == 0 and (config.resume or ranks.job):
         from support import resume
 
         differ = partial(differences, config=config)
-        continues, checkpoint, saved = resume.find_start(log_dir, config.resume, differ)
+        continues, checkpoint, saved = resume.find_start(log_dir, config.resume, ranks.job, differ)
     checkpoint = ranks.broadcast(checkpoint)
     model = start_model(config, checkpoint, saved, ranks)
     B, T = choose_micro_batch_size(config, model, ranks), config.seq_len
@@ -1005,9 +1000,11 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
             return 0
     log = None  # only rank 0 writes
     if ranks.rank == 0:
-        entry = {"step": state.step, "device": ranks.description, "world_size": ranks.world_size}
-        entry["config"] = asdict(config)
-        log = run_folder.RunLog(log_dir, entry, checkpoint, continues)
+        entry = {"job": ranks.job, "step": state.step, "device": ranks.description}
+        entry |= {"world_size": ranks.world_size, "config": asdict(config)}
+        if continues:
+            entry |= resume.trim_log(log_dir, state.step)
+        log = run_folder.RunLog(log_dir, entry)
 
     # Evaluation and checkpoints use `model`; training calls `ddp_model`, with the same weights.
     model.prepare(config.compile and devices.can_compile(ranks.device), config.low_memory)
@@ -1016,23 +1013,22 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     peak, _ = devices.peak_flops(ranks.device, ranks.dtype)
     full_speed = ranks.world_size * peak / model.flops_per_token(T)  # tokens per second
     every = config.eval_every or config.hellaswag_every or config.sample_every or config.save_every
-    clock = devices.Clock(config.max_steps, every)
+    ends = deque(maxlen=1 + (every or 20))  # when the latest steps ended, over one interval
     received = cli.collect_stop_signals()
-    start, stop = state.step, False
+    start, stop, cuda = state.step, False, ranks.device.type == "cuda"
     # One round more than there are updates: the last only saves and evaluates.
     for step in range(start, config.max_steps + 1):
         last = step == config.max_steps
         # Save before evaluating, which may fail or be interrupted; --resume makes up for it.
-        new = step > start or (last and checkpoint is None)
-        due = new and config.save_every > 0 and (stop or is_due(config.save_every, step, config))
-        lost = due and not save_checkpoint(state, config, ranks)
+        saves = config.save_every and (step > start or (last and checkpoint is None))
+        due = saves and (stop or last or step % config.save_every == 0)
+        lost = due and not save_checkpoint(state, config, ranks, log)
         if not stop:
             stop = evaluate(step, model, val_loader, tasks, config, ranks, log, received)
-            if stop and new and not due and config.save_every:
-                lost = not save_checkpoint(state, config, ranks)
-        if ranks.rank == 0 and config.save_every and (due or last):
-            keep = (config.keep_checkpoints, config.keep_every)
-            run_folder.prune_checkpoints(log_dir, step, *keep)
+            if stop and saves and not due:
+                lost = not save_checkpoint(state, config, ranks, log)
+        if log and config.save_every and (due or last):
+            run_folder.prune_checkpoints(log_dir, step, config.keep_checkpoints, config.keep_every)
             run_folder.draw_curves(log_dir, wait=last)
         if stop and lost:
             raise RunError(f"stopped by a signal, and step {step} could not be saved")
@@ -1052,11 +1048,9 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         loss_sum = torch.zeros((), device=ranks.device)
         for micro_step in range(grad_accum_steps):
             x, y = loader.next_batch()  # (B, T) each
-            if ranks.device.type == "cuda":  # from pinned memory the copy doesn't wait for kernels
-                x = x.pin_memory().to(ranks.device, non_blocking=True)
-                y = y.pin_memory().to(ranks.device, non_blocking=True)
-            else:
-                x, y = x.to(ranks.device), y.to(ranks.device)
+            if cuda:  # from pinned memory the copy doesn't wait for kernels
+                x, y = x.pin_memory(), y.pin_memory()
+            x, y = x.to(ranks.device, non_blocking=cuda), y.to(ranks.device, non_blocking=cuda)
             # DDP exchanges the gradients once, in the last micro-step.
             ddp_model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with ranks.autocast():  # the backward pass takes the precisions of the forward pass
@@ -1086,7 +1080,9 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         optimizer.zero_grad(set_to_none=ranks.world_size == 1)
         # ---- End of the update -------------------------------------------------------------------
 
-        seconds, left = clock.end_step(step, began)
+        ends.append(time.perf_counter())
+        seconds = ends[-1] - began
+        left = devices.time_left(ends, seconds, config.max_steps - step - 1)
         state.step, state.elapsed = step + 1, state.elapsed + seconds
         rate = config.total_batch_size / seconds
         mfu, ms = rate / full_speed, 1e3 * seconds
@@ -1094,7 +1090,7 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         print0(f"{result} {ms:.0f} ms {rate:,.0f} tok/s mfu {mfu:.1%} {left}")
         if log:
             log(step, train=loss, lr=lr, norm=norm, tok_per_sec=rate, mfu=mfu, ms=ms)
-    if ranks.rank == 0:
+    if log:
         conclude(state, config, val_loader)
         log.finish(state.step)
     return 0

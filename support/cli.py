@@ -71,25 +71,16 @@ def flag(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def parse_args(config_class: type, default: Any = None, args: Sequence[str] | None = None) -> Any:
+def parse_args(config_class: type, args: Sequence[str] | None = None, **options: Any) -> Any:
     """Reads the command line (`args`, or sys.argv[1:]) into `config_class`.
 
-    `default` replaces its own defaults. tyro reports a wrong flag itself, and exits with 2."""
+    `options` go to tyro, which reports a wrong flag itself, and exits with 2."""
     import tyro
 
-    defaults = {} if default is None else {"default": default}
     rank0 = torchrun_ranks()[0] == 0
     # console_outputs=False still prints some errors
     with contextlib.redirect_stderr(sys.stderr if rank0 else io.StringIO()):
-        return tyro.cli(config_class, args=args, console_outputs=rank0, **defaults)
-
-
-def check_writable(path: str) -> None:
-    """UserError unless a file can be written at `path`; call it before long work."""
-    if Path(path).is_dir():
-        raise UserError(f"{path}: is a folder; name a file")
-    if not os.access(Path(path).absolute().parent, os.W_OK):
-        raise UserError(f"{path}: its folder is missing or not writable; choose another")
+        return tyro.cli(config_class, args=args, console_outputs=rank0, **options)
 
 
 # System errors that the user can fix, with a hint where the system's own message has none.
@@ -97,14 +88,6 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 HINTS = dict.fromkeys((errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "")
 HINTS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; choose a writable place")
 HINTS |= dict.fromkeys(FULL_DISK, "; free some space")
-
-
-def user_error(error: BaseException) -> str | None:
-    """The line to show for an error that the user can fix; None if it is a bug."""
-    if isinstance(error, OSError) and error.errno in HINTS:
-        name = f"{error.filename}: " if error.filename else ""
-        return f"{name}{error.strerror}{HINTS[error.errno]}"
-    return str(error) if isinstance(error, UserError) else None
 
 
 received: list[int] = []  # SIGINT, SIGTERM and SIGUSR1 (Slurm's), after collect_stop_signals()
@@ -152,13 +135,15 @@ def run(main: Callable[[], int | None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails
         sys.exit(1)
     except Exception as error:
-        message, status = user_error(error), 2
-        if isinstance(error, RunError):
-            message, status = str(error), 1
-        if message is None:
+        message, status = str(error), 1 if isinstance(error, RunError) else 2
+        if isinstance(error, OSError) and error.errno in HINTS:
+            name = f"{error.filename}: " if error.filename else ""
+            message = f"{name}{error.strerror}{HINTS[error.errno]}"
+        elif not isinstance(error, UserError | RunError):
             raise
-        wait = world_size > 1 and (rank > 0 or isinstance(error, LostRank))
-        if wait and received and isinstance(error, LostRank):
+        lost = isinstance(error, LostRank)
+        wait = world_size > 1 and (rank > 0 or lost)
+        if wait and lost and received:
             os._exit(status)  # torchrun is ending this rank since another has failed
     if wait:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

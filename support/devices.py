@@ -3,10 +3,9 @@
 import ctypes
 import functools
 import os
-import statistics
 import sys
 import time
-from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -18,7 +17,11 @@ from support.cli import UserError, first_line, print0
 def choose_device(
     device: str, dtype: str, local_rank: int = 0, world_size: int = 1
 ) -> tuple[torch.device, torch.dtype, str]:
-    """(device, dtype, a line with the choice and its reason)"""
+    """(device, dtype, a line with the choice and its reason). Prepares the device.
+
+    On a CPU freed memory stays in the process. By default glibc returns large buffers to the
+    kernel, and the next step faults them in again, page by page: a third of GPT-2 (124M)'s step,
+    more than half of a small model's."""
     present = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available() and world_size == 1,  # it has no process group
@@ -47,21 +50,13 @@ def choose_device(
     else:
         chosen, name = torch.device("cpu"), f"{torch.get_num_threads()} threads"
         best, reason = "float32", "the same losses on every CPU, to rounding"
+        if sys.platform == "linux":
+            mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)  # in glibc
+            mallopt(-4, 0)  # M_MMAP_MAX: map no buffer separately
+            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
     if dtype != "auto":
         best, reason = dtype, "as requested"
     return chosen, getattr(torch, best), f"{chosen} ({name}), {best}: {reason}"
-
-
-def prepare_training(device: torch.device, dtype: torch.dtype, deterministic: bool) -> None:
-    """Settings to be made before the first tensor."""
-    if device.type == "mps" and dtype == torch.float16:
-        # Its fused AdamW ignores found_inf (PR #186360).
-        raise UserError("--dtype float16: overflows would ruin the weights on MPS; use float32")
-    if device.type == "cuda" and dtype != torch.float32:
-        torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matmul
-        torch.use_deterministic_algorithms(True)
 
 
 def join_process_group(
@@ -79,39 +74,23 @@ def join_process_group(
     first = store.get("kind/0").decode()
     if first != kind:
         raise UserError(f"{kind} here, {first} on rank 0: set --device and --dtype")
-    where = {"store": store, "rank": rank, "world_size": world_size, "timeout": patience}
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device, **where)
-    else:
-        dist.init_process_group("gloo", **where)
+    gpu = device if device.type == "cuda" else None
+    where = {"store": store, "rank": rank, "world_size": world_size, "device_id": gpu}
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=patience, **where)
 
 
 # --------------------------------------------------------------------------------------------------
 # Speed
 
 
-class Clock:
-    """Measures steps, and estimates how long a run still takes.
+def time_left(ends: Sequence[float], seconds: float, steps: int) -> str:
+    """How long `steps` more steps will take: "1 min 10 s left".
 
-    Beside the steps that is for the pauses between them, to evaluate and save: those so far, per
-    `every` steps, are repeated."""
-
-    def __init__(self, max_steps: int, every: int):
-        self.max_steps, self.every = max_steps, every
-        self.latest: deque[float] = deque(maxlen=20)  # seconds of steps
-        self.paused, self.pauses, self.ended = 0.0, 0, time.perf_counter()
-
-    def end_step(self, step: int, began: float) -> tuple[float, str]:
-        """(seconds of the step, "1 min 10 s left"); began: time.perf_counter() at its beginning"""
-        self.paused += began - self.ended
-        self.ended = time.perf_counter()
-        self.latest.append(self.ended - began)
-        left = statistics.median(self.latest) * (self.max_steps - step - 1)
-        if self.every:
-            self.pauses += step % self.every == 0
-            to_come = -(-self.max_steps // self.every) - step // self.every  # one is at the end
-            left += to_come * self.paused / max(self.pauses, 1)
-        return self.latest[-1], f"{duration(left)} left"
+    ends: when the latest steps ended, so that pauses between them, to evaluate and save, count.
+    seconds: of the latest step, for when it is the only one."""
+    if len(ends) > 1:
+        seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
+    return f"{duration(seconds * steps)} left"
 
 
 def duration(seconds: float) -> str:
@@ -155,10 +134,8 @@ def cpu_precision(before: str | None = None) -> tuple[torch.dtype, str]:
     """Like choose_device for a large model on a CPU; a resumed one stays in its dtype `before`."""
     name, reason = before or "torch.float32", "as in the checkpoint"
     if before is None:
-        rates = [
-            matmul_flops(torch.device("cpu"), d, 1024) for d in (torch.bfloat16, torch.float32)
-        ]
-        ratio = rates[0] / rates[1]
+        cpu = torch.device("cpu")
+        ratio = matmul_flops(cpu, torch.bfloat16, 1024) / matmul_flops(cpu, torch.float32, 1024)
         reason = f"bfloat16 matmuls are {ratio:.2g} times as fast as float32's"
         if ratio >= 1.3:
             name = "torch.bfloat16"
@@ -192,14 +169,3 @@ def peak_memory() -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def keep_freed_memory() -> None:
-    """Keeps freed CPU memory in the process.
-
-    By default glibc returns large buffers to the kernel, and the next step faults them in again,
-    page by page: a third of GPT-2 (124M)'s step, more than half of a small model's."""
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)  # only in glibc
-        mallopt(-4, 0)  # M_MMAP_MAX: map no buffer separately
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap

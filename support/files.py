@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 
 def sha256(path: Path) -> str:
@@ -30,23 +29,12 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
                 fsync(part)
         fsync(partial)
         if partial.is_dir() and path.is_dir():  # a folder cannot be replaced in one step
-            former = path.with_name(f".{path.name}.{os.getpid()}.former.partial")
-            os.replace(path, former)
-            os.replace(partial, path)
-            remove(former)
-        else:
-            os.replace(partial, path)
+            remove_folder(path)
+        os.replace(partial, path)
     except BaseException:
         remove(partial)
         raise
     fsync(path.parent)
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path | str) -> Iterator[IO[bytes]]:
-    """Opens a binary file that appears at `path` when the block ends, or not at all."""
-    with atomic_path(path) as partial, open(partial, "wb") as file:
-        yield file
 
 
 def write_text(path: Path | str, text: str) -> None:
@@ -72,14 +60,14 @@ def remove_folder(path: Path) -> None:
 
 def fsync(path: Path) -> None:
     """Flushes a file or the entries of a folder to disk: a power cut cannot undo a rename."""
-    windows = os.name == "nt"
-    if windows and path.is_dir():  # it cannot open folders
+    folder = path.is_dir()
+    if folder and os.name == "nt":  # Windows cannot open folders
         return
-    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():  # network mounts
+        if not folder or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # network mounts
             raise
     finally:
         os.close(descriptor)

@@ -34,15 +34,14 @@ def write_pretrained(folder: Path, settings: dict[str, Any], state: dict[str, Te
     config |= {"n_ctx": settings["block_size"], "bos_token_id": eot, "eos_token_id": eot}
     config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} | GPT2_MATHS
     config |= {THEIR_NAMES.get(name, name): value for name, value in settings.items()}
-    texts = {"config.json": json.dumps(config, indent=2) + "\n"}
+    files.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if eot:  # the tokenizer's files are copied: transformers takes seconds to import
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
         tokenizer = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": settings["block_size"]}
-        texts["tokenizer_config.json"] = json.dumps(tokenizer | special, indent=2) + "\n"
+        text = json.dumps(tokenizer | special, indent=2) + "\n"
+        files.write_text(folder / "tokenizer_config.json", text)
         for ours, theirs in {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}.items():
-            texts[theirs] = bpe_files()[ours].read_text(encoding="utf-8")
-    for name, text in texts.items():
-        files.write_text(folder / name, text)
+            files.write_text(folder / theirs, bpe_files()[ours].read_text(encoding="utf-8"))
     weights = {}
     for name, tensor in state.items():
         if CONV1D.search(name):

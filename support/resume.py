@@ -1,4 +1,4 @@
-"""What --resume reads: which run a folder holds, and its newest intact checkpoint.
+"""What --resume reads: which run a folder holds, its newest intact checkpoint, and its log.
 
 Bad files raise UserError."""
 
@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from support.cli import UserError, first_line, warn
-from support.files import sha256
-from support.run_folder import list_checkpoints, run_entries, torchrun_job
+from support.files import sha256, write_text
+from support.run_folder import last_start, list_checkpoints, log_lines, run_entries
 
 
 def find_start(
-    log_dir: Path, asked: bool, differ: Callable[[dict[str, Any]], list[str]]
+    log_dir: Path, asked: bool, job: str, differ: Callable[[dict[str, Any]], list[str]]
 ) -> tuple[bool, Path | None, dict[str, Any] | None]:
     """(whether the last run continues, its newest intact checkpoint, the state in it)
 
-    asked: by --resume; otherwise it continues if torchrun has restarted the job that began it.
+    asked: by --resume; otherwise it continues if it was begun by the same torchrun `job`.
     differ(config): how a run of that configuration differs from this one."""
-    entries, job = run_entries(log_dir), torchrun_job()
+    entries = run_entries(log_dir)
     restarted = bool(job and entries) and entries[-1].get("job") == job
     if not (asked or restarted):
         return False, None, None
@@ -36,6 +36,24 @@ def is_finished(log_dir: Path, step: int, max_steps: int) -> bool:
     """Whether a run has all its steps, and its last evaluation."""
     entries = run_entries(log_dir) or [{}]
     return step > max_steps or step == max_steps == entries[-1].get("finished")
+
+
+def trim_log(log_dir: Path, step: int) -> dict[str, Any]:
+    """Removes the last run's lines from `step` on, all but the evaluations at that step.
+
+    -> for RunLog: the number of lines before that run, and the streams of those evaluations"""
+    path, entries = log_dir / "log.txt", run_entries(log_dir) or [{}]
+    lines, evaluated = log_lines(path), []
+    begin = entries[-1].get("log_lines", last_start(lines))
+    stay = lines[:begin]
+    for line in lines[begin:]:
+        if line[0] < step:
+            stay.append(line)
+        elif line[0] == step and line[1] in ("val", "bpb", "hella"):
+            stay.append(line)
+            evaluated.append(line[1])
+    write_text(path, "".join(" ".join(map(str, line)) + "\n" for line in stay))
+    return {"log_lines": begin, "evaluated": evaluated}
 
 
 def find_checkpoint(log_dir: Path) -> tuple[Path, dict[str, Any]] | tuple[None, None]:

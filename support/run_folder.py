@@ -1,7 +1,6 @@
 """A run's folder: log.txt, run.json and checkpoints. Bad files raise UserError."""
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -65,26 +64,12 @@ def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
         raise UserError(f"{path}: not JSON; move it away") from None
 
 
-@functools.cache
 def git(*command: str) -> str:
     """The output of a git command in this repository; "" without git."""
     with contextlib.suppress(OSError):
         done = subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True)
         return done.stdout.strip()
     return ""
-
-
-def git_commit() -> str | None:
-    """The full hash, with a + if files have changed since; None without git."""
-    return git("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*") or None
-
-
-def torchrun_job() -> str:
-    """Names the torchrun that started this process, the same after a restart; "" without one.
-
-    Its --rdzv-id may be that of earlier jobs; its folder, JOB/attempt_N/RANK/, is new."""
-    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    return error_file.parent.parent.parent.name
 
 
 # --------------------------------------------------------------------------------------------------
@@ -96,72 +81,81 @@ FORMATS = {
     "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f",
 }
 # fmt: on
-EVALUATIONS = ("val", "bpb", "hella")
 
 
 class RunLog:
-    """log.txt, run.json, TensorBoard and Weights & Biases: log(step, stream=value, …)
+    """log.txt, run.json, checkpoints, TensorBoard, Weights & Biases: log(step, stream=value, …)
 
     A full disk does not stop it: lines are kept until they can be written."""
 
-    def __init__(
-        self, log_dir: Path, entry: dict[str, Any], checkpoint: Path | None, continues: bool
-    ) -> None:
-        """Adds `entry` to run.json, and moves an earlier run's checkpoints unless one is resumed.
+    def __init__(self, log_dir: Path, entry: dict[str, Any]) -> None:
+        """Adds `entry` to run.json, and moves an earlier run's checkpoints away.
 
-        continues: the last run goes on, so its lines from entry["step"] on are removed, all but the
-        evaluations at that step."""
+        Not if the last run continues: then entry also has what support.resume.trim_log returns."""
         self.path, self.pending, self.warned = log_dir / "log.txt", b"", False
-        self.start, self.evaluated = entry["step"], set()
+        self.start, self.evaluated = entry["step"], entry.pop("evaluated", [])
         self.entries, lines = [], []
         if any(log_dir.iterdir()):
-            tidy(log_dir, moves_checkpoints=checkpoint is None)
+            tidy(log_dir, moves_checkpoints="log_lines" not in entry)
             self.entries, lines = run_entries(log_dir), log_lines(self.path)
-        begin = len(lines)
-        if continues:
-            last = self.entries[-1] if self.entries else {}
-            begin = last.get("log_lines", last_start(lines))
-            stay = [line for line in lines[begin:] if line[0] < self.start]
-            for line in lines[begin:]:
-                if line[0] == self.start and line[1] in EVALUATIONS:
-                    stay.append(line)
-                    self.evaluated.add(line[1])
-            text = "".join(" ".join(map(str, line)) + "\n" for line in lines[:begin] + stay)
-            write_text(self.path, text)
         config, packages = entry["config"], ("torch", "numpy", "tiktoken", "safetensors")
         for name, value in config.items():
             config[name] = shown(value) if isinstance(value, str) else value  # no local paths
+        # the full hash, with a + if files have changed since
+        commit = git("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*")
         versions = {name: version(name) for name in packages}
         start = {
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": [shown(word) for word in sys.argv],
-            "job": torchrun_job(),
-            "git_commit": git_commit(),
+            "git_commit": commit or None,
             "versions": versions | {"python": sys.version.split()[0]},
-            "log_lines": begin,
+            "log_lines": len(lines),
         }
         self.entries.append(start | entry)
         script, copy = ROOT / "train_gpt2.py", log_dir / "train_gpt2.py"
         copy.unlink(missing_ok=True)
         if git("status", "--porcelain", script.name):  # it differs from its commit
             write_text(copy, script.read_text(encoding="utf-8"))
-        self.write_entries()
+        write_text(log_dir / "run.json", json.dumps(self.entries, indent=2) + "\n")
         self.trackers = []
         if config["tensorboard"] or config["wandb"]:
             from support.trackers import start_trackers
 
-            self.trackers = start_trackers(log_dir, self.entries, self.start if continues else 0)
-
-    def write_entries(self) -> None:
-        write_text(self.path.with_name("run.json"), json.dumps(self.entries, indent=2) + "\n")
+            self.trackers = start_trackers(log_dir, self.entries, self.start)
 
     def finish(self, step: int) -> None:
         """Records that the run has made its last evaluation."""
         self.entries[-1]["finished"] = step
         try:
-            self.write_entries()
+            write_text(self.path.with_name("run.json"), json.dumps(self.entries, indent=2) + "\n")
         except OSError as error:
             warn(f"run.json: the end of the run is not recorded ({error.strerror})")
+
+    def write_checkpoint(
+        self, write_model: Callable[[Path], None], state: dict[str, Any]
+    ) -> str | None:
+        """Writes step_*/ atomically. -> what prevented it (a full disk, say), or None
+
+        write_model(folder) writes the model."""
+        import torch
+        from safetensors import SafetensorError
+
+        folder = self.path.with_name(f"step_{state['step']:06d}")
+        try:
+            if self.path.exists():  # it must not be shorter than the checkpoint
+                fsync(self.path)
+            with atomic_path(folder) as partial:
+                write_model(partial)
+                torch.save(state, partial / "training_state.pt")
+                card = model_card(self.entries[-1], state["step"])
+                (partial / "README.md").write_text(card, encoding="utf-8")
+                write_checksums(partial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            writers = re.search("inline_container|StreamWriter", str(error))  # of torch.save
+            if type(error) is RuntimeError and not writers:
+                raise
+            return f"{folder}: not written ({first_line(error)})"
+        return None
 
     def __call__(self, step: int, **values: float) -> None:
         if step == self.start:
@@ -251,33 +245,6 @@ def best_checkpoint(log_dir: Path) -> tuple[int | None, float]:
     return best, lowest
 
 
-def write_checkpoint(
-    log_dir: Path, write_model: Callable[[Path], None], state: dict[str, Any], config: Any
-) -> str | None:
-    """Writes log_dir/step_*/ atomically. -> what prevented it (a full disk, say), or None
-
-    write_model(folder) writes the model. config: a TrainConfig."""
-    import torch
-    from safetensors import SafetensorError
-
-    folder = log_dir / f"step_{state['step']:06d}"
-    try:
-        if (log_dir / "log.txt").exists():  # it must not be shorter than the checkpoint
-            fsync(log_dir / "log.txt")
-        with atomic_path(folder) as partial:
-            write_model(partial)
-            torch.save(state, partial / "training_state.pt")
-            card = model_card(config, state["step"])
-            (partial / "README.md").write_text(card, encoding="utf-8")
-            write_checksums(partial)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        writers = re.search("inline_container|StreamWriter", str(error))  # of torch.save
-        if type(error) is RuntimeError and not writers:
-            raise
-        return f"{folder}: not written ({first_line(error)})"
-    return None
-
-
 def prune_checkpoints(log_dir: Path, step: int, keep: int, keep_every: int) -> None:
     """Deletes all but the newest `keep` (0: none), the best, and multiples of keep_every steps.
 
@@ -288,10 +255,11 @@ def prune_checkpoints(log_dir: Path, step: int, keep: int, keep_every: int) -> N
     steps = [found for found in map(step_of, list_checkpoints(log_dir)) if found <= step]
     for old in steps[:-keep]:
         if old != best and not (keep_every and old % keep_every == 0):
+            folder = log_dir / f"step_{old:06d}"
             try:
-                remove_folder(log_dir / f"step_{old:06d}")
+                remove_folder(folder)
             except OSError as error:
-                warn(f"{log_dir}/step_{old:06d}: not removed ({error.strerror})")
+                warn(f"{folder}: not removed ({error.strerror})")
 
 
 def draw_curves(log_dir: Path, wait: bool) -> None:
@@ -324,16 +292,17 @@ def write_checksums(folder: Path) -> None:
     (folder / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
 
 
-def model_card(config: Any, step: int) -> str:
-    """README.md of a checkpoint, in the Hub's format. config: a TrainConfig"""
-    command = shlex.join(["python", *map(shown, sys.argv)])
+def model_card(entry: dict[str, Any], step: int) -> str:
+    """README.md of a checkpoint, in the Hub's format. entry: the run's, of run.json"""
+    command, config = shlex.join(["python", *entry["command"]]), entry["config"]
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [gpt2]
 ---
-A GPT-2 after {step:,} steps of {config.total_batch_size:,} tokens of `{Path(config.data).name}`,
-from {shown(config.init)}, trained by gpt2-repro at commit {git_commit()}: `{command}`
+A GPT-2 after {step:,} steps of {config["total_batch_size"]:,} tokens of
+`{Path(config["data"]).name}`, from {config["init"]}, trained by gpt2-repro at commit
+{entry["git_commit"]}: `{command}`
 
 It continues text; it was not trained to follow instructions, and what it writes may be false.
 """

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 from tiktoken.load import check_hash, data_gym_to_mergeable_bpe_ranks
+from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's split of text into words
 
 from support.cli import UserError
 
@@ -22,10 +23,6 @@ SHA256 = {  # as in tiktoken_ext/openai_public.py
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
-# GPT-2's split of text into words (its `encoder.py`), as tiktoken writes it.
-SPLIT_PATTERN = (
-    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-)
 # A word begins wherever whitespace (as Python defines it, minus four control characters) precedes
 # anything else, so cutting a text there does not change its tokens.
 CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
@@ -50,7 +47,7 @@ def get_tokenizer() -> tiktoken.Encoding:
     """tiktoken's "gpt2" encoding, 50,257 tokens, with encode_ordinary(text) and decode(ids)."""
     return tiktoken.Encoding(
         "gpt2",
-        pat_str=SPLIT_PATTERN,
+        pat_str=r50k_pat_str,
         mergeable_ranks=data_gym_to_mergeable_bpe_ranks(*map(str, bpe_files().values())),
         special_tokens={"<|endoftext|>": EOT},
         explicit_n_vocab=VOCAB_SIZE,
@@ -103,25 +100,22 @@ def tokenize_text(path: Path, split: str) -> np.ndarray:
 
 
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
-BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4  # llm.c's and modded-nanogpt's .bin
 
 
 def open_shard(path: Path) -> np.ndarray:
     """A shard's tokens, 1-D uint16, memory-mapped."""
     try:
         if path.suffix == ".npy":
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        else:
-            magic, version, length = np.fromfile(path, dtype="<i4", count=256)[:3]
-            tokens = np.memmap(path, dtype="<u2", mode="r", offset=BIN_HEADER_BYTES)
-            if (magic, version, length) != (BIN_MAGIC, BIN_VERSION, len(tokens)):
+            tokens = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and archives
+        else:  # llm.c's and modded-nanogpt's: a header of 256 int32
+            magic, version, length = np.fromfile(path, dtype="<i4", count=3)
+            tokens = np.memmap(path, dtype="<u2", mode="r", offset=256 * 4)
+            if (magic, version, length) != (20240520, 1, len(tokens)):
                 header = f"magic {magic}, version {version}, {length} tokens"
                 raise ValueError(f"its header has {header}")
-        if not isinstance(tokens, np.ndarray):
-            raise ValueError("an archive")
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"{tokens.size} values, {tokens.ndim}-D {tokens.dtype}")
-    except (ValueError, EOFError) as error:
+    except ValueError as error:
         remedy = "remove it and all later ones, then rerun the command that made them"
         raise UserError(f"{path}: not a whole shard of uint16 tokens ({error}); {remedy}") from None
     for page in (tokens[:2048], tokens[-2048:]):

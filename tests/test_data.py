@@ -112,7 +112,7 @@ def test_an_epoch_is_each_token_once_in_whole_documents(shards, shuffle, epoch, 
     with tempfile.TemporaryDirectory() as folder:
         arrays = write_shards(Path(folder), shards)
         seed = data.draw(st.integers(0, 9))
-        stream = DataLoaderLite(folder, "train", 1, 1, seed=seed, shuffle=shuffle).stream
+        stream = DataLoaderLite(folder, "train", 1, 1, seed=seed, shuffle=shuffle)
         assert all(isinstance(shard, np.memmap) for shard in stream.shards)
         n = stream.total_tokens
         tokens, everything = stream.read(epoch * n, n).tolist(), np.concatenate(arrays)
@@ -172,7 +172,7 @@ def test_order_changes_with_seed_and_epoch_and_not_otherwise(tmp_path):
     write_shards(tmp_path, [[5] * 50, [5] * 50])
 
     def read(seed, epoch):
-        stream = DataLoaderLite(tmp_path, "train", 1, 1, seed=seed).stream
+        stream = DataLoaderLite(tmp_path, "train", 1, 1, seed=seed)
         return stream.read(epoch * 500, 500).tolist()
 
     assert read(1, 0) == read(1, 0) and read(1, 0) != read(1, 1) and read(1, 0) != read(2, 0)
@@ -192,7 +192,7 @@ def test_text_is_split_nine_to_one_and_shuffled_by_passages(tmp_path):
     text = "".join(f"On day {i}, <|endoftext|> was only text.\n" for i in range(200))
     (tmp_path / "a.txt").write_text(text)
     train, val, shuffled = (
-        DataLoaderLite(tmp_path / "a.txt", split, 1, 8, shuffle=shuffle).stream
+        DataLoaderLite(tmp_path / "a.txt", split, 1, 8, shuffle=shuffle)
         for split, shuffle in (("train", False), ("val", False), ("train", True))
     )
     tokens, n = [EOT, *get_tokenizer().encode_ordinary(text)], train.total_tokens

@@ -1,6 +1,7 @@
 """Stand-ins for other CPUs and GPUs; --plan against measurements; the largest micro-batch."""
 
 import re
+from collections import deque
 from functools import partial
 from itertools import product
 from unittest import mock
@@ -45,9 +46,10 @@ def test_precision_on_a_cpu(monkeypatch, text, tmp_path):
 
 def test_tf32_is_for_runs_in_16_bits_on_a_gpu(monkeypatch):
     for device, dtype in product(("cuda", "cpu"), (torch.bfloat16, torch.float16, torch.float32)):
-        choose = mock.Mock()
+        choose, chosen = mock.Mock(), (torch.device(device), dtype, "")
         monkeypatch.setattr(torch, "set_float32_matmul_precision", choose)
-        devices.prepare_training(torch.device(device), dtype, deterministic=False)
+        monkeypatch.setattr(devices, "choose_device", lambda *_, chosen=chosen: chosen)
+        Ranks.start(read_config([]))
         calls = [mock.call("high")] if device == "cuda" and dtype != torch.float32 else []
         assert choose.mock_calls == calls, (device, dtype)
 
@@ -319,17 +321,16 @@ def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
 
 
 @pytest.mark.parametrize("start", [0, 120])
-def test_the_time_left_includes_evaluations(start, monkeypatch):
+def test_the_time_left_includes_evaluations(start):
     """Steps of 0.2 s, some slower; pauses like those of the shakespeare preset."""
-    now, left, finished = 0.0, {}, {}
-    monkeypatch.setattr(devices.time, "perf_counter", lambda: now)
-    clock = devices.Clock(600, 200)
+    now, left, finished, ends = 0.0, {}, {}, deque(maxlen=201)
     for step in range(start, 601):
         now += 3 * (step % 200 == 0) + (step % 300 == 0)
         began = now
         now += 0.4 if step % 7 == 0 else 0.2
         if step < 600:
-            _, text = clock.end_step(step, began)
+            ends.append(now)
+            text = devices.time_left(ends, now - began, 599 - step)
             minutes, seconds = re.fullmatch(r"(\d+) min (\d+) s left", text).groups()
             left[step], finished[step] = 60 * int(minutes) + int(seconds), now
     for step in (230, 300, 450) if start else (150, 300, 450):

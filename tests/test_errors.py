@@ -9,7 +9,7 @@ import pytest
 
 import train_gpt2
 from support.cli import run
-from support.files import atomic_path, atomic_write
+from support.files import atomic_path
 from tests.conftest import ROOT, TINY, words
 from train_gpt2 import GPT, GPTConfig
 
@@ -126,13 +126,12 @@ def test_a_preset_is_chosen_and_changes_defaults(tmp_path, monkeypatch, capsys):
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a"
     path.write_text("old")
-    with pytest.raises(RuntimeError), atomic_write(path) as file:
-        file.write(b"new")
+    with pytest.raises(RuntimeError), atomic_path(path) as partial:
+        partial.write_bytes(b"new")
         raise RuntimeError
     assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
-    with atomic_write(path) as file:
-        file.write(b"new\n")
-        file.flush()
+    with atomic_path(path) as partial:
+        partial.write_bytes(b"new\n")
         assert path.read_text() == "old"
     assert path.read_bytes() == b"new\n"
     for content in ("1", "2"):  # a folder, then one in its place

@@ -84,7 +84,7 @@ def test_an_evaluation_that_fails_costs_no_step(start, log, monkeypatch, capsys)
 
 @pytest.mark.parametrize("when", ["in the last step", "in the last evaluation"])
 def test_a_signal_near_the_end_loses_no_evaluation(when, start, at_step, log, monkeypatch, capsys):
-    read, count = train_gpt2.TokenStream.read, [0]
+    read, count = train_gpt2.DataLoaderLite.read, [0]
 
     def disturbed(self, *args):
         if not self.shuffle:  # validation: 4 batches each, and the text once
@@ -93,7 +93,7 @@ def test_a_signal_near_the_end_loses_no_evaluation(when, start, at_step, log, mo
                 stop()
         return read(self, *args)
 
-    monkeypatch.setattr(train_gpt2.TokenStream, "read", disturbed)
+    monkeypatch.setattr(train_gpt2.DataLoaderLite, "read", disturbed)
     if when == "in the last step":
         at_step(2, stop)
     flags = "--max-steps 3 --save-every 9 --eval-every 9 --sample-every 9"
