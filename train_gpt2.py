@@ -137,8 +137,7 @@ class ChunkedLoss(torch.autograd.Function):
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         V = wte.size(0)
-        w = torch.zeros(V + -V % 64, wte.size(1), dtype=dtype, device=wte.device)
-        w[:V] = wte  # padded, since aligned rows are faster, on a CPU as well
+        w = F.pad(wte.to(dtype), (0, 0, 0, -V % 64))  # aligned rows are faster, on a CPU as well
         loss = torch.zeros((), device=x.device)
         train = ctx.needs_input_grad[0]
         dx, dw = torch.empty_like(x), None
@@ -214,9 +213,10 @@ class GPT(nn.Module):
 
         position (B, T) or (T,): by default 0 … T-1. mask (B, 1, T, T) bool: by default causal."""
         if position is None:
-            if idx.size(1) > self.config.block_size:
-                raise UserError(f"{idx.size(1)} tokens exceed the model's {self.config.block_size}")
-            position = torch.arange(idx.size(1), device=idx.device)
+            T, context = idx.size(1), self.config.block_size
+            if context < T:
+                raise UserError(f"{T} tokens, but the model's context is {context}")
+            position = torch.arange(T, device=idx.device)
         x = self.wte(idx) + self.wpe(position)  # (B, T, C)
         for block in self.h:
             if self.low_memory and torch.is_grad_enabled():
@@ -362,14 +362,12 @@ class DataLoaderLite:
 
     def _document_order(self, epoch: int, shard: int) -> tuple[np.ndarray, np.ndarray]:
         """Where the documents of a shard end: in the order of this epoch, and in the file."""
-        tokens, size = self.shards[shard], 1 << 24
+        tokens = self.shards[shard]
         starts = np.zeros(1, dtype=np.int64)  # without shuffle it counts as one document
         if self.shuffle and self.passages:
             starts = np.arange(0, len(tokens), PASSAGE)
         elif self.shuffle:  # tokens before the first 50256 end a document of the previous shard
-            parts = [tokens[i : i + size] for i in range(0, len(tokens), size)]
-            found = [i * size + np.flatnonzero(part == EOT) for i, part in enumerate(parts)]
-            starts = np.union1d(starts, np.concatenate(found))
+            starts = np.union1d(starts, np.flatnonzero(tokens == EOT))
         lengths = np.diff(starts, append=len(tokens))
         order = permutation(len(starts), self.seed, epoch, shard + 1)
         return lengths[order].cumsum(), (starts + lengths)[order]
@@ -828,7 +826,7 @@ def save_checkpoint(
     Earlier checkpoints are intact then, and the run goes on, unless it is at its end."""
     saved, problem = state.state_dict(config, ranks), None
     if log:
-        problem = log.write_checkpoint(state.model.save_pretrained, saved)
+        problem = log.write_checkpoint(state.model, saved)
     problem = ranks.broadcast(problem)
     if problem and state.step == config.max_steps:
         raise UserError(f"{problem}: free some space; --resume continues")

@@ -17,11 +17,7 @@ from support.cli import UserError, first_line, print0
 def choose_device(
     device: str, dtype: str, local_rank: int = 0, world_size: int = 1
 ) -> tuple[torch.device, torch.dtype, str]:
-    """(device, dtype, a line with the choice and its reason). Prepares the device.
-
-    On a CPU freed memory stays in the process. By default glibc returns large buffers to the
-    kernel, and the next step faults them in again, page by page: a third of GPT-2 (124M)'s step,
-    more than half of a small model's."""
+    """(device, dtype, a line with the choice and its reason). Prepares the process for it."""
     present = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available() and world_size == 1,  # it has no process group
@@ -32,6 +28,7 @@ def choose_device(
     if kind not in available:
         choice = f"not available for {world_size} processes; choose {', '.join(available)}"
         raise UserError(f"--device {device}: {choice}")
+    chosen = torch.device(kind)
     if kind == "cuda":
         if local_rank >= torch.cuda.device_count():
             problem = f"{torch.cuda.device_count()} GPUs for more than {local_rank} processes"
@@ -45,12 +42,14 @@ def choose_device(
         else:
             best, reason = "float16", "the chip has no bfloat16; gradients are scaled"
     elif kind == "mps":
-        chosen, name = torch.device("mps"), "Apple GPU"
-        best, reason = "float32", "the safe choice on MPS"
+        name, best, reason = "Apple GPU", "float32", "the safe choice on MPS"
     else:
-        chosen, name = torch.device("cpu"), f"{torch.get_num_threads()} threads"
+        name = f"{torch.get_num_threads()} threads"
         best, reason = "float32", "the same losses on every CPU, to rounding"
         if sys.platform == "linux":
+            # Keep freed memory. By default glibc returns large buffers to the kernel, and the next
+            # step faults them in again, page by page: a third of GPT-2 (124M)'s step, more than
+            # half of a small model's.
             mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)  # in glibc
             mallopt(-4, 0)  # M_MMAP_MAX: map no buffer separately
             mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
@@ -102,15 +101,13 @@ def duration(seconds: float) -> str:
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(the FLOP/s that count as 100 % MFU in this precision, where the figure comes from)"""
-    peak, n = None, 1024
-    if device.type == "cuda":
+    n = 4096 if device.type == "cuda" else 1024
+    if device.type == "cuda" and dtype != torch.float32:
         from support.gpus import data_sheet_flops
 
-        n = 4096
-        if dtype != torch.float32:
-            peak = data_sheet_flops(torch.cuda.get_device_name(device))
-    if peak:
-        return peak, "data sheet"
+        peak = data_sheet_flops(torch.cuda.get_device_name(device))
+        if peak:
+            return peak, "data sheet"
     return matmul_flops(device, dtype, n), f"measured, {n} x {n} product"
 
 
@@ -121,7 +118,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
     generator = torch.Generator(device).manual_seed(0)  # separate from the training RNG
     a = torch.randn(n, n, device=device, generator=generator).to(dtype)
     synchronize = getattr(torch, device.type).synchronize  # exists for torch.cpu, too
-    seconds: list[float] = []
+    seconds = []
     while len(seconds) < 20 and sum(seconds) < 1:
         began = time.perf_counter()
         a @ a
@@ -132,14 +129,13 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
 
 def cpu_precision(before: str | None = None) -> tuple[torch.dtype, str]:
     """Like choose_device for a large model on a CPU; a resumed one stays in its dtype `before`."""
-    name, reason = before or "torch.float32", "as in the checkpoint"
-    if before is None:
+    if before:
+        name, reason = before.removeprefix("torch."), "as in the checkpoint"
+    else:
         cpu = torch.device("cpu")
         ratio = matmul_flops(cpu, torch.bfloat16, 1024) / matmul_flops(cpu, torch.float32, 1024)
+        name = "bfloat16" if ratio >= 1.3 else "float32"
         reason = f"bfloat16 matmuls are {ratio:.2g} times as fast as float32's"
-        if ratio >= 1.3:
-            name = "torch.bfloat16"
-    name = name.removeprefix("torch.")
     return getattr(torch, name), f"cpu ({torch.get_num_threads()} threads), {name}: {reason}"
 
 

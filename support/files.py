@@ -24,12 +24,12 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
+        fsync(partial)
         if partial.is_dir():
             for part in partial.iterdir():
                 fsync(part)
-        fsync(partial)
-        if partial.is_dir() and path.is_dir():  # a folder cannot be replaced in one step
-            remove_folder(path)
+            if path.is_dir():  # a folder cannot be replaced in one step
+                remove_folder(path)
         os.replace(partial, path)
     except BaseException:
         remove(partial)

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,8 @@ def git(*command: str) -> str:
 # --------------------------------------------------------------------------------------------------
 # log.txt: `step stream value` per line
 
-# fmt: off
-FORMATS = {
-    "train": ".6f", "val": ".6f", "bpb": ".6f", "hella": ".4f", "lr": ".6e", "norm": ".6f",
-    "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f",
-}
-# fmt: on
+# Others have the format .6f.
+FORMATS = {"hella": ".4f", "lr": ".6e", "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f"}
 
 
 class RunLog:
@@ -98,12 +94,12 @@ class RunLog:
         if any(log_dir.iterdir()):
             tidy(log_dir, moves_checkpoints="log_lines" not in entry)
             self.entries, lines = run_entries(log_dir), log_lines(self.path)
-        config, packages = entry["config"], ("torch", "numpy", "tiktoken", "safetensors")
+        config = entry["config"]
         for name, value in config.items():
             config[name] = shown(value) if isinstance(value, str) else value  # no local paths
         # the full hash, with a + if files have changed since
         commit = git("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*")
-        versions = {name: version(name) for name in packages}
+        versions = {name: version(name) for name in ("torch", "numpy", "tiktoken", "safetensors")}
         start = {
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": [shown(word) for word in sys.argv],
@@ -131,12 +127,8 @@ class RunLog:
         except OSError as error:
             warn(f"run.json: the end of the run is not recorded ({error.strerror})")
 
-    def write_checkpoint(
-        self, write_model: Callable[[Path], None], state: dict[str, Any]
-    ) -> str | None:
-        """Writes step_*/ atomically. -> what prevented it (a full disk, say), or None
-
-        write_model(folder) writes the model."""
+    def write_checkpoint(self, model: Any, state: dict[str, Any]) -> str | None:
+        """Writes step_*/ atomically. -> what prevented it (a full disk, say), or None"""
         import torch
         from safetensors import SafetensorError
 
@@ -145,7 +137,7 @@ class RunLog:
             if self.path.exists():  # it must not be shorter than the checkpoint
                 fsync(self.path)
             with atomic_path(folder) as partial:
-                write_model(partial)
+                model.save_pretrained(partial)
                 torch.save(state, partial / "training_state.pt")
                 card = model_card(self.entries[-1], state["step"])
                 (partial / "README.md").write_text(card, encoding="utf-8")
@@ -162,7 +154,7 @@ class RunLog:
             for stream in self.evaluated:
                 values.pop(stream, None)
         for stream, value in values.items():
-            self.pending += f"{step} {stream} {value:{FORMATS[stream]}}\n".encode()
+            self.pending += f"{step} {stream} {value:{FORMATS.get(stream, '.6f')}}\n".encode()
         try:
             with open(self.path, "ab", buffering=0) as file:
                 while self.pending:
@@ -177,7 +169,7 @@ class RunLog:
 
 def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
     """The streams of the last run in a log folder: {"train": (steps, values), "val": …}."""
-    streams: dict[str, tuple[list[int], list[float]]] = {}
+    streams = {}
     lines = log_lines(Path(log_dir) / "log.txt")
     for step, stream, value in lines[last_start(lines) :]:
         steps, values = streams.setdefault(stream, ([], []))
@@ -189,9 +181,8 @@ def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
 def log_lines(path: Path) -> list[tuple[int, str, str]]:
     """(step, stream, value) of the lines; others, one that a kill cut short, say, are skipped."""
     lines = []
-    if not path.exists():
-        return lines
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.split("\n")[:-1]:
         with contextlib.suppress(ValueError):
             step, stream, value = line.split()
             float(value)

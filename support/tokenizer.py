@@ -62,13 +62,9 @@ def printable(tokens: list[int]) -> str:
 
 def text_size(tokens: np.ndarray) -> tuple[int, int]:
     """The bytes and characters of the text that `tokens` are, 1-D. EOT has none."""
-    counts, size, characters = np.bincount(tokens), 0, 0
-    for token in np.flatnonzero(counts).tolist():
-        if token != EOT:
-            text = get_tokenizer().decode_single_token_bytes(token)
-            size += int(counts[token]) * len(text)
-            characters += int(counts[token]) * sum(byte & 0xC0 != 0x80 for byte in text)
-    return size, characters
+    text = get_tokenizer().decode_bytes(tokens[tokens != EOT].tolist())
+    first_bytes = np.frombuffer(text, np.uint8) & 0xC0 != 0x80  # of a character's UTF-8
+    return len(text), int(first_bytes.sum())
 
 
 def encode(text: str) -> Iterator[np.ndarray]:
