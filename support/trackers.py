@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from support.cli import UserError, first_line
+from support.cli import UserError, first_line, warn
 
 Tracker = Callable[[int, dict[str, float]], object]  # called with a step and its streams
 
@@ -17,10 +17,26 @@ def start_trackers(log_dir: Path, entries: list[dict], first_step: int) -> list[
     for name, start in {"tensorboard": start_tensorboard, "wandb": start_wandb}.items():
         if entries[-1]["config"][name]:
             try:
-                trackers.append(start(log_dir, entries, first_step))
+                trackers.append(guarded(name, start(log_dir, entries, first_step)))
             except ImportError:
                 raise UserError(f"--{name}: not installed; `pip install {name}`") from None
     return trackers
+
+
+def guarded(name: str, track: Tracker) -> Tracker:
+    """`track` until it fails (a full disk, the network): then a warning, and the run goes on."""
+    failed = False
+
+    def guarded_track(step: int, values: dict[str, float]) -> None:
+        nonlocal failed
+        if not failed:
+            try:
+                track(step, values)
+            except Exception as error:
+                failed = True
+                warn(f"--{name}: nothing more is sent ({first_line(error)}); log.txt goes on")
+
+    return guarded_track
 
 
 def start_tensorboard(log_dir: Path, entries: list[dict], first_step: int) -> Tracker:

@@ -90,3 +90,17 @@ def test_trackers_get_every_stream_also_of_a_resumed_run(text, tmp_path, monkeyp
     expected = [(stream, value, step) for step, values in sent for stream, value in values.items()]
     assert scalars == expected
     assert {"val", "train", "lr", "norm", "ms"} <= {stream for stream, _, _ in expected}
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(text, tmp_path, monkeypatch, capfd):
+    calls = []
+
+    def log(values, step):
+        calls.append(step)
+        raise OSError("no space left")
+
+    init = SimpleNamespace(init=lambda **_: SimpleNamespace(log=log))
+    monkeypatch.setitem(sys.modules, "wandb", init)
+    train("--wandb --data", text, "--log-dir", tmp_path, "--max-steps", 3)
+    warned = capfd.readouterr().err
+    assert len(calls) == 1 and warned.count("--wandb: nothing more is sent (no space left)") == 1

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from support.cli import UserError, flag, parse_args, run
 from support.files import atomic_path, write_text
 from support.run_folder import read_log
-from train_gpt2 import TrainConfig, read_config
+from train_gpt2 import read_config
 
 ROOT = Path(__file__).parents[2]
 Losses = dict[str, dict[int, list[float]]]  # recipe -> tokens -> each seed's final loss
@@ -54,11 +54,7 @@ def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     if unknown := [name for name in baselines if name not in recipes]:
         raise UserError(f"{path}: no recipe has the baseline's name {unknown[0]}")
     recipes = {name: {**sweep.get("common", {}), **recipe} for name, recipe in recipes.items()}
-    known = {"lengths"} | {field.name for field in fields(TrainConfig)}
-    known -= {"max_steps", "seed", "log_dir", "resume"}
     for name, recipe in recipes.items():
-        for setting in sorted(recipe.keys() - known):
-            raise UserError(f"{path}: recipe {name}: {setting} is not a setting of train_gpt2.py")
         if not recipe.get("lengths"):
             raise UserError(f'{path}: recipe {name}: needs lengths, such as {{"366" = [1, 2, 3]}}')
     return recipes, baselines
@@ -83,12 +79,10 @@ def train(folder: Path, flags: list[str]) -> None:
     """Starts or continues a run; its output goes to folder/console.txt."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, ROOT / "train_gpt2.py", *flags, "--resume", "--log-dir", folder]
-    with open(folder / "console.txt", "a+", encoding="utf-8", errors="replace") as console:
+    with open(folder / "console.txt", "ab") as console:
         done = subprocess.run(command, stdout=console, stderr=subprocess.STDOUT)
-        console.seek(0)
-        output = console.read().splitlines() or ["no output"]
     if done.returncode:
-        raise UserError(f"{folder}: stopped with status {done.returncode} ({output[-1]})")
+        raise UserError(f"{folder}: status {done.returncode}; console.txt says why")
     print(f"{folder}: done", flush=True)
 
 
