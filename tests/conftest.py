@@ -13,8 +13,9 @@ from unittest import mock
 
 import pytest
 
+from support.run_folder import list_checkpoints, step_of
+
 ROOT = Path(__file__).parent.parent
-SHARED = ROOT.parent / "shared" / "data"
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows neither forks nor has these signals")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side by side
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -36,6 +37,7 @@ TINY = words(
     "--schedule cosine --warmup-steps 2 --max-lr 5e-3 --min-lr 5e-4 --beta2 0.95",
     "--eval-tokens 128 --eval-every 0 --sample-every 0 --save-every 0",
 )
+RANK = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1")
 
 
 @pytest.fixture
@@ -50,9 +52,7 @@ def train(*args: object, curves: bool = False) -> int:
     """Runs train_gpt2.py in this process with TINY, then `args`. curves: draw curves.png."""
     import train_gpt2
 
-    names = ("SIGINT", "SIGTERM", "SIGUSR1")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with contextlib.nullcontext() if curves else mock.patch("support.run_folder.draw_curves"):
             return train_gpt2.main([*TINY, *words(*args)])
@@ -61,11 +61,10 @@ def train(*args: object, curves: bool = False) -> int:
             signal.signal(number, handler)
 
 
-def script(name: str, *args: object, **options) -> subprocess.CompletedProcess:
+def script(name: str, *args: object) -> subprocess.CompletedProcess:
     """Runs a script as a user would."""
-    env = os.environ | options.pop("env", {})
     command = [sys.executable, str(ROOT / name), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def run_rank(env: dict[str, str], cwd: str, output: Path, args: list[str], code: str) -> None:
@@ -127,6 +126,11 @@ def read_log(log_dir: Path, *streams: str) -> list[str]:
     """The lines of log.txt, or only those of the named streams."""
     lines = (Path(log_dir) / "log.txt").read_text().splitlines()
     return [line for line in lines if not streams or line.split()[1] in streams]
+
+
+def steps_of(log_dir: Path) -> list[int]:
+    """The steps of its checkpoints."""
+    return [step_of(folder) for folder in list_checkpoints(log_dir)]
 
 
 def losses(log_dir: Path, stream: str = "train") -> list[float]:

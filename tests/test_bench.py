@@ -124,7 +124,7 @@ def test_wrong_input_is_one_line(flags, part, tmp_path, monkeypatch):
 
 
 def test_help_of_the_comparison_with_build_nanogpt(monkeypatch, capsys):
-    path = str(ROOT / "bench" / "fidelity" / "compare.py")
+    path = str(ROOT / "bench/fidelity/compare.py")
     monkeypatch.setattr(sys, "argv", [path, "--help"])
     with pytest.raises(SystemExit) as status:
         runpy.run_path(path, run_name="__main__")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.cli import UserError
-from tests.conftest import ROOT, start_ranks, train_on_ranks
+from tests.conftest import start_ranks
 from train_gpt2 import GPT, GPTConfig, Ranks, choose_micro_batch_size, read_config
 
 
@@ -27,47 +27,33 @@ def test_ranks_share_a_step_equally():
             choose_micro_batch_size(config, model, on_ranks(world_size))
 
 
-def test_an_error_of_all_ranks_is_one_line(tmp_path):
-    args = ["--data", tmp_path / "nowhere", "--log-dir", tmp_path / "log"]
-    codes, texts = start_ranks(2, tmp_path, *args)
-    assert codes[0] == 2 and codes[1] != 0 and not (tmp_path / "log").exists()
-    errors = re.findall("^.*(?:error|Traceback).*$", "".join(texts), re.MULTILINE | re.IGNORECASE)
-    assert len(errors) == 1, texts
-    assert errors[0].startswith(f"error: {tmp_path}/nowhere: no .txt file, ")
-
-
 ON_RANK_1 = "import os\nif os.environ['RANK'] == '1':\n    "
-ALONE = {  # what rank 1 does, and its error
-    "folder": ("os.chdir('/')", "here: no .txt file, "),
+ERRORS = {  # what rank 1 does, and the line
+    "all ranks": ("pass", "here: no .txt file, "),
+    "folder": ("os.chdir('/')", "rank 1: here: no .txt file, "),
     "precision": (
         "from support import devices as d\n    choose = d.choose_device\n    "
         "d.choose_device = lambda device, dtype, *ranks: choose(device, 'bfloat16', *ranks)",
-        "cpu in bfloat16 here, cpu in float32 on rank 0: set --device and --dtype",
+        "rank 1: cpu in bfloat16 here, cpu in float32 on rank 0: set --device and --dtype",
     ),
-    "shard": ("pass", "here/x_train_000000.npy: token 60000"),  # in rank 1's part of step 1
+    "shard": ("pass", "rank 1: here/x_train_000000.npy: token 60000"),  # in its part of step 1
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_an_error_of_one_rank_is_one_line_with_its_rank(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_is_one_line_with_its_rank_if_it_is_of_one(name, tmp_path, monkeypatch):
     """The other ranks are lost without a traceback."""
     monkeypatch.chdir(tmp_path)
-    code, message = ALONE[name]
+    code, message = ERRORS[name]
+    failed, other = (0, 1) if name == "all ranks" else (1, 0)
     tokens = np.arange(12_000, dtype=np.uint16)
     if name == "shard":
         tokens[2048 + 128 + 98] = 60_000  # neither on the first page nor on the last
-    (tmp_path / "here").mkdir()
-    np.save("here/x_train_000000.npy", tokens)
-    args = ["--data here/ --no-shuffle --max-steps 99 --log-dir", tmp_path / "log"]
-    codes, texts = start_ranks(2, tmp_path, *args, code=ON_RANK_1 + code)
-    assert codes[1] == 2 and codes[0] != 0, texts
-    errors = [line for text in texts for line in text.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and errors[0].startswith(f"error: rank 1: {message}"), texts
-    assert not any("Traceback" in text for text in texts), texts
-
-
-def test_restarts_are_counted_by_each_node(tmp_path):
-    """torchrun counts a node's own: all ranks still exchange the same."""
-    count = "import os\nos.environ['TORCHELASTIC_RESTART_COUNT'] = os.environ['RANK']"
-    args = ["--data", ROOT / "input.txt", "--max-steps 1 --log-dir", tmp_path / "log"]
-    train_on_ranks(2, tmp_path, *args, code=count)
+    if name != "all ranks":
+        (tmp_path / "here").mkdir()
+        np.save("here/x_train_000000.npy", tokens)
+    args = "--data here/ --no-shuffle --max-steps 99 --log-dir log"
+    codes, texts = start_ranks(2, tmp_path, args, code=ON_RANK_1 + code)
+    assert codes[failed] == 2 and codes[other] != 0, texts
+    errors = re.findall("^.*(?:error: |Traceback).*$", "".join(texts), re.MULTILINE | re.IGNORECASE)
+    assert len(errors) == 1 and errors[0].startswith(f"error: {message}"), texts

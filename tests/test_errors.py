@@ -10,7 +10,7 @@ import pytest
 import train_gpt2
 from support.cli import run
 from support.files import atomic_path
-from tests.conftest import ROOT, TINY, words
+from tests.conftest import RANK, ROOT, TINY, words
 from train_gpt2 import GPT, GPTConfig
 
 
@@ -37,19 +37,20 @@ def a_text(*args):
     return lambda tmp: ["--data", text_of(tmp / "a.txt", *args)]
 
 
+BOUNDS = ": must be at least 0 and below 2**63; "
 MISTAKES = {  # flags, given a folder; part of the message
-    "neither folder nor text": (
-        lambda tmp: ["--data", ROOT / "README.md"],
-        "README.md: no .txt file",
-    ),
+    "no text": (lambda tmp: ["--data", ROOT / "README.md"], "README.md: no .txt file"),
     "empty text": (a_text(" \n"), "a.txt: an empty text"),
     "short text": (a_text("To be"), "2 train tokens, too few for a sequence of 16"),
     "no UTF-8": (a_text("ok \xff", "latin-1"), "not UTF-8 at byte 3"),
     "no validation": (lambda tmp: ["--data", shards(tmp), "--eval-every 1"], "no val shards"),
     "no shards": (lambda tmp: ["--data", tmp], "no train shards; "),
-    "several": (flags("--n-head 3 --max-lr -1"), "at least 0 and below 2**63; --n-embd 16: not"),
-    "no number": (flags("--max-lr nan"), "--max-lr nan: must be"),
-    "short validation": (flags("--eval-tokens 9 --eval-every 1"), "--eval-tokens 9: less"),
+    "several": (
+        flags("--max-lr nan --warmup-steps -1 --n-head 3 --eval-every 1 --eval-tokens 9"),
+        f"--warmup-steps -1{BOUNDS}--max-lr nan{BOUNDS}--n-embd 16: not divisible by --n-head 3; "
+        "--eval-tokens 9: less",
+    ),
+    "huge seed": (flags("--seed", 2**64), f"--seed {2**64}: must be"),
     "device": (flags("--device tpu"), "--device tpu: not available"),
     "init is no model": (lambda tmp: ["--init", tmp], "no model here"),
     "vocabulary of init": (lambda tmp: ["--init", other_vocabulary(tmp)], "vocabulary 100"),
@@ -84,10 +85,9 @@ def test_mistakes_in_training(name, tmp_path, capsys, text, monkeypatch):
     ],
 )
 def test_a_wrong_flag_is_tyros_message_from_one_rank(flags, message, capsys, monkeypatch):
-    env = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1", LOCAL_RANK="0")
     printed = []
     for rank in ("0", "1"):
-        for name, value in (env | {"RANK": rank}).items():
+        for name, value in (RANK | {"RANK": rank, "WORLD_SIZE": "2"}).items():
             monkeypatch.setenv(name, value)
         with pytest.raises(SystemExit) as stop:
             train_gpt2.main(flags.split())
@@ -102,12 +102,15 @@ def test_a_reader_that_leaves_gets_no_traceback():
     assert done.stdout.startswith("usage: ") and not done.stderr, done.stderr
 
 
-def test_any_character_can_be_printed_into_a_file(tmp_path, monkeypatch):
-    """Windows opens it in a code page; half a character in a sample decodes to U+FFFD."""
-    with open(tmp_path / "out", "w", encoding="cp1252") as file, pytest.raises(SystemExit) as stop:
-        monkeypatch.setattr(sys, "stdout", file)
-        run(lambda: print("To be \ufffd"))
-    assert stop.value.code == 0 and (tmp_path / "out").read_text("cp1252") == "To be ?\n"
+def test_any_stdout_will_do(tmp_path, monkeypatch):
+    """None, if it is closed; a file that Windows opens in a code page, without U+FFFD."""
+    with open(tmp_path / "out", "w", encoding="cp1252") as file:
+        for stdout in (None, file):
+            monkeypatch.setattr(sys, "stdout", stdout)
+            with pytest.raises(SystemExit) as stop:
+                run(lambda: print("To be \ufffd"))
+            assert stop.value.code == 0
+    assert (tmp_path / "out").read_text("cp1252") == "To be ?\n"
 
 
 def test_a_preset_is_chosen_and_changes_defaults(tmp_path, monkeypatch, capsys):

@@ -2,7 +2,6 @@
 signals, full disks, a second run in the folder, restarts, damaged logs, wrong environments."""
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -16,9 +15,9 @@ import torch
 import train_gpt2
 from support import cli, run_folder
 from support.cli import LostRank, RunError, UserError
-from support.run_folder import list_checkpoints, step_of
+from support.run_folder import run_entries
 from support.trackers import start_trackers
-from tests.conftest import ROOT, losses, read_log, train
+from tests.conftest import RANK, ROOT, losses, read_log, steps_of, train
 
 resource = pytest.importorskip("resource", reason="Windows has neither limits nor these signals")
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -49,14 +48,6 @@ def at_step(monkeypatch):
     return actions.__setitem__
 
 
-def entries(log_dir):
-    return json.loads((log_dir / "run.json").read_text())
-
-
-def steps(log_dir):
-    return [step_of(folder) for folder in list_checkpoints(log_dir)]
-
-
 def raise_error(error):
     def raising(*args, **options):
         raise error
@@ -69,21 +60,24 @@ def stop():
 
 
 def test_an_evaluation_that_fails_costs_no_step(start, log, monkeypatch, capsys):
-    flags, results = "--max-steps 3 --save-every 2 --eval-every 3", iter([9])
+    flags, results = "--max-steps 3 --save-every 2 --eval-every 3 --schedule wsd", iter([9])
     with monkeypatch.context() as patch, pytest.raises(StopIteration):  # in the last evaluation
         patch.setattr(train_gpt2, "validation_loss", lambda *args: next(results))
         start(flags)
-    assert steps(log) == [2, 3]
+    assert steps_of(log) == [2, 3]
     assert start(flags + " --resume") == 0
     assert len(losses(log)) == 3 and len(losses(log, "val")) == 2
-    assert [entry.get("finished") for entry in entries(log)] == [None, 3]
+    assert [entry.get("finished") for entry in run_entries(log)] == [None, 3]
     before = read_log(log)
-    assert start(flags + " --resume") == 0 and "already trained 3" in capsys.readouterr().out
-    assert read_log(log) == before and len(entries(log)) == 2
+    assert start(flags + " --resume") == 0
+    printed = capsys.readouterr().out
+    assert "already trained 3" in printed and "schedule: a shorter warm-down" in printed
+    assert read_log(log) == before and len(run_entries(log)) == 2
 
 
 @pytest.mark.parametrize("when", ["in the last step", "in the last evaluation"])
 def test_a_signal_near_the_end_loses_no_evaluation(when, start, at_step, log, monkeypatch, capsys):
+    """A sample may begin with nothing."""
     read, count = train_gpt2.DataLoaderLite.read, [0]
 
     def disturbed(self, *args):
@@ -96,13 +90,13 @@ def test_a_signal_near_the_end_loses_no_evaluation(when, start, at_step, log, mo
     monkeypatch.setattr(train_gpt2.DataLoaderLite, "read", disturbed)
     if when == "in the last step":
         at_step(2, stop)
-    flags = "--max-steps 3 --save-every 9 --eval-every 9 --sample-every 9"
+    flags = "--max-steps 3 --save-every 9 --eval-every 9 --sample-every 9 --sample-prompt="
     assert start(flags) == 143
-    assert count[0] == (5 if when == "in the last step" else 7) and steps(log) == [3]
+    assert count[0] == (5 if when == "in the last step" else 7) and steps_of(log) == [3]
     assert "sample 0" not in capsys.readouterr().out
     assert start(flags + " --resume") == 0
     assert "sample 0" in capsys.readouterr().out and len(losses(log, "val")) == 2
-    assert len(losses(log)) == 3 and entries(log)[-1]["finished"] == 3
+    assert len(losses(log)) == 3 and run_entries(log)[-1]["finished"] == 3
 
 
 def test_a_signal_whose_save_fails_says_so(start, at_step, monkeypatch, capsys):
@@ -128,7 +122,7 @@ def test_full_disks_under_log_and_output_cost_no_line(start, at_step, log, monke
             assert start("--max-steps 7 --save-every 2 --sample-every 6") == 0
         finally:
             limit(resource.RLIM_INFINITY)()
-    assert steps(log) == [6, 7]
+    assert steps_of(log) == [6, 7]
     assert capsys.readouterr().err.count("log.txt: File too large; lines are kept") == 1
     lines = run_folder.log_lines(log / "log.txt")
     assert [line[:2] for line in lines[::6]] == [(step, "train") for step in range(7)]
@@ -151,20 +145,8 @@ def test_two_runs_cannot_use_one_folder(start, at_step, log):
 
     at_step(1, second)
     assert start("--max-steps 2 --save-every 1") == 0
-    assert refused and steps(log) == [1, 2] and len(entries(log)) == 1
+    assert refused and steps_of(log) == [1, 2] and len(run_entries(log)) == 1
     assert start("--max-steps 1") == 0  # the lock has ended
-
-
-def test_resuming_a_run_without_a_line_keeps_the_log_of_an_earlier_one(start, log, monkeypatch):
-    start("--max-steps 2")
-    before = read_log(log)
-    with monkeypatch.context() as patch:
-        patch.setattr(train_gpt2, "announce", raise_error(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            start("--max-steps 2")
-    start("--max-steps 2 --resume")
-    lines = read_log(log)
-    assert lines[: len(before)] == before and len(lines) == 2 * len(before)
 
 
 def test_a_restart_by_torchrun_resumes_what_its_own_job_began(start, log, monkeypatch):
@@ -175,30 +157,14 @@ def test_a_restart_by_torchrun_resumes_what_its_own_job_began(start, log, monkey
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # died before it recorded its start
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/y/none_b/attempt_1/0/error.json")
     start(flags)
-    assert entries(log)[-1]["step"] == 0 and steps(log / "earlier_1") == [1]
+    assert run_entries(log)[-1]["step"] == 0 and steps_of(log / "earlier_1") == [1]
     shutil.rmtree(log / "step_000002")
     start(flags)
-    assert entries(log)[-1]["step"] == 1 and steps(log) == [1, 2]
+    assert run_entries(log)[-1]["step"] == 1 and steps_of(log) == [1, 2]
 
 
-def test_the_best_checkpoint_survives_an_extension(start, log, monkeypatch):
-    """Resumed from step 3, a multiple of no --eval-every: its evaluation is not made again."""
-    results = iter([9.0, 8.0, 4.0, 7.0, 6.0])
-    monkeypatch.setattr(train_gpt2, "validation_loss", lambda *args: next(results))
-    flags = "--eval-every 2 --save-every 1 --keep-checkpoints 1 --resume"
-    start(flags + " --max-steps 3")
-    start(flags + " --max-steps 5")
-    assert steps(log) == [3, 5]
-    assert losses(log, "val") == [9, 8, 4, 7, 6]
-
-
-def test_weights_of_init_are_not_ignored_when_resuming(start, log):
-    start("--max-steps 1 --save-every 1")
-    with pytest.raises(UserError, match="another run: --init was scratch, is "):
-        start(f"--max-steps 2 --resume --init {log / 'step_000001'}")
-
-
-def write_nonsense(log):
+def damage(log):
+    (log / "run.json").unlink()
     with open(log / "log.txt", "ab") as file:
         file.write(b"\xff\n1 val none\nstray\n")
 
@@ -206,8 +172,7 @@ def write_nonsense(log):
 BUSY, DENIED = OSError(errno.EAGAIN, "Try again"), OSError(errno.EACCES, "Permission denied")
 FAULTS = {
     "no process": lambda log, patch: patch.setattr(subprocess, "Popen", raise_error(BUSY)),
-    "nonsense in log.txt": lambda log, patch: write_nonsense(log),
-    "run.json deleted": lambda log, patch: (log / "run.json").unlink(),
+    "run.json deleted, nonsense in log.txt": lambda log, patch: damage(log),
     "log.txt deleted": lambda log, patch: (log / "log.txt").unlink(),
     "stays": lambda log, patch: patch.setattr(run_folder, "remove_folder", raise_error(DENIED)),
 }
@@ -219,9 +184,9 @@ def test_secondary_work_does_not_end_a_run(fault, start, at_step, log, monkeypat
     flags = "--max-steps 4 --save-every 1 --keep-checkpoints 1 --eval-every 2"
     assert start(flags, curves=fault == "no process") == 0
     printed = capsys.readouterr()
-    assert "done: 4 steps" in printed.out and steps(log)[-1] == 4
+    assert "done: 4 steps" in printed.out and steps_of(log)[-1] == 4
     assert ("warning: " in printed.err) == (fault in ("no process", "stays"))
-    assert entries(log)[-1]["finished"] == 4
+    assert run_entries(log)[-1]["finished"] == 4
 
 
 NCCL = """NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.27.5
@@ -253,26 +218,6 @@ def test_an_error_of_torch_gets_its_cause(error, B, kind, line, start, monkeypat
     assert info.type is kind
 
 
-def test_a_sample_may_begin_with_nothing(start, capsys):
-    assert start("--max-steps 1 --sample-every 1 --sample-prompt=") == 0
-    assert "sample 1:" in capsys.readouterr().out
-
-
-def test_a_long_warm_down_begins_after_the_warm_up(start, capsys):
-    config = train_gpt2.read_config(["--preset", "shakespeare", "--max-steps", "100"])
-    rates = [train_gpt2.get_lr(step, config) / config.max_lr for step in (19, 20, 60, 100)]
-    assert rates == pytest.approx([1, 1, 0.5, 0])
-    for steps, shorter in ((3, True), (1, False)):
-        start(f"--schedule wsd --max-steps {steps}")
-        assert ("schedule: a shorter warm-down" in capsys.readouterr().out) == shorter
-
-
-def test_a_huge_integer_is_refused():
-    with pytest.raises(UserError, match=f"--seed {2**64}: must be at least 0 and below"):
-        train_gpt2.read_config(["--seed", str(2**64)])
-
-
-RANK = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1")
 NO_RANKS = [
     {"RANK": "0"},
     {"WORLD_SIZE": "2"},
@@ -308,18 +253,28 @@ thread = Thread()  # aborts in the clean-up of the interpreter, as threads of gl
 atexit.register(print, "exit function")
 run(lambda: print("done"))
 """
-CLOSED = "import os\nos.close(1)\nos.execlp({0!r}, {0!r}, '-c', {1!r})"
+LOST = """
+import os, signal
+from support import cli
+
+def main():
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise cli.LostRank("another rank has exited")
+
+cli.collect_stop_signals()
+cli.run(main)
+"""
 
 
-@pytest.mark.parametrize("case, output", [("rank", "done\nexit function\n"), ("no stdout", "")])
-def test_a_process_ends_with_its_own_status(case, output):
-    """A rank without the clean-up of the interpreter; a process whose stdout is closed."""
-    code, env = ABORT, RANK
-    if case == "no stdout":
-        code, env = CLOSED.format(sys.executable, "from support.cli import run; run(print)"), {}
-    command, env = [sys.executable, "-c", code], os.environ | env
+@pytest.mark.parametrize(
+    "code, world_size, status, output", [(ABORT, 1, 0, "done\nexit function\n"), (LOST, 2, 1, "")]
+)
+def test_how_a_rank_ends(code, world_size, status, output):
+    """Without the interpreter's clean-up; silently if torchrun ends it since another has failed."""
+    command, env = [sys.executable, "-c", code], os.environ | RANK
+    env["WORLD_SIZE"] = str(world_size)
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, output, "")
+    assert (done.returncode, done.stdout, done.stderr) == (status, output, "")
 
 
 def test_wandb_names_an_extended_run_after_its_first_start(tmp_path, monkeypatch):
@@ -335,19 +290,3 @@ def test_wandb_names_an_extended_run_after_its_first_start(tmp_path, monkeypatch
     for n in (1, 2):
         start_trackers(tmp_path, starts[:n], starts[n - 1]["step"])
     assert started == [f"{tmp_path.name}-20260101000000"] * 2
-
-
-def test_a_rank_that_is_being_ended_prints_nothing():
-    """SIGTERM came during a step, before the rank noticed that another had failed."""
-    code = """if 1:
-        import os, signal
-        from support import cli
-        cli.collect_stop_signals()
-        def main():
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise cli.LostRank("another rank has exited")
-        cli.run(main)"""
-    command = [sys.executable, "-c", code]
-    env = os.environ | RANK | {"WORLD_SIZE": "2"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "")

@@ -37,9 +37,9 @@ def test_a_checkpoint_of_another_version_resumes(text, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt2, "FIXED", (*train_gpt2.FIXED, "z_loss"))
     train(*args, "--max-steps 4")
     assert len(losses(tmp_path)) == 4
-    message = r"--max-lr was 0\.005, is 0\.5, --z-loss was 0\.0, is 0\.5"
+    message = r"--max-lr was 0\.005, is 0\.5, --z-loss was 0\.0, is 0\.5, --init was scratch, is "
     with pytest.raises(UserError, match=message):
-        train(*args, "--max-steps 6 --z-loss 0.5 --max-lr 0.5")
+        train(*args, "--max-steps 6 --z-loss 0.5 --max-lr 0.5 --init", checkpoint)
 
 
 class DropoutBlock(Block):

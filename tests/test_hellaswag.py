@@ -1,5 +1,6 @@
 """HellaSwag against a plain scorer: transformers' logits, one padded row per ending."""
 
+import contextlib
 import hashlib
 import http.client
 import io
@@ -137,11 +138,11 @@ def test_a_long_context_loses_its_beginning_and_the_endings_stay_whole(model, ca
 
 def test_losses_are_float32_under_bfloat16(model):
     args = inputs(model[0], [task()])
-    exact = hellaswag.score(*args)
+    exact = hellaswag.score(*args).losses
     with torch.autocast("cpu", torch.bfloat16):
-        rounded = hellaswag.score(*args)
-    assert rounded.losses.dtype == torch.float64 and not torch.equal(exact.losses, rounded.losses)
-    torch.testing.assert_close(rounded.losses, exact.losses, rtol=0.05, atol=0.5)
+        losses = hellaswag.score(*args).losses
+    assert (losses * 2**10 % 1 > 0).all()  # bfloat16's are multiples of 2**-5, if above 4
+    torch.testing.assert_close(losses, exact, rtol=0.05, atol=0.5)
 
 
 ENDINGS = [["a", "b", "c"], ["a", "b", "", "d"], ["a", "b", 3, "d"], ["a", "b", ["c"], "d"]]
@@ -167,6 +168,7 @@ def test_a_line_ends_at_a_newline_only(tmp_path):
 @pytest.mark.parametrize(
     "kind, settings, message",
     [
+        ("llama", {"vocab_size": 50_304}, None),  # padded
         ("llama", {"vocab_size": 60_000}, "GPT-2's tokenizer"),
         ("llama", {"vocab_size": 50_000}, "GPT-2's tokenizer"),
         ("mistral", {"sliding_window": 8}, "sliding_window"),
@@ -174,14 +176,8 @@ def test_a_line_ends_at_a_newline_only(tmp_path):
 )
 def test_a_model_that_would_be_scored_wrongly_is_refused(kind, settings, message, tmp_path):
     save_other_model(tmp_path, kind, **settings)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         evaluate(tmp_path)
-
-
-def test_a_padded_vocabulary_without_a_tokenizer_is_accepted(tmp_path, capsys):
-    save_other_model(tmp_path, vocab_size=50_304)
-    evaluate(tmp_path)
-    assert "no tokenizer" in capsys.readouterr().out
 
 
 def swap_tokens(content):
@@ -204,13 +200,9 @@ def test_a_damaged_folder_is_one_line(name, change, message, model, tmp_path):
         evaluate(tmp_path)
 
 
-@pytest.mark.parametrize("path", ["log", "log/", "."])
-def test_json_never_replaces_a_folder(path, model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "log" / "step_000100").mkdir(parents=True)
+def test_json_never_replaces_a_folder(tmp_path):
     with pytest.raises(UserError, match="is a folder"):
-        evaluate(model[1], "--json", path)
-    assert (tmp_path / "log" / "step_000100").exists()
+        evaluate("no-model", "--json", str(tmp_path))
 
 
 def test_download_is_retried_and_verified(tmp_path, monkeypatch):

@@ -23,6 +23,4 @@ def test_no_module_imports_one_that_imports_it():
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
     graph = {name: imports(path.read_text("utf-8")) & set(names) for name, path in names.items()}
     order = list(TopologicalSorter(graph).static_order())  # CycleError names a circle
-    assert (
-        order.index("support.cli") < order.index("support.run_folder") < order.index("train_gpt2")
-    )
+    assert order.index("support.cli") < order.index("train_gpt2")

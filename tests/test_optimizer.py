@@ -129,5 +129,7 @@ def test_learning_rates():
     assert lrs[9:61] == [config.max_lr] * 52 and lrs[100] == 0
     assert lrs[:10] == pytest.approx([config.max_lr * i / 10 for i in range(1, 11)])
     assert lrs[60:] == pytest.approx([config.max_lr * (100 - step) / 40 for step in range(60, 101)])
+    early = replace(config, warmdown_steps=300)  # begins right after the warm-up
+    assert [get_lr(step, early) for step in (9, 55)] == pytest.approx([config.max_lr, lrs[80]])
     longer = replace(config, max_steps=200)  # extends a run from before its warm-down
     assert [get_lr(step, longer) for step in range(60)] == lrs[:60]

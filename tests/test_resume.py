@@ -1,6 +1,5 @@
 """No run is lost: kills, other numbers of ranks, damaged checkpoints, full disks, bad steps."""
 
-import json
 import os
 import pickle
 import random
@@ -18,7 +17,7 @@ import train_gpt2
 from support.cli import RunError, UserError
 from support.files import sha256
 from support.resume import find_checkpoint, read_training_state
-from support.run_folder import list_checkpoints, step_of
+from support.run_folder import list_checkpoints, run_entries
 from tests.conftest import (
     ROOT,
     TINY,
@@ -26,11 +25,12 @@ from tests.conftest import (
     posix,
     read_log,
     start_ranks,
+    steps_of,
     train,
     train_on_ranks,
     words,
 )
-from tests.torture import arguments, contents, torture
+from tests.torture import arguments, assert_same, torture
 
 pytestmark = posix
 
@@ -57,12 +57,8 @@ def test_a_resumed_run_equals_one_that_never_stopped(dtype, optimizer, ranks, te
     with open(tmp_path / "broken/log.txt", "a") as log:
         log.write("4 tr")  # an incomplete line
     start(*args, "--log-dir", tmp_path / "broken")
-    straight, broken = contents(tmp_path / "straight"), contents(tmp_path / "broken")
-    assert straight.keys() == broken.keys()
-    assert all(straight[name] == broken[name] for name in straight)
-    assert len(losses(tmp_path / "broken")) == 4 and len(losses(tmp_path / "broken", "val")) == 3
-    entries = json.loads((tmp_path / "broken/run.json").read_text())
-    assert [entry["step"] for entry in entries] == [0, 2]
+    assert_same(tmp_path / "straight", tmp_path / "broken")
+    assert [entry["step"] for entry in run_entries(tmp_path / "broken")] == [0, 2]
 
 
 def test_a_run_killed_while_it_saves_equals_one_that_never_was(tmp_path):
@@ -88,10 +84,8 @@ def test_two_ranks_then_one_then_three(text, tmp_path):
             train(*args, log_dir, "--resume")
         else:
             train_on_ranks(ranks, tmp_path, *args, log_dir, "--resume --shard-optimizer")
-        assert json.loads((log_dir / "run.json").read_text())[-1]["step"] == start
+        assert run_entries(log_dir)[-1]["step"] == start
     assert losses(log_dir) == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
-    a, b = (read_training_state(folder / "step_000012") for folder in (log_dir, tmp_path / "alone"))
-    assert a["loader"] == b["loader"] and a["step"] == b["step"] == 12
 
 
 @pytest.mark.parametrize("before, after", [("float32", "float16"), ("float16", "bfloat16")])
@@ -136,10 +130,6 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
     assert everything == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
-def steps_of(log_dir: Path) -> list[int]:
-    return [step_of(folder) for folder in list_checkpoints(log_dir)]
-
-
 def test_which_checkpoints_are_kept(text, tmp_path):
     """The newest two and multiples of 3; damaged ones do not count."""
     args = ["--save-every 1 --keep-every 3 --max-steps 8 --data", text, "--log-dir", tmp_path]
@@ -179,6 +169,7 @@ def test_the_best_checkpoint_is_kept_and_named_at_the_end(text, tmp_path, monkey
     assert steps_of(log_dir) == [2, 5]
     # Evaluated again, step 5 keeps its loss. Of two equally good ones the later is kept.
     assert resume([0.0, 4.0], "--max-steps 6") == [] and steps_of(log_dir) == [6]
+    assert losses(log_dir, "val") == [9, 8, 4, 7, 7, 6, 4]
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_no_checkpoint(text, tmp_path, monkeypatch):
@@ -227,8 +218,6 @@ def test_bad_steps_stop_the_run_or_are_skipped_if_allowed(text, tmp_path, monkey
     states = [read_training_state(tmp_path / f"step_{step:06d}") for step in (3, 4)]
     moments = [state["optimizer"]["state"][0] for state in states]
     assert all(torch.equal(moments[0][key], moments[1][key]) for key in moments[0])
-    assert [state["skipped"] for state in states] == [1, 2]
-    assert states[1]["loader"]["position"] == 4 * 128
     poison(monkeypatch, 0)
     with pytest.raises(RunError, match="step 5: loss nan"):  # those before a resume count
         train(*args, "--resume")
@@ -261,7 +250,7 @@ def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_pa
     codes, _ = start_ranks(3, tmp_path, *args, killed, code=FAULTS.replace("LAST", "12"))
     assert codes[1] == -9 and 0 not in codes and steps_of(killed) == [4]
     texts = train_on_ranks(3, tmp_path, *args, killed)
-    assert f"resumed from {killed}/step_000004" in texts[0] and len(losses(killed)) == 8
+    assert f"resumed from {killed}/step_000004" in texts[0]
     assert read_log(killed, "train", "norm") == read_log(straight, "train", "norm")
     weights = [sha256(folder / "step_000008/model.safetensors") for folder in (straight, killed)]
     state = read_training_state(killed / "step_000008")
@@ -313,7 +302,6 @@ def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
     args = ["--max-steps 9 --save-every 9 --data", text, "--log-dir", tmp_path]
     assert train(*args) == status
     assert steps_of(tmp_path) == [4] and len(losses(tmp_path)) == 4
-    assert read_training_state(tmp_path / "step_000004")["step"] == 4
 
 
 TWO_INTERRUPTS = """

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partialmethod
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, losses, read_log, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks
 
-# Shows dynamo's setting for compiled blocks under DDP, and where the gradients are.
+# Shows dynamo's setting for compiled blocks under DDP, and where the gradients are. torchrun counts
+# the restarts of each node alone: all ranks still exchange the same.
 LOOK = """
-import torch, train_gpt2 as t
+import os, torch, train_gpt2 as t
+os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
 get_lr, wrap_in_ddp, modules = t.get_lr, t.wrap_in_ddp, []
 t.wrap_in_ddp = lambda *args: modules.append(wrap_in_ddp(*args)) or modules[0]
 where = lambda: hash(tuple(p.grad.data_ptr() for p in modules[0].parameters()))
@@ -131,10 +134,6 @@ def test_a_run_ends_with_its_results(text, tmp_path, monkeypatch, capsys):
     train(*args, curves=True)
     out = capsys.readouterr().out
     end = out[out.index("rank 0 sample 0:") :]
-    steps = [line for line in out.splitlines() if line.startswith("step ")]
-    assert len(steps) == 4  # with two validations
-    assert steps[1].startswith("step     0/2 loss 10.8") and steps[-2].endswith(" 0 min 0 s left")
-    assert max(map(len, out[: out.index("rank 0")].splitlines())) <= 100
     assert end.count("rank 0 sample") == 2 and end.count("\n  ROMEO:") == 2
     # Six sequences of 16 tokens: 97, of which 96 are predicted.
     tokens = [50256, *get_tokenizer().encode_ordinary(text.read_text())]
@@ -147,9 +146,8 @@ def test_a_run_ends_with_its_results(text, tmp_path, monkeypatch, capsys):
     assert losses("my log", "bpb")[-1] == pytest.approx(bpb, abs=1e-6)
     char = f"{val * 96 / len(predicted):.4f} nats per character\n"
     assert f"validation loss: {val:.4f} nats per token\n  {char}  {bpb:.4f} bits per byte" in end
-    curves = f"curves: {Path('my log/curves.png')}"
-    for part in ("\ndone: 2 steps, ", "\npeak memory: ", curves, "model: my log/step_000002/"):
-        assert part in end
+    results = f"curves: {Path('my log/curves.png')}\nmodel: my log/step_000002/"
+    assert results in end and "\npeak memory: " in end
     assert Path("my log/curves.png").read_bytes().endswith(b"IEND\xaeB\x60\x82")
     python, program, *rest = shlex.split(re.search("sample: (.+)", end)[1])
     assert python == "python" and Path(program).samefile(ROOT / "sample.py")
@@ -159,20 +157,20 @@ def test_a_run_ends_with_its_results(text, tmp_path, monkeypatch, capsys):
     for name in ("run.json", "step_000002/README.md"):
         content = Path("my log", name).read_text()
         assert "train_gpt2.py" in content and str(tmp_path) not in content
-    before = read_log("my log")
-    train(*args, "--resume")  # nothing left to do
-    assert "already trained 2 steps" in capsys.readouterr().out and before == read_log("my log")
 
 
-def test_a_new_start_keeps_an_earlier_runs_files(text, tmp_path):
-    args = ["--max-steps 2 --save-every 2 --data", text, "--log-dir", tmp_path]
-    train(*args)
+def test_a_new_start_keeps_an_earlier_runs_files(text, tmp_path, monkeypatch):
+    """Also if it ends before its first line and is resumed."""
+    args = ["--save-every 2 --data", text, "--log-dir", tmp_path, "--max-steps"]
+    train(*args, 2)
     first, weights = read_log(tmp_path), (tmp_path / "step_000002/model.safetensors").read_bytes()
-    train(*args, "--seed 5")
-    assert read_log(tmp_path)[: len(first)] == first and len(read_log(tmp_path)) == 2 * len(first)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train_gpt2, "announce", mock.Mock(side_effect=KeyboardInterrupt))
+        train(*args, 2, "--seed 5")
     assert (tmp_path / "earlier_1/step_000002/model.safetensors").read_bytes() == weights
-    train(*args, "--seed 5 --max-steps 3 --resume")
-    assert read_log(tmp_path)[: len(first)] == first
+    for steps in (2, 3):
+        train(*args, steps, "--seed 5 --resume")
+        assert read_log(tmp_path)[: len(first)] == first
     assert losses(tmp_path)[:2] != losses(tmp_path)[2:4]
     assert [line.split()[0] for line in read_log(tmp_path, "train")] == ["0", "1", "0", "1", "2"]
 

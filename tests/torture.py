@@ -76,6 +76,12 @@ def contents(log_dir: Path) -> dict[str, object]:
     return found
 
 
+def assert_same(a: Path, b: Path) -> None:
+    ours, theirs = contents(a), contents(b)
+    different = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    assert not different, different
+
+
 def torture(
     folder: Path, kills: int, steps: int, finish: Callable[[Path, int], None] = finish
 ) -> tuple[int, list[int]]:
@@ -90,10 +96,7 @@ def torture(
         half_written += bool(list(log_dir.glob(".step_*.partial")))
         killed_at.append(read_log(log_dir)["train"][0][-1])
     finish(log_dir, steps)
-    straight, killed = contents(folder / "straight"), contents(log_dir)
-    assert straight.keys() == killed.keys(), straight.keys() ^ killed.keys()
-    different = [name for name in straight if straight[name] != killed[name]]
-    assert not different, different
+    assert_same(folder / "straight", log_dir)
     return half_written, killed_at
 
 
