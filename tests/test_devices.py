@@ -56,7 +56,6 @@ def gpu(monkeypatch, name: str, capability: tuple[int, int]) -> torch.device:
     [
         ("Tesla T4", (7, 5), torch.float16, 65),
         ("NVIDIA H100 80GB HBM3", (9, 0), torch.bfloat16, 989),
-        ("NVIDIA GeForce RTX 4090 D", (8, 9), torch.bfloat16, 147.1),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), torch.bfloat16, None),
     ],
 )

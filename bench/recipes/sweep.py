@@ -49,10 +49,9 @@ def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not TOML ({error})") from None
     recipes, baselines = sweep.get("recipes", {}), sweep.get("baselines", [])
-    if sweep.keys() - {"common", "recipes", "baselines"} or not recipes:
-        raise UserError(f"{path}: needs baselines, [common] and [recipes.NAME], nothing else")
-    if unknown := [name for name in baselines if name not in recipes]:
-        raise UserError(f"{path}: no recipe has the baseline's name {unknown[0]}")
+    unknown = sweep.keys() - {"common", "recipes", "baselines"}
+    if unknown or not recipes or set(baselines) - recipes.keys():
+        raise UserError(f"{path}: needs [common], [recipes.NAME] and baselines among these names")
     recipes = {name: {**sweep.get("common", {}), **recipe} for name, recipe in recipes.items()}
     for name, recipe in recipes.items():
         if not recipe.get("lengths"):
