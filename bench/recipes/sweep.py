@@ -6,8 +6,8 @@ The TOML file has train_gpt2.py's settings: `[common]` for all runs, `[recipes.N
 `lengths` gives the seeds of each number of steps, in `[common]` or for one recipe; `warmup_steps`
 and `warmdown_steps` are shares of the steps. `baselines` names recipes to compare with.
 
-The validation losses of a run are kept beside the file, in logs/FILE/RECIPE-STEPS-SEED.txt. Runs
-that are missing there are trained in OUT first; the same command continues them."""
+The validation losses of a run are kept beside the file, in logs/FILE/RECIPE-STEPS-SEED.txt. Missing
+runs are trained in OUT first; the same command continues them."""
 
 import statistics
 import subprocess
