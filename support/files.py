@@ -19,7 +19,7 @@ def sha256(path: Path) -> str:
 def atomic_path(path: Path | str) -> Iterator[Path]:
     """Yields a temporary path beside `path`, to which what is made there is renamed after an fsync.
 
-    So `path` appears whole or not at all, and the old content is kept until then."""
+    So `path` appears whole or not at all, and an old file is kept until then."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

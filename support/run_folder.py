@@ -97,7 +97,7 @@ class RunLog:
         config = entry["config"]
         for name, value in config.items():
             config[name] = shown(value) if isinstance(value, str) else value  # no local paths
-        # the full hash, with a + if files have changed since
+        # with a + if files have changed
         commit = git("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*")
         versions = {name: version(name) for name in ("torch", "numpy", "tiktoken", "safetensors")}
         start = {
@@ -295,5 +295,5 @@ A GPT-2 after {step:,} steps of {config["total_batch_size"]:,} tokens of
 `{Path(config["data"]).name}`, from {config["init"]}, trained by gpt2-repro at commit
 {entry["git_commit"]}: `{command}`
 
-It continues text; it was not trained to follow instructions, and what it writes may be false.
+It continues text, does not follow instructions, and may write what is false.
 """

@@ -61,10 +61,11 @@ def printable(tokens: list[int]) -> str:
 
 
 def text_size(tokens: np.ndarray) -> tuple[int, int]:
-    """The bytes and characters of the text that `tokens` are, 1-D. EOT has none."""
-    text = get_tokenizer().decode_bytes(tokens[tokens != EOT].tolist())
-    first_bytes = np.frombuffer(text, np.uint8) & 0xC0 != 0x80  # of a character's UTF-8
-    return len(text), int(first_bytes.sum())
+    """The bytes and characters of the text of `tokens`, 1-D; EOT has none."""
+    counts = np.bincount(tokens, minlength=EOT)[:EOT]
+    texts = [get_tokenizer().decode_single_token_bytes(token) for token in range(EOT)]
+    starts = [sum(byte & 0xC0 != 0x80 for byte in text) for text in texts]  # of characters
+    return int(counts @ list(map(len, texts))), int(counts @ starts)
 
 
 def encode(text: str) -> Iterator[np.ndarray]:

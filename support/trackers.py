@@ -24,7 +24,7 @@ def start_trackers(log_dir: Path, entries: list[dict], first_step: int) -> list[
 
 
 def guarded(name: str, track: Tracker) -> Tracker:
-    """`track` until it fails (a full disk, the network): then a warning, and the run goes on."""
+    """`track` until it fails: then a warning, and the run goes on."""
     failed = False
 
     def guarded_track(step: int, values: dict[str, float]) -> None:
@@ -34,7 +34,7 @@ def guarded(name: str, track: Tracker) -> Tracker:
                 track(step, values)
             except Exception as error:
                 failed = True
-                warn(f"--{name}: nothing more is sent ({first_line(error)}); log.txt goes on")
+                warn(f"--{name}: nothing more is sent ({first_line(error)})")
 
     return guarded_track
 

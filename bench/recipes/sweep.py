@@ -55,7 +55,7 @@ def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     recipes = {name: {**sweep.get("common", {}), **recipe} for name, recipe in recipes.items()}
     for name, recipe in recipes.items():
         if not recipe.get("lengths"):
-            raise UserError(f'{path}: recipe {name}: needs lengths, such as {{"366" = [1, 2, 3]}}')
+            raise UserError(f'{path}: recipe {name}: needs lengths = {{"366" = [1, 2]}}')
     return recipes, baselines
 
 
