@@ -1,4 +1,4 @@
-"""bench/recipes/sweep.py: recipes compared over lengths; what a run sends to trackers."""
+"""bench/recipes/sweep.py: recipes compared by length; trackers."""
 
 import importlib.util
 import json
@@ -40,12 +40,15 @@ lengths = {{ "2" = [1] }}
 
 def test_a_sweep_trains_what_is_missing_and_compares(text, tmp_path, capsys):
     path, out, logs = tmp_path / "small.toml", tmp_path / "out", tmp_path / "logs/small"
+    path.write_text("[recipes.a]\nlengths.x = [1]")
+    with pytest.raises(sweep.UserError, match="needs lengths"):
+        sweep.main([str(path)])
     path.write_text(SWEEP.format(text=text))
     sweep.main([str(path), "--out", str(out)])
     config = json.loads((out / "small/default-4-1/run.json").read_text())[-1]["config"]
     assert (config["max_steps"], config["warmup_steps"], config["warmdown_steps"]) == (4, 2, 2)
     assert not json.loads((out / "small/muon-2-1/run.json").read_text())[-1]["config"]["shuffle"]
-    shutil.rmtree(out)  # kept logs are enough for the tables
+    shutil.rmtree(out)
     path.write_text(path.read_text().replace('"2" = [1]', '"2" = [1], "4" = [1]'))
     path.write_text(path.read_text().replace('lengths = { "4"', 'lengths = { "2" = [1, 2], "4"'))
     losses = {"default-2-1": 9.0, "default-2-2": 7.0, "default-4-1": 6.0}
@@ -63,7 +66,7 @@ def test_a_sweep_trains_what_is_missing_and_compares(text, tmp_path, capsys):
 
 def test_tokens_to_the_same_loss():
     losses = {"a": {100: [6.0, 4.0], 400: [3.0]}, "b": {100: [7.0], 400: [4.0], 1600: [2.0]}}
-    assert sweep.shares(losses, "a", "b") == {400: 0.5}  # 5 at 100 and 3 at 400: 4 at 200
+    assert sweep.shares(losses, "a", "b") == {400: 0.5}  # 4 at 200
     assert sweep.shares(losses, "b", "a") == pytest.approx({100: 4 ** (2 / 3), 400: 2.0})
 
 
@@ -92,4 +95,4 @@ def test_trackers_get_every_stream_until_they_fail(text, tmp_path, monkeypatch, 
     expected = [(stream, value, step) for step, values in sent for stream, value in values.items()]
     assert scalars == [entry for entry in expected if entry[2] < 3] != expected
     assert capfd.readouterr().err.count("--tensorboard: nothing more is sent (no space left)") == 1
-    assert {"val", "train", "lr", "norm", "ms"} <= {stream for stream, _, _ in expected}
+    assert {"val", "train", "lr", "norm", "ms"} <= {entry[0] for entry in expected}

@@ -39,7 +39,7 @@ class SweepConfig:
     file: Annotated[Path, tyro.conf.Positional]
     """TOML file with recipes, lengths and seeds."""
     out: Path = Path("sweeps")
-    """Folder for runs whose losses are missing."""
+    """Folder for missing runs."""
 
 
 def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -54,8 +54,9 @@ def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
         raise UserError(f"{path}: needs [common], [recipes.NAME] and baselines among these names")
     recipes = {name: {**sweep.get("common", {}), **recipe} for name, recipe in recipes.items()}
     for name, recipe in recipes.items():
-        if not recipe.get("lengths"):
-            raise UserError(f'{path}: recipe {name}: needs lengths = {{"366" = [1, 2]}}')
+        lengths = recipe.get("lengths", {})
+        if not lengths or not all(length.isdecimal() for length in lengths):
+            raise UserError(f'{path}: recipe {name}: needs lengths = {{"366" = [1]}}')
     return recipes, baselines
 
 
@@ -86,7 +87,7 @@ def train(folder: Path, flags: list[str]) -> None:
 
 
 def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Losses:
-    """The last validation loss of every run, trained if it is not yet known."""
+    """The last validation loss of every run, trained if unknown."""
     runs = {}
     for name, recipe in recipes.items():
         for steps, seed, flags in runs_of(recipe):
@@ -112,7 +113,7 @@ def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Los
 def tokens_to_reach(points: dict[int, float], target: float) -> float | None:
     """Tokens after which a recipe trained for so many ends at `target`; points: tokens -> loss.
 
-    Between lengths the loss is taken as linear in the logarithm. None outside the lengths."""
+    Linear in the logarithm between lengths; None outside."""
     for (before, high), (after, low) in pairwise(sorted(points.items())):
         if high >= target >= low:
             return before * (after / before) ** ((high - target) / ((high - low) or 1))
@@ -120,7 +121,7 @@ def tokens_to_reach(points: dict[int, float], target: float) -> float | None:
 
 
 def shares(losses: Losses, name: str, baseline: str) -> dict[int, float]:
-    """Tokens of each of baseline's lengths -> the share of them that the recipe needs."""
+    """Tokens of the baseline -> the share of them that the recipe needs."""
     points = {tokens: statistics.fmean(values) for tokens, values in losses[name].items()}
     needed = {
         tokens: tokens_to_reach(points, statistics.fmean(values))
