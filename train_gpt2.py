@@ -485,10 +485,10 @@ SHAKESPEARE = dict(
     warmup_steps=20, warmdown_steps=300, beta2=0.995, compile=False, eval_every=200,
     eval_tokens=32_768, hellaswag_every=0, sample_every=300, sample_prompt="ROMEO:", save_every=200,
 )
-# From small models (bench/recipes); max_lr was published for AdamW.
+# From small models; max_lr also from others' search (bench/recipes).
 GPT2_FAST = dict(
     optimizer="muon", schedule="wsd", max_steps=9_536, warmup_steps=476, warmdown_steps=4_768,
-    max_lr=1.8e-3, min_lr=0.0,
+    max_lr=6e-3, min_lr=0.0,
 )
 PRESETS = {
     "gpt2": {}, "gpt2-fast": GPT2_FAST, "gpt3": dict(seq_len=2048), "shakespeare": SHAKESPEARE,
