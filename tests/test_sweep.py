@@ -59,15 +59,15 @@ def test_a_sweep_trains_what_is_missing_and_compares(text, tmp_path, capsys):
     sweep.main([str(path), "--out", str(out)])
     rows = capsys.readouterr().out.splitlines()
     assert "| default | 8.000 ± 1.414 (2) | 6.000 (1) |" in rows
-    assert "| muon | 7.000 (1) | 5.000 (1) |" in rows and "| muon | 0.71 |" in rows
+    assert "| muon | 7.000 (1) | 5.000 (1) |" in rows and "| muon | 0.707 (1) |" in rows
     assert not out.exists()
     assert (tmp_path / "small.png").stat().st_size > 10_000
 
 
 def test_tokens_to_the_same_loss():
-    losses = {"a": {100: [6.0, 4.0], 400: [3.0]}, "b": {100: [7.0], 400: [4.0], 1600: [2.0]}}
-    assert sweep.shares(losses, "a", "b") == {400: 0.5}  # 4 at 200
-    assert sweep.shares(losses, "b", "a") == pytest.approx({100: 4 ** (2 / 3), 400: 2.0})
+    a = {100: {1: 6.0, 2: 7.0}, 400: {1: 3.0, 2: 4.0}, 1600: {1: 2.0}}
+    b = {400: {1: 4.5, 2: 7.0, 3: 1.0}, 1600: {1: 2.5}}
+    assert sweep.shares({"a": a, "b": b}, "a", "b") == {400: {1: 0.5, 2: 0.25}, 1600: {1: 0.5}}
 
 
 def test_trackers_get_every_stream_until_they_fail(text, tmp_path, monkeypatch, capfd):

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,8 @@ from support.run_folder import read_log
 from train_gpt2 import read_config
 
 ROOT = Path(__file__).parents[2]
-Losses = dict[str, dict[int, list[float]]]  # recipe -> tokens -> each seed's final loss
+Cells = dict[int, dict[int, float]]  # tokens -> seed -> final loss, or a share
+Losses = dict[str, Cells]  # of each recipe
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,9 @@ def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Los
     for name, recipe in recipes.items():
         for steps, seed, flags in runs_of(recipe):
             tokens = steps * read_config(flags).total_batch_size  # finds mistakes before any run
-            runs[f"{name}-{steps}-{seed}"] = (name, tokens, flags)
+            runs[f"{name}-{steps}-{seed}"] = (name, tokens, seed, flags)
     losses: Losses = {name: {} for name in recipes}
-    for run_name, (name, tokens, flags) in runs.items():
+    for run_name, (name, tokens, seed, flags) in runs.items():
         kept = config.file.parent / "logs" / config.file.stem / f"{run_name}.txt"
         if not kept.exists():
             folder = config.out / config.file.stem / run_name
@@ -106,7 +107,7 @@ def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Los
         curve = [float(loss) for _, stream, loss in entries if stream == "val"]
         if not curve:
             raise UserError(f"{kept}: no validation loss: remove it and set eval_every")
-        losses[name].setdefault(tokens, []).append(curve[-1])
+        losses[name].setdefault(tokens, {})[seed] = curve[-1]
     return losses
 
 
@@ -120,40 +121,44 @@ def tokens_to_reach(points: dict[int, float], target: float) -> float | None:
     return None
 
 
-def shares(losses: Losses, name: str, baseline: str) -> dict[int, float]:
-    """Tokens of the baseline -> the share of them that the recipe needs."""
-    points = {tokens: statistics.fmean(values) for tokens, values in losses[name].items()}
-    needed = {
-        tokens: tokens_to_reach(points, statistics.fmean(values))
-        for tokens, values in losses[baseline].items()
-    }
-    return {tokens: found / tokens for tokens, found in needed.items() if found is not None}
+def shares(losses: Losses, name: str, baseline: str) -> Cells:
+    """The share of the baseline's tokens that the recipe needs, for each length and seed of it."""
+    found: Cells = {}
+    for tokens, targets in losses[baseline].items():
+        for seed, target in targets.items():
+            points = {n: seeds[seed] for n, seeds in losses[name].items() if seed in seeds}
+            needed = tokens_to_reach(points, target)
+            if needed is not None:
+                found.setdefault(tokens, {})[seed] = needed / tokens
+    return found
 
 
-def table(rows: dict[str, dict[int, str]]) -> str:
+def spread(values: Collection[float]) -> str:
+    """Mean, standard deviation and number."""
+    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.3f}{deviation} ({len(values)})"
+
+
+def table(rows: Losses) -> str:
     """Markdown with a row for each recipe, a column for each length."""
     lengths = sorted({tokens for cells in rows.values() for tokens in cells})
-    titles = [f"{tokens / 1e6:.2f} million tokens" for tokens in lengths]
+    titles = [f"{tokens / 1e6:.2f}M tokens" for tokens in lengths]
     lines = ["| recipe | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
     for name, cells in rows.items():
-        lines.append(f"| {name} | " + " | ".join(cells.get(n, "") for n in lengths) + " |")
+        texts = [spread(cells[n].values()) if n in cells else "" for n in lengths]
+        lines.append(f"| {name} | " + " | ".join(texts) + " |")
     return "\n".join(lines) + "\n"
 
 
-def spread(values: list[float]) -> str:
-    """Mean and standard deviation."""
-    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.3f}{deviation}"
-
-
-def picture(compared: dict[tuple[str, str], dict[int, float]], path: Path) -> None:
+def picture(compared: Losses, path: Path) -> None:
     """The shares by length, a line for each pair of recipe and baseline."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for (name, baseline), cells in compared.items():
-        axes.plot(*zip(*sorted(cells.items()), strict=True), "o-", label=f"{name} to {baseline}")
+    for label, cells in compared.items():
+        means = [statistics.fmean(cells[tokens].values()) for tokens in sorted(cells)]
+        axes.plot(sorted(cells), means, "o-", label=label)
     axes.set(xscale="log", xlabel="training tokens of the baseline", ylim=(0, None))
     axes.set_title("Share of the baseline's tokens for its final validation loss")
     axes.grid(alpha=0.3)
@@ -166,19 +171,12 @@ def main(args: list[str] | None = None) -> None:
     config = parse_args(SweepConfig, args=args)
     recipes, baselines = read_sweep(config.file)
     losses = final_losses(config, recipes)
-    spreads = {
-        name: {tokens: f"{spread(values)} ({len(values)})" for tokens, values in lengths.items()}
-        for name, lengths in losses.items()
-    }
-    print("Final validation loss, mean ± standard deviation (seeds)\n\n" + table(spreads))
+    print("Final validation loss, mean ± standard deviation (seeds)\n\n" + table(losses))
     compared = {}
     for baseline in baselines:
-        rows = {}
-        for name in recipes:
-            found = shares(losses, name, baseline)
-            if found and name != baseline:
-                compared[name, baseline] = found
-                rows[name] = {tokens: f"{share:.2f}" for tokens, share in found.items()}
+        rows = {name: shares(losses, name, baseline) for name in recipes if name != baseline}
+        rows = {name: found for name, found in rows.items() if found}
+        compared |= {f"{name} to {baseline}": found for name, found in rows.items()}
         print(f"Share of the tokens of {baseline} for its final loss\n\n" + table(rows))
     if compared:
         picture(compared, config.file.with_suffix(".png"))
