@@ -66,7 +66,7 @@ def test_a_sweep_trains_what_is_missing_and_compares(text, tmp_path, capsys):
 
 def test_tokens_to_the_same_loss():
     a = {100: {1: 6.0, 2: 7.0}, 400: {1: 3.0, 2: 4.0}, 1600: {1: 2.0}}
-    b = {400: {1: 4.5, 2: 7.0, 3: 1.0}, 1600: {1: 2.5}}
+    b = {400: {1: 4.5, 2: 7.0, 3: 1.0}, 1600: {1: 2.5, 2: 1.0}}
     assert sweep.shares({"a": a, "b": b}, "a", "b") == {400: {1: 0.5, 2: 0.25}, 1600: {1: 0.5}}
 
 

@@ -30,7 +30,7 @@ from train_gpt2 import read_config
 
 ROOT = Path(__file__).parents[2]
 Cells = dict[int, dict[int, float]]  # tokens -> seed -> final loss, or a share
-Losses = dict[str, Cells]  # of each recipe
+Table = dict[str, Cells]  # a row for each recipe
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ def train(folder: Path, flags: list[str]) -> None:
     print(f"{folder}: done", flush=True)
 
 
-def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Losses:
+def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Table:
     """The last validation loss of every run, trained if unknown."""
     runs = {}
     for name, recipe in recipes.items():
         for steps, seed, flags in runs_of(recipe):
             tokens = steps * read_config(flags).total_batch_size  # finds mistakes before any run
             runs[f"{name}-{steps}-{seed}"] = (name, tokens, seed, flags)
-    losses: Losses = {name: {} for name in recipes}
+    losses: Table = {name: {} for name in recipes}
     for run_name, (name, tokens, seed, flags) in runs.items():
         kept = config.file.parent / "logs" / config.file.stem / f"{run_name}.txt"
         if not kept.exists():
@@ -121,7 +121,7 @@ def tokens_to_reach(points: dict[int, float], target: float) -> float | None:
     return None
 
 
-def shares(losses: Losses, name: str, baseline: str) -> Cells:
+def shares(losses: Table, name: str, baseline: str) -> Cells:
     """The share of the baseline's tokens that the recipe needs, for each length and seed of it."""
     found: Cells = {}
     for tokens, targets in losses[baseline].items():
@@ -139,7 +139,7 @@ def spread(values: Collection[float]) -> str:
     return f"{statistics.fmean(values):.3f}{deviation} ({len(values)})"
 
 
-def table(rows: Losses) -> str:
+def table(rows: Table) -> str:
     """Markdown with a row for each recipe, a column for each length."""
     lengths = sorted({tokens for cells in rows.values() for tokens in cells})
     titles = [f"{tokens / 1e6:.2f}M tokens" for tokens in lengths]
@@ -150,7 +150,7 @@ def table(rows: Losses) -> str:
     return "\n".join(lines) + "\n"
 
 
-def picture(compared: Losses, path: Path) -> None:
+def picture(compared: Table, path: Path) -> None:
     """The shares by length, a line for each pair of recipe and baseline."""
     from matplotlib.figure import Figure
 
