@@ -43,10 +43,11 @@ from torch.utils.benchmark import Timer
 import train_gpt2
 from hellaswag import check_writable
 from support import cli, devices, files
-from support.cli import RunError, UserError
-from support.run_folder import list_checkpoints, read_log
+from support.checkpoints import list_checkpoints
+from support.errors import RunError, UserError, first_line
+from support.run_log import read_log
 from support.tokenizer import VOCAB_SIZE
-from train_gpt2 import GPT, configure_optimizer, new_model
+from train_gpt2 import GPT, GPTConfig, TrainConfig, Training, new_model
 
 ROOT = Path(__file__).parent
 # ms per step on an A100 with B = 16, T = 1024, from Karpathy 2024, "Let's reproduce GPT-2 (124M)".
@@ -122,77 +123,96 @@ def plain_loss(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, wte).flatten(0, 1), targets.flatten())
 
 
-def plain_model(model: GPT, changes: list[str]) -> GPT:
-    """Turns train_gpt2.py's model into that of a rung with these changes."""
-    if "padded" in changes:
-        model.wte = nn.Embedding(PADDED, model.config.n_embd)
-        nn.init.normal_(model.wte.weight, std=0.02)
-    model.loss_function = plain_loss
-    model.prepare = lambda *_, **__: None  # it would choose another loss
-    if "compile" in changes:
-        model.compile(dynamic=False)
-    return model
+class PlainGPT(GPT):
+    """The model of the rungs below ours: it always computes all logits."""
+
+    def __init__(self, config: GPTConfig, changes: list[str]):
+        """changes: the names of this rung and those before it."""
+        super().__init__(config)
+        self.loss_function = plain_loss
+        if "padded" in changes:
+            self.wte = nn.Embedding(PADDED, config.n_embd)
+            nn.init.normal_(self.wte.weight, std=0.02)
+        if "compile" in changes:
+            self.compile(dynamic=False)
+
+    def prepare(self, compiled: bool = False, low_memory: bool = False) -> None:
+        """Would choose another loss and compile the blocks."""
+
+
+def precision_of(run: TrainConfig) -> tuple[torch.dtype, str]:
+    """The precision in which train_gpt2.py trains such a run, and a description of the device."""
+    device = devices.choose_device(run.device)
+    with torch.device("meta"):  # allocates nothing
+        parameters = new_model(run).num_parameters()
+    return devices.choose_precision(run.dtype, device, parameters)
 
 
 def rungs_of(flags: list[str]) -> list[str]:
     """The rungs that apply: bf16 and compile only where train_gpt2.py uses them on this device."""
-    run, names = train_gpt2.read_config(flags), list(RUNGS)
-    if devices.choose_device(run.device, run.dtype)[1] != torch.bfloat16:
+    run = train_gpt2.read_config(flags)
+    names = list(RUNGS)
+    dtype, _ = precision_of(run)
+    if dtype != torch.bfloat16:
         names.remove("bf16")
     if not run.compile:
         names.remove("compile")
     return names
 
 
-def plain_optimizer(*args: Any) -> Any:
-    """train_gpt2.py's AdamW as PyTorch chooses to run it by default."""
-    optimizer = configure_optimizer(*args)
-    for group in optimizer.param_groups:
-        group["fused"] = None
-    return optimizer
-
-
 def measure(flags: list[str], rung: str, steps: int) -> Row:
-    """Trains in this process and reads log.txt; ranks other than 0 exit.
-
-    It replaces functions of train_gpt2 for good, so each process measures one rung."""
-    names, ours, changes = rungs_of(flags), rung == "ours", []
+    """Trains in this process and reads log.txt; ranks other than 0 exit."""
+    names = rungs_of(flags)
     if rung not in names:
         raise UserError(f"--rung {rung}: train_gpt2.py does not use it on this device")
+    ours = rung == "ours"
+    changes = []  # those of this rung and the ones before it
     if not ours:
         changes = names[: names.index(rung) + 1]
-        flags = [*flags, "--no-compile", "--dtype", "bfloat16" if "bf16" in changes else "float32"]
-        train_gpt2.new_model = lambda *args: plain_model(new_model(*args), changes)
-        if "fused" not in changes:
-            train_gpt2.configure_optimizer = plain_optimizer
-    run, (rank, _, world_size) = train_gpt2.read_config(flags), cli.torchrun_ranks()
-    result = {"rung": rung, "changes": changes, "world_size": world_size}
-    result |= {"B": run.micro_batch_size, "T": run.seq_len, "steps": steps}
+        dtype = "bfloat16" if "bf16" in changes else "float32"
+        flags = [*flags, "--no-compile", "--dtype", dtype]
+    run = train_gpt2.read_config(flags)
+    rank, _, world_size = cli.torchrun_ranks()
     last = WARMUP + steps
-    max_steps = last + 3 if ours else last  # one more to start the profiler, and two for it
+    max_steps = last
+    if ours:
+        max_steps += 3  # one more to start the profiler, and two for it
+    model = None
+    if not ours:
+        torch.manual_seed(run.seed)
+        model = PlainGPT(new_model(run).config, changes)
+    result = {
+        "rung": rung,
+        "changes": changes,
+        "world_size": world_size,
+        "B": run.micro_batch_size,
+        "T": run.seq_len,
+        "steps": steps,
+    }
     profiler = profile(
         schedule=schedule(wait=last + 1, warmup=1, active=2), record_shapes=True, acc_events=True
     )
 
-    def before_step(step: int, model: GPT, *arguments: Any) -> None:
+    def before_step(step: int, training: Training) -> None:
+        if step == 0 and not ours and "fused" not in changes:
+            for group in training.optimizer.param_groups:
+                group["fused"] = None  # as PyTorch chooses by default
         if step == last:
-            ranks = arguments[3]  # of train_gpt2.evaluate
-            peak, source = devices.peak_flops(ranks.device, ranks.dtype)
-            result["device"] = ranks.description
-            result["mfu_of"] = f"{peak / 1e12:,.3g} TFLOP/s ({source})"
-            result["parameters"] = model.num_parameters()
-            result["flops_per_token"] = model.flops_per_token(run.seq_len)
+            result["device"] = training.description
+            result["mfu_of"] = training.meter.peak
+            result["parameters"] = training.model.num_parameters()
+            result["flops_per_token"] = training.model.flops_per_token(run.seq_len)
             result["peak_memory"] = devices.peak_memory()
         profiler.step()
 
-    train_gpt2.evaluate = before_step  # called before every step; no evaluation is due
     attention = nullcontext()
     if not ours and "flash" not in changes:
         attention = sdpa_kernel(SDPBackend.MATH)  # with its (T, T) matrices in memory
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # or they'd be in float32
     output = redirect_stdout(io.StringIO())
     with tempfile.TemporaryDirectory() as folder, attention, output, profiler:
-        status = train_gpt2.main([*flags, "--max-steps", str(max_steps), "--log-dir", folder])
+        more = ["--max-steps", str(max_steps), "--log-dir", folder]
+        status = train_gpt2.main([*flags, *more], model, before_step)
         if status or rank:
             sys.exit(status)  # after a signal; or not rank 0
         log = {stream: values for stream, (_, values) in read_log(folder).items()}
@@ -235,7 +255,8 @@ def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
 def measure_machine(flags: list[str]) -> Row:
     """The machine and its ceilings: products of random square matrices, and a copy."""
     run = train_gpt2.read_config(flags)
-    device, dtype, description = devices.choose_device(run.device, run.dtype)
+    device = devices.choose_device(run.device)
+    dtype, description = precision_of(run)
     proc = Path("/proc/cpuinfo")  # Linux's
     cpu = re.search(r"model name\s*:\s+(.+)", proc.read_text() if proc.exists() else "")
     machine = {
@@ -317,16 +338,22 @@ def read_results(path: Path, of: str) -> dict[str, Row]:
             except (ValueError, TypeError, KeyError):
                 raise UserError(f"{path}: damaged; remove the line {line[:40]!r}") from None
             if other != of:
-                raise UserError(f"{path} is of {other}; this is {of}: use another folder")
+                problem = f"is from {other}, but this run is {of}"
+                raise UserError(f"{path} {problem}: use another folder")
     return rows
 
 
 def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
     """Runs the jobs that have no result yet; in a report each leaves a line in results.jsonl."""
-    began, run, folder = time.monotonic(), train_gpt2.read_config(flags), Path(config.report)
-    device = devices.choose_device(run.device, run.dtype)[2]
-    of = f"{device}; {shlex.join(flags)}; --steps {config.steps}"
-    path, jobs, rows = folder / "results.jsonl", jobs_of(config, flags), {}
+    began = time.monotonic()
+    folder = Path(config.report)
+    path = folder / "results.jsonl"
+    run = train_gpt2.read_config(flags)
+    device = devices.choose_device(run.device)
+    dtype, _ = precision_of(run)  # not its description, which may have a measured speed-up
+    of = f"{devices.device_name(device)}, {dtype}; {shlex.join(flags)}; --steps {config.steps}"
+    jobs = jobs_of(config, flags)
+    rows = {}
     wanted = config.only.replace(",", " ").split() or [""]  # "" is part of every name
     for word in wanted:
         if not any(word in name for name in jobs):
@@ -345,7 +372,7 @@ def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
         try:
             row |= {"status": "done", "result": job()}
         except (UserError, RunError, RuntimeError, OSError) as error:
-            row |= {"status": "failed", "reason": cli.first_line(error)}
+            row |= {"status": "failed", "reason": first_line(error)}
         rows[name] = row
         torch.cuda.empty_cache()  # for the next job's process
         print(f"{name}: {row['status']} {row.get('reason', '')}")

@@ -1,14 +1,15 @@
-"""Turns text into shards of GPT-2 tokens, which train_gpt2.py reads.
+"""Turns text into shards of GPT-2 tokens for train_gpt2.py.
 
     python fineweb.py                                # FineWeb-Edu, 10 billion tokens
     python fineweb.py --input books/*.parquet notes.jsonl a.txt --out my_shards
     python fineweb.py --dataset roneneldan/TinyStories --out tiny    # any text dataset of the Hub
 
-A document is a row, or a whole .txt or .md file; it becomes 50256 and its tokens. Shard 0 is for
-validation: a dataset's validation split if it has one, otherwise the first documents.
+A document is a row, or a whole .txt or .md file. It is stored as the token 50256 followed by the
+tokens of its text. Shard 0 is for validation: it holds a dataset's validation split if there is
+one, otherwise the first documents.
 
-manifest.json records where in the text the last shard ended; there the same command continues, and
-makes the same bytes for any number of workers."""
+manifest.json records how far into the text the last shard reaches. The same command continues from
+there and writes the same bytes for any number of workers."""
 
 import json
 import os
@@ -24,16 +25,24 @@ from typing import Any
 import numpy as np
 
 from support import texts
-from support.cli import UserError, flag, parse_args, run, torchrun_ranks
+from support.cli import flag, parse_args, run, torchrun_ranks
+from support.errors import UserError
 from support.files import atomic_path, sha256, write_text
 from support.texts import explained
 from support.tokenizer import EOT, SHA256, SHARD_NAME, open_shard
 
-SUFFIXES = (".npy", ".bin", ".partial")
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"
-START = {"complete": False, "position": [0, None, 0], "used": 0, "skipped": 0}
-MAX_SHARD_SIZE = 4 * 10**9  # training numbers a shard's tokens in 32 bits
+MAX_SHARD_SIZE = 4 * 10**9  # training numbers the tokens of a shard in 32 bits
+VERIFIED_SUFFIXES = (".npy", ".bin", ".partial")  # no manifest lists a .partial file
+
+# The state of a new folder in manifest.json: how much of the text is in its shards.
+START = {
+    "complete": False,  # True once all of the text is
+    "position": [0, None, 0],  # before a batch of rows: stream, its dataset's state, rows so far
+    "used": 0,  # tokens after `position` that are in shards already
+    "skipped": 0,  # empty texts and nulls before `position`
+}
 
 
 @dataclass(frozen=True)
@@ -45,24 +54,24 @@ class ShardConfig:
     dataset: str = ""  # instead: a text dataset of the Hub, or a local folder in its layout
     config: str = ""  # the dataset's configuration; empty: its default
     split: str = ""  # the dataset's split; empty: train, with a validation split as shard 0
-    text_column: str = ""  # column that holds the text; empty: text, or a dataset's only strings
+    text_column: str = ""  # column that holds the text; empty: "text", or the only string column
     template: str = ""  # instead of one column: joins several, as in "{question}\n{answer}"
     out: str = "edu_fineweb10B"  # folder for the shards
     shard_size: int = 0  # tokens per shard; 0: 100 million, or about a tenth of a shorter text
     workers: int = 0  # number of tokenizing processes; 0: one per core
     max_shards: int = 0  # stop after this many, validation included; 0: no limit
-    pretokenized: int = 0  # instead of text: download this many ready shards of FineWeb-Edu
+    pretokenized: int = 0  # instead of text: download this many tokenized shards of FineWeb-Edu
     verify: bool = False  # only check the shards in --out against its manifest.json
 
     def check(self) -> None:
-        """Names every invalid value."""
+        """Raises one error that names every invalid value."""
         problems = []
         for name in ("workers", "max_shards", "pretokenized", "shard_size"):
             value = getattr(self, name)
             if not 0 <= value <= MAX_SHARD_SIZE:
                 problems.append(f"{flag(name)} {value}: must be from 0 to {MAX_SHARD_SIZE}")
-        for names in (("pretokenized", "input", "dataset"), ("text_column", "template")):
-            given = [flag(name) for name in names if getattr(self, name)]
+        for alternatives in (("pretokenized", "input", "dataset"), ("text_column", "template")):
+            given = [flag(name) for name in alternatives if getattr(self, name)]
             if len(given) > 1:
                 problems.append(f"{' and '.join(given)}: choose one")
         if (self.config or self.split) and not self.dataset:
@@ -73,7 +82,7 @@ class ShardConfig:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A manifest; that of a new folder if there is none."""
+    """The manifest, or an empty one."""
     manifest: dict[str, Any] = START | {"shards": []}
     if path.exists():
         with explained(str(path), remedy="move it and its shards away"):
@@ -87,17 +96,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 class Folder:
-    """The shards in --out, and their manifest."""
+    """The shards in --out and their manifest."""
 
     def __init__(self, out: Path, max_shards: int):
-        self.out, self.max_shards = out, max_shards
+        self.out = out
+        self.max_shards = max_shards
         self.path = out / "manifest.json"
         self.manifest = read_manifest(self.path)
         self.shards = self.manifest["shards"]
         tokens = 0
         for index, shard in enumerate(self.shards):
             path = out / shard["name"]
-            if not path.exists():  # make it and all later ones, reading the text from its start
+            if not path.exists():
+                # Make it and all later ones again. The state after the shard before isn't known,
+                # so read the text from its start and drop the tokens of the earlier shards.
                 del self.shards[index:]
                 self.manifest |= START | {"used": tokens}
                 break
@@ -105,26 +117,32 @@ class Folder:
 
     @property
     def next_name(self) -> str:
-        return f"edufineweb_{'train' if self.shards else 'val'}_{len(self.shards):06d}.npy"
+        split = "train" if self.shards else "val"
+        return f"edufineweb_{split}_{len(self.shards):06d}.npy"
 
     @property
     def finished(self) -> bool:
+        """True if all of the text is in shards, or --max-shards are made."""
         return self.manifest["complete"] or 0 < self.max_shards <= len(self.shards)
 
     def check(self, options: dict[str, Any]) -> None:
         """Checks that the shards here were made with the same options."""
+        if not (self.shards or self.manifest["complete"]):
+            return
         for key, now in options.items():
             then = self.manifest.get(key)
-            if now != then and (self.shards or self.manifest["complete"]):
+            if now != then:
                 change = f"started with {key} {then!r:.300}, now {now!r:.300}"
                 raise UserError(f"{self.out}: {change}; restore it or use a new --out")
 
     def begin(self, options: dict[str, Any]) -> None:
-        """Records the options and removes what a killed run left. Foreign shards are an error."""
+        """Records the options and removes the partial files of a killed run.
+
+        A shard that the manifest doesn't list is an error: training would read it."""
         self.check(options)
         self.out.mkdir(parents=True, exist_ok=True)
         known = [shard["name"] for shard in self.shards]
-        if self.path.exists():  # a shard that a killed run did not enter is written again
+        if self.path.exists():  # a run killed before it listed its last shard: written again
             known.append(self.next_name)
         for path in self.out.glob(".*.partial"):
             path.unlink()
@@ -139,21 +157,25 @@ class Folder:
         write_text(self.path, json.dumps(self.manifest, indent=1))
 
     def write(self, parts: list[np.ndarray], state: dict[str, Any]) -> None:
-        """Adds a shard made of parts, each 1-D uint16, if any, and the stream's state after it."""
+        """Writes a shard made of `parts`, each 1-D uint16, and the state after it.
+
+        Without parts, only the state."""
         if not parts:
             self.save(state)
             return
         path = self.out / self.next_name
-        header = {"descr": "<u2", "fortran_order": False, "shape": (sum(map(len, parts)),)}
-        with atomic_path(path) as partial, open(partial, "wb") as file:
+        length = sum(len(part) for part in parts)
+        header = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
+        # Part by part: np.save would first need a copy of the whole shard.
+        with atomic_path(path) as unfinished, open(unfinished, "wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(part.data for part in parts)
-        self.enter(path, state)
+        self.add(path, state)
 
-    def enter(self, path: Path, state: dict[str, Any]) -> None:
-        """Enters a shard into the manifest."""
+    def add(self, path: Path, state: dict[str, Any]) -> None:
+        """Lists a finished shard in the manifest, with the state after it."""
         tokens = open_shard(path)
-        documents = int(np.count_nonzero(tokens == EOT))  # those that begin in it
+        documents = int(np.count_nonzero(tokens == EOT))  # those that begin in this shard
         shard = {"name": path.name, "tokens": len(tokens), "documents": documents}
         self.shards.append(shard | {"sha256": sha256(path)})
         self.save(state)
@@ -161,110 +183,129 @@ class Folder:
 
 
 def verify(out: Path) -> None:
-    """Names the files that changed or do not belong."""
+    """Names the files that changed or are unexpected."""
     shards = read_manifest(out / "manifest.json")["shards"]
     listed = {shard["name"]: shard["sha256"] for shard in shards}
-    found = {path.name: sha256(path) for path in out.glob("*") if path.suffix in SUFFIXES}
-    bad = sorted({name for name, _ in found.items() ^ listed.items()})
-    if bad or not listed:
-        raise UserError(f"{out}: not as in manifest.json: {', '.join(bad) or 'no shards'}")
+    found = {path.name: sha256(path) for path in out.glob("*") if path.suffix in VERIFIED_SUFFIXES}
+    differences = found.items() ^ listed.items()  # (name, checksum) on one side only
+    names = sorted({name for name, _ in differences})
+    if names or not listed:
+        raise UserError(f"{out}: does not match manifest.json: {', '.join(names) or 'no shards'}")
     print(f"{len(listed)} shards: all checksums match")
 
 
 def cut(
-    batches: Iterable, here: Folder, size: int, validation: bool
+    batches: Iterable, folder: Folder, size: int, validation: bool
 ) -> Iterator[tuple[list[np.ndarray], dict[str, Any]]]:
-    """(position, tokens, skipped) of each batch -> (parts of a shard, the stream's state after it).
+    """Cuts the text into shards of `size` tokens. Yields (parts of a shard, the state after it).
 
-    A full shard is yielded when the next token is there, so it is known not to be the last.
-    validation: stream 0 is a validation split, all of which is shard 0."""
-    used = here.manifest["used"]  # tokens of the first batches
-    skipped = here.manifest["skipped"]
+    batches: per batch of rows, the position before it, its tokens, and its number of empty texts.
+    validation: stream 0 is a validation split, all of which becomes shard 0.
+    A full shard is held back until another token arrives: only the last one's state is complete."""
+    used = folder.manifest["used"]  # tokens at the start of the batches that are in shards already
+    skipped = folder.manifest["skipped"]
     parts: list[np.ndarray] = []
-    room = size  # in the shard; beyond `size` for a validation split
-    for position, tokens, more in batches:
+    room = size  # tokens that the shard can still take
+    for position, tokens, empty_texts in batches:
         if validation and position[0] == 0:
             room = sys.maxsize
-        elif room > size:
+        elif room > size:  # the validation split has ended, and with it its shard
             room = 0
         while used < len(tokens):
             if room == 0:
                 if parts:
                     yield parts, {"position": position, "used": used, "skipped": skipped}
-                parts, room = [], size
-            parts.append(tokens[used : used + room])
-            used += len(parts[-1])
-            room -= len(parts[-1])
+                parts = []
+                room = size
+            part = tokens[used : used + room]
+            parts.append(part)
+            used += len(part)
+            room -= len(part)
         used -= len(tokens)
-        skipped += more
-    if not (parts or here.shards):
+        skipped += empty_texts
+    if not (parts or folder.shards):
         raise UserError("no text in the input: nothing to tokenize")
-    if not here.shards and room <= size:  # leave text for training
+    if not folder.shards and room <= size:
+        # All the text fits into shard 0, which isn't a validation split: leave some for training.
         text = np.concatenate(parts)
         tenth = max(len(text) // 10, 1)
-        yield [text[:tenth]], {"used": tenth}  # a resumed run reads it all again
+        yield [text[:tenth]], {"used": tenth}  # position unchanged: resuming reads it all again
         parts = [text[tenth:]]
     yield parts, START | {"complete": True, "skipped": skipped}
 
 
-def make_shards(config: ShardConfig, here: Folder) -> None:
+def make_shards(config: ShardConfig, folder: Folder) -> None:
     """Makes the shards of --input or --dataset."""
     dataset = config.dataset or FINEWEB
+    # What the shards depend on. Recorded in the manifest; must not change on resume.
     options: dict[str, Any] = {"text_column": config.text_column, "template": config.template}
     if config.input:
-        opener = partial(texts.open_files, texts.find_files(config.input), **options)
+        paths = texts.find_files(config.input)
+        opener = partial(texts.open_files, paths, config.text_column, config.template)
         options["source"] = "files"
     else:
+        configuration = config.config if config.dataset else config.name
         options["split"] = config.split
-        options["config"] = config.config if config.dataset else config.name
-        opener = partial(texts.open_dataset, dataset, here.manifest.get("commit"), **options)
+        options["config"] = configuration
+        opener = partial(
+            texts.open_dataset,
+            dataset,
+            commit=folder.manifest.get("commit"),
+            config=configuration,
+            split=config.split,
+            text_column=config.text_column,
+            template=config.template,
+        )
         options["source"] = "folder" if Path(dataset).is_dir() else dataset
     # world_size: earlier versions also worked under torchrun
     options |= {"world_size": 1, "batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
     if config.shard_size:
         options["shard_size"] = config.shard_size
-    here.check(options)
-    if here.finished and options["source"] == dataset:
-        return  # without the network
+    folder.check(options)
+    if folder.finished and options["source"] == dataset:
+        return  # a commit doesn't change: no need to ask the Hub
     workers = config.workers or os.cpu_count() or 1
-    with closing(texts.tokenized(workers, opener, here.manifest["position"])) as batches:
+    with closing(texts.tokenized(workers, opener, folder.manifest["position"])) as batches:
         facts = next(batches)
-        tokens = facts.pop("tokens")
-        tenth = int(float(f"{tokens / 10 + 1:.0e}"))  # one digit
+        tokens = facts.pop("tokens")  # estimated from file sizes
+        tenth = int(float(f"{tokens / 10 + 1:.0e}"))  # to one digit
         size = config.shard_size or min(tenth, 10**8)
         options |= facts | {"shard_size": size}
-        here.check(options)
-        if here.finished:
+        folder.check(options)
+        if folder.finished:
             return
-        here.begin(options)
-        print(f"the text has about {tokens / 1e6:,.1f} million tokens, a shard {size:,}")
-        for parts, state in cut(batches, here, size, validation=not config.input):
-            here.write(parts, state)
-            if here.finished:
+        folder.begin(options)
+        print(f"the text has about {tokens / 1e6:,.1f} million tokens; {size:,} per shard")
+        for parts, state in cut(batches, folder, size, validation=not config.input):
+            folder.write(parts, state)
+            if folder.finished:
                 return
 
 
-def fetch_pretokenized(number: int, here: Folder) -> None:
-    """Downloads the first shards of PRETOKENIZED, checking each before it appears."""
+def fetch_pretokenized(number: int, folder: Folder) -> None:
+    """Downloads the first shards of PRETOKENIZED and checks each before it appears in --out."""
     from huggingface_hub import HfApi, hf_hub_download
 
     source = f"--dataset {PRETOKENIZED}"
     with explained(source):
-        commit = here.manifest.get("commit") or HfApi().dataset_info(PRETOKENIZED).sha
-    here.begin({"source": PRETOKENIZED, "commit": commit})
-    place = {"repo_type": "dataset", "revision": commit, "local_dir": here.out / ".hub"}
-    while len(here.shards) < number:
-        name = here.next_name.replace("edufineweb", "finewebedu").replace(".npy", ".bin")
+        commit = folder.manifest.get("commit") or HfApi().dataset_info(PRETOKENIZED).sha
+    folder.begin({"source": PRETOKENIZED, "commit": commit})
+    downloads = folder.out / ".hub"
+    while len(folder.shards) < number:
+        name = folder.next_name.replace("edufineweb", "finewebedu").replace(".npy", ".bin")
         with explained(source):
-            path = hf_hub_download(PRETOKENIZED, name, **place)
+            path = hf_hub_download(
+                PRETOKENIZED, name, repo_type="dataset", revision=commit, local_dir=downloads
+            )
         open_shard(Path(path))
-        os.replace(path, here.out / name)
-        here.enter(here.out / name, {})
-    shutil.rmtree(here.out / ".hub", ignore_errors=True)
+        os.replace(path, folder.out / name)
+        folder.add(folder.out / name, {})
+    shutil.rmtree(downloads, ignore_errors=True)
 
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(ShardConfig, args=args)
+    # Given but empty, as from an unset shell variable: must not mean the default, FineWeb-Edu.
     for name in ("input", "dataset"):
         if flag(name) in (sys.argv if args is None else args) and not getattr(config, name):
             raise UserError(f"{flag(name)}: has no value")
@@ -275,15 +316,15 @@ def main(args: list[str] | None = None) -> None:
     if config.verify:
         verify(out)
         return
-    here = Folder(out, config.max_shards)
+    folder = Folder(out, config.max_shards)
     if config.pretokenized:
-        fetch_pretokenized(config.pretokenized, here)
+        fetch_pretokenized(config.pretokenized, folder)
     else:
-        make_shards(config, here)
-    tokens = sum(shard["tokens"] for shard in here.shards)
-    documents = sum(shard["documents"] for shard in here.shards)
-    print(f"{out}: {len(here.shards)} shards, {tokens:,} tokens, {documents:,} documents")
-    print(f"{here.manifest['skipped']:,} empty texts skipped")
+        make_shards(config, folder)
+    tokens = sum(shard["tokens"] for shard in folder.shards)
+    documents = sum(shard["documents"] for shard in folder.shards)
+    print(f"{out}: {len(folder.shards)} shards, {tokens:,} tokens, {documents:,} documents")
+    print(f"{folder.manifest['skipped']:,} empty texts skipped")
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.request import urlopen
 
 import numpy as np
@@ -29,10 +29,12 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from support.cli import UserError, parse_args, print0, run, torchrun_ranks
-from support.devices import choose_device, round_length
+from support.cli import parse_args, print0, run, torchrun_ranks
+from support.devices import choose_device, choose_precision, round_length
+from support.errors import UserError
 from support.files import atomic_path, sha256, write_text
-from support.models import find_model, load_causal_lm
+from support.huggingface import find_model, load_causal_lm
+from support.signals import until_stopped
 from support.tokenizer import VOCAB_SIZE, get_tokenizer
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -89,38 +91,63 @@ def load_examples(path: str | Path = "") -> list[dict[str, Any]]:
 # Scoring
 
 
+class Read(NamedTuple):
+    """A token that the model reads."""
+
+    token: int
+    position: int
+    segment: int  # 0: the context; 1 to 4: one of the endings
+
+
+class Scored(NamedTuple):
+    """A token of an ending, whose loss counts."""
+
+    source: int  # index of the Read that predicts it
+    token: int
+    ending: int  # 0 to 3
+
+
 @dataclass(frozen=True)
 class Task:
-    """A tokenized task: N tokens that the model reads, and the M tokens of the endings to score."""
+    """A tokenized task: N tokens that the model reads, and M tokens of the endings to score."""
 
-    # (3, N) int64: token, position, segment (1 to 4 for an ending, 0 for the context)
-    read: torch.Tensor
-    # (3, M) int64: which of the N predicts this token, the token, its ending (0 to 3)
-    scored: torch.Tensor
-    label: int
+    read: torch.Tensor  # (3, N) int64, with the fields of Read as rows
+    scored: torch.Tensor  # (3, M) int64, with the fields of Scored as rows
+    label: int  # the right ending, 0 to 3
+
+
+def columns(rows: list[NamedTuple]) -> torch.Tensor:
+    """The rows as a tensor with a field in each row, (fields, rows) int64."""
+    # Through NumPy, which reads lists five times as fast as torch.
+    return torch.from_numpy(np.array(rows, np.int64).T)
 
 
 def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
     """Tokenizes tasks for a model with a context of block_size tokens.
 
     A context that is too long loses its beginning, so that every ending stays whole."""
-    encode, tasks, cut = get_tokenizer().encode_ordinary, [], 0
+    encode = get_tokenizer().encode_ordinary
+    tasks = []
+    cut = 0  # contexts that lost their beginning
     for number, example in enumerate(examples, start=1):
         context = encode(example["ctx"])
         endings = [encode(" " + ending) for ending in example["endings"]]
-        room = block_size + 1 - max(map(len, endings))  # an ending's last token is not read
+        room = block_size + 1 - max(map(len, endings))  # the last token of an ending is not read
         if room < 1:
             raise UserError(f"HellaSwag task {number}: an ending exceeds {block_size} tokens")
         cut += len(context) > room
         context = context[-room:]
-        read, scored = [(token, t, 0) for t, token in enumerate(context)], []
+        read = [Read(token, t, segment=0) for t, token in enumerate(context)]
+        scored = []
         for i, ending in enumerate(endings):
-            sources = [len(context) - 1, *range(len(read), len(read) + len(ending) - 1)]
-            scored += [(source, token, i) for source, token in zip(sources, ending, strict=True)]
-            read += [(token, t, i + 1) for t, token in enumerate(ending[:-1], len(context))]
-        # Through NumPy, which reads lists five times as fast as torch.
-        columns = (torch.from_numpy(np.array(rows, np.int64).T) for rows in (read, scored))
-        tasks.append(Task(*columns, example["label"]))
+            # The end of the context predicts the first token of an ending, each token the next.
+            source = len(context) - 1
+            for t, token in enumerate(ending):
+                scored.append(Scored(source, token, ending=i))
+                source = len(read)
+                if t < len(ending) - 1:
+                    read.append(Read(token, len(context) + t, segment=i + 1))
+        tasks.append(Task(columns(read), columns(scored), example["label"]))
     if cut:
         print0(f"HellaSwag: {cut} contexts cut to fit the model's {block_size} tokens")
     return tasks
@@ -172,11 +199,11 @@ def score(
     device: torch.device,
     rank: int = 0,
     world_size: int = 1,
-    received: Sequence[int] = (),
+    *,
     batch_size: int = 16,
     hide_progress: bool | None = True,  # None: unless stderr is a terminal
 ) -> Score:
-    """Scores this rank's share of the tasks, or a part after a signal is `received`.
+    """Scores this rank's share of the tasks, or only a part of it after a stop signal.
 
     hidden(tokens (B, T), position (B, T), mask (B, 1, T, T) bool) -> (B, T, C); head: (V, C)."""
     from tqdm import tqdm
@@ -187,12 +214,12 @@ def score(
     batches = batches[rank::world_size]
     losses = torch.zeros(len(tasks), 4, dtype=torch.float64)
     lengths = torch.zeros_like(losses, dtype=torch.int64)
-    for batch in tqdm(batches, unit_scale=batch_size, unit="task", disable=hide_progress):
-        if received:
-            break
-        B, T = len(batch), round_length(tasks[batch[-1]].read.size(1), device)
+    progress = tqdm(batches, unit_scale=batch_size, unit="task", disable=hide_progress)
+    for batch in until_stopped(progress):
+        B = len(batch)
+        T = round_length(tasks[batch[-1]].read.size(1), device)  # the last task is the longest
         read = torch.zeros(3, B, T, dtype=torch.int64)
-        rows = []
+        rows = []  # the task, 0 to B-1, of each scored token
         for b, i in enumerate(batch):
             read[:, b, : tasks[i].read.size(1)] = tasks[i].read
             rows += [b] * tasks[i].scored.size(1)
@@ -217,9 +244,13 @@ def score(
     return Score(index, losses[index], lengths[index], labels)
 
 
-def count_correct(model: Any, tasks: list[Task], *share: Any) -> int:
-    """How many of a share (device, rank, …) a GPT of train_gpt2.py gets right, by acc_norm."""
-    return score(model.hidden, model.wte.weight, tasks, *share).correct()[1]
+def count_correct(
+    model: Any, tasks: list[Task], device: torch.device, rank: int, world_size: int
+) -> int:
+    """How many of this rank's share a GPT of train_gpt2.py gets right, by acc_norm."""
+    result = score(model.hidden, model.wte.weight, tasks, device, rank, world_size)
+    _, acc_norm = result.correct()
+    return acc_norm
 
 
 # --------------------------------------------------------------------------------------------------
@@ -278,7 +309,9 @@ def main(args: list[str] | None = None) -> None:
         raise UserError(
             f"--batch-size {config.batch_size}, --limit {config.limit}: at least 1 and 0"
         )
-    device, dtype, description = choose_device(config.device, config.dtype)
+    device = choose_device(config.device)
+    # The size is not known yet: 0, so that any model is scored in float32 on a CPU.
+    dtype, description = choose_precision(config.dtype, device, parameters=0)
     if config.json:
         check_writable(config.json)
     folder = find_model(config.model)

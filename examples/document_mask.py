@@ -1,10 +1,10 @@
-"""A change to the model: attention that stays within a document, which begins at 50256.
+"""An example of a changed model: attention stays within a document, which begins at token 50256.
 
     python examples/document_mask.py --data my_shards --log-dir log_masked --resume
 
-It takes train_gpt2.py's flags and resumes just as exactly. The weights keep GPT-2's names and
-shapes, so every checkpoint loads in Hugging Face and sample.py. The mask is not exported, since
-transformers' GPT-2 has no setting for it: there, a single document gets the same logits, but
+It takes the flags of train_gpt2.py and resumes just as exactly. The weights keep GPT-2's names and
+shapes, so every checkpoint loads in transformers and sample.py. The mask is not exported, since
+GPT-2 in transformers has no setting for it: there, a single document gets the same logits, but
 several in one window attend to each other. Resume only with this script: train_gpt2.py would
 continue without the mask."""
 
@@ -25,15 +25,16 @@ class DocumentGPT(train_gpt2.GPT):
     def hidden(
         self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """As in GPT. A mask from the caller (HellaSwag's) is used as is."""
+        """As in GPT. A mask given by the caller (HellaSwag) is used unchanged."""
         if mask is None:
-            document = (idx == train_gpt2.EOT).cumsum(1)  # (B, T): 0 0 0 1 1 2 …
-            mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]  # (B, 1, T, T)
+            document = (idx == train_gpt2.EOT).cumsum(1)  # (B, T) number, such as 0 0 0 1 1 2
+            same_document = document[:, :, None] == document[:, None, :]  # (B, T, T)
+            mask = same_document.tril()[:, None]  # causal, the same for all heads: (B, 1, T, T)
         return super().hidden(idx, position, mask)
 
 
 def main(args: list[str] | None = None) -> int:
-    train_gpt2.GPT = DocumentGPT  # what train_gpt2.py builds, restores and evaluates from here on
+    train_gpt2.GPT = DocumentGPT  # from here on train_gpt2.py builds, restores and evaluates it
     return train_gpt2.main(args)
 
 

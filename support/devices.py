@@ -1,23 +1,26 @@
-"""Device and precision: what the machine has, and how fast it could be."""
+"""Device and precision: what the machine has, how to use it, and how fast it could be."""
 
 import ctypes
 import functools
 import os
 import sys
 import time
-from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
-from support.cli import UserError, first_line, print0
+from support.cli import print0
+from support.errors import UserError, first_line
+
+# --------------------------------------------------------------------------------------------------
+# Device
 
 
-def choose_device(
-    device: str, dtype: str, local_rank: int = 0, world_size: int = 1
-) -> tuple[torch.device, torch.dtype, str]:
-    """(device, dtype, a line with the choice and its reason). Prepares the process for it."""
+def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torch.device:
+    """The device that --device asks for. Prepares the process to use it.
+
+    auto: a CUDA GPU if there is one, then an Apple GPU, then the CPU."""
     present = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available() and world_size == 1,  # it has no process group
@@ -28,119 +31,41 @@ def choose_device(
     if kind not in available:
         choice = f"not available for {world_size} processes; choose {', '.join(available)}"
         raise UserError(f"--device {device}: {choice}")
-    chosen = torch.device(kind)
     if kind == "cuda":
         if local_rank >= torch.cuda.device_count():
             problem = f"{torch.cuda.device_count()} GPUs for more than {local_rank} processes"
             raise UserError(f"{problem}: lower --nproc_per_node")
-        chosen = torch.device("cuda", local_rank)
-        torch.cuda.set_device(chosen)
-        name = torch.cuda.get_device_name(chosen)
-        # Not is_bf16_supported(): true for chips that emulate it slower than float16 (T4, V100).
-        if torch.cuda.get_device_capability(chosen) >= (8, 0):
-            best, reason = "bfloat16", "supported by the chip"
-        else:
-            best, reason = "float16", "the chip has no bfloat16; gradients are scaled"
-    elif kind == "mps":
-        name, best, reason = "Apple GPU", "float32", "the safe choice on MPS"
-    else:
-        name = f"{torch.get_num_threads()} threads"
-        best, reason = "float32", "the same losses on every CPU, to rounding"
-        if sys.platform == "linux":
-            # Keep freed memory. By default glibc returns large buffers to the kernel, and the next
-            # step faults them in again, page by page: a third of GPT-2 (124M)'s step, more than
-            # half of a small model's.
-            mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)  # in glibc
-            mallopt(-4, 0)  # M_MMAP_MAX: map no buffer separately
-            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
-    if dtype != "auto":
-        best, reason = dtype, "as requested"
-    return chosen, getattr(torch, best), f"{chosen} ({name}), {best}: {reason}"
+        torch.cuda.set_device(torch.device("cuda", local_rank))
+        return torch.device("cuda", local_rank)
+    if kind == "cpu":
+        keep_freed_memory()
+    return torch.device(kind)
 
 
-def join_process_group(
-    rank: int, world_size: int, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Joins torchrun's process group; checks that all ranks use the same kind of device."""
-    patience = timedelta(hours=1)  # ranks may wait for rank 0's files
-    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # torchrun (2.13) keeps one store across restarts, with the addresses of lost ranks in it.
-        restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        store = dist.PrefixStore(f"restart_{restart}", store)
-    kind = f"{device.type} in {str(dtype).removeprefix('torch.')}"
-    store.set(f"kind/{rank}", kind)
-    first = store.get("kind/0").decode()
-    if first != kind:
-        raise UserError(f"{kind} here, {first} on rank 0: set --device and --dtype")
-    gpu = device if device.type == "cuda" else None
-    where = {"store": store, "rank": rank, "world_size": world_size, "device_id": gpu}
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=patience, **where)
+def keep_freed_memory() -> None:
+    """Makes glibc keep the memory of freed tensors for the next ones.
+
+    By default it returns large buffers to the kernel, and the next step faults them in again, page
+    by page: a third of a step of GPT-2 (124M), more than half of a small model's."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # musl lacks it
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: map no buffer separately
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
 
 
-# --------------------------------------------------------------------------------------------------
-# Speed
-
-
-def time_left(ends: Sequence[float], seconds: float, steps: int) -> str:
-    """How long `steps` more steps will take: "1 min 10 s left".
-
-    ends: when the latest steps ended, so that pauses between them, to evaluate and save, count.
-    seconds: of the latest step, for when it is the only one."""
-    if len(ends) > 1:
-        seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
-    return f"{duration(seconds * steps)} left"
-
-
-def duration(seconds: float) -> str:
-    """For people: 0 min 40 s, or 19 h 8 min."""
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours:,} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
-
-
-@functools.cache
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(the FLOP/s that count as 100 % MFU in this precision, where the figure comes from)"""
-    n = 4096 if device.type == "cuda" else 1024
-    if device.type == "cuda" and dtype != torch.float32:
-        from support.gpus import data_sheet_flops
-
-        peak = data_sheet_flops(torch.cuda.get_device_name(device))
-        if peak:
-            return peak, "data sheet"
-    return matmul_flops(device, dtype, n), f"measured, {n} x {n} product"
-
-
-def matmul_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
-    """The best FLOP/s of up to 20 products of n x n matrices within about a second.
-
-    The values are random: on zeros a GPU draws less power and clocks higher."""
-    generator = torch.Generator(device).manual_seed(0)  # separate from the training RNG
-    a = torch.randn(n, n, device=device, generator=generator).to(dtype)
-    synchronize = getattr(torch, device.type).synchronize  # exists for torch.cpu, too
-    seconds = []
-    while len(seconds) < 20 and sum(seconds) < 1:
-        began = time.perf_counter()
-        a @ a
-        synchronize()
-        seconds.append(time.perf_counter() - began)
-    return 2 * n**3 / min(seconds)
-
-
-def cpu_precision(before: str | None = None) -> tuple[torch.dtype, str]:
-    """Like choose_device for a large model on a CPU; a resumed one stays in its dtype `before`."""
-    if before:
-        name, reason = before.removeprefix("torch."), "as in the checkpoint"
-    else:
-        cpu = torch.device("cpu")
-        ratio = matmul_flops(cpu, torch.bfloat16, 1024) / matmul_flops(cpu, torch.float32, 1024)
-        name = "bfloat16" if ratio >= 1.3 else "float32"
-        reason = f"bfloat16 matmuls are {ratio:.2g} times as fast as float32's"
-    return getattr(torch, name), f"cpu ({torch.get_num_threads()} threads), {name}: {reason}"
+def device_name(device: torch.device) -> str:
+    """The name of the chip; for a CPU the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "mps":
+        return "Apple GPU"
+    return f"{torch.get_num_threads()} threads"
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile works here; prints why if it doesn't (no C++ compiler, no Triton)."""
+    """True if torch.compile works here; otherwise prints why not (no C++ compiler, no Triton)."""
     try:
         torch.compile(lambda x: x.cos() + 1)(torch.ones(8, device=device))
     except Exception as error:
@@ -151,8 +76,16 @@ def can_compile(device: torch.device) -> bool:
 
 
 def round_length(length: int, device: torch.device) -> int:
-    """On a GPU rounds up to a multiple of 64: cuDNN's attention plans again for each shape."""
+    """The length to which to pad a sequence: on a GPU the next multiple of 64.
+
+    cuDNN plans its attention kernels again for each new length."""
     return length + -length % 64 if device.type == "cuda" else length
+
+
+def pad_length(idx: Tensor, longest: int) -> Tensor:
+    """Tokens (B, T) padded at the end with zeros to round_length(T), or to `longest` if less."""
+    T = idx.size(1)
+    return F.pad(idx, (0, min(round_length(T, idx.device), longest) - T))
 
 
 def peak_memory() -> int | None:
@@ -165,3 +98,107 @@ def peak_memory() -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+# --------------------------------------------------------------------------------------------------
+# Precision
+
+LARGE = 50_000_000  # parameters from which a CPU may train in bfloat16
+
+
+def choose_precision(
+    dtype: str, device: torch.device, parameters: int, before: str | None = None
+) -> tuple[torch.dtype, str]:
+    """(dtype of matmuls, a line with device, dtype and the reason for it)
+
+    dtype: --dtype. parameters: of the model. before: the dtype of a run that is resumed, in which
+    a large model on a CPU stays."""
+    if dtype != "auto":
+        name, reason = dtype, "as requested"
+    elif device.type == "cuda":
+        # Not is_bf16_supported(): it is true for chips that emulate bfloat16, slower than float16
+        # (T4, V100).
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            name, reason = "bfloat16", "supported by the chip"
+        else:
+            name, reason = "float16", "the chip has no bfloat16; gradients are scaled"
+    elif device.type == "mps":
+        name, reason = "float32", "the safe choice on MPS"
+    elif parameters < LARGE:
+        name, reason = "float32", "the same losses on every CPU, to rounding"
+    elif before:
+        name, reason = before.removeprefix("torch."), "as in the checkpoint"
+    else:
+        speedup = matmul_flops(device, torch.bfloat16) / matmul_flops(device, torch.float32)
+        name = "bfloat16" if speedup >= 1.3 else "float32"
+        reason = f"bfloat16 matmuls are {speedup:.2g} times as fast as float32's"
+    return getattr(torch, name), f"{device} ({device_name(device)}), {name}: {reason}"
+
+
+def training_autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Runs the matmuls of training in `dtype`. On a GPU, those left in float32 may use TF32."""
+    if device.type == "mps" and dtype == torch.float16:
+        # Fused AdamW ignores the scaler's found_inf on MPS (PyTorch PR #186360).
+        raise UserError("--dtype float16: overflows would ruin the weights on MPS; use float32")
+    if device.type == "cuda" and dtype != torch.float32:
+        torch.set_float32_matmul_precision("high")
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+# --------------------------------------------------------------------------------------------------
+# Speed, for MFU (model FLOPs utilization) and --plan
+
+# Dense 16-bit tensor-core peaks in TFLOP/s with float32 accumulation, by torch.cuda.get_device_name
+# without the vendor. Names are exact, since variants differ (H100 NVL, H100 SXM); other chips are
+# measured. Sources: data sheets of NVIDIA (half of "with sparsity") and AMD; for GeForce the
+# architecture white papers ("FP16 Tensor TFLOPS with FP32 Accumulate"). RTX PRO 6000: an
+# eighth of NVIDIA's 4,030 and 3,511 "AI TOPS", as 165.2 is of the RTX 4090's 1,321.
+# fmt: off
+PEAK_TFLOPS = {
+    "GB300": 2500, "B300 SXM6 AC": 2250, "GB200": 2500, "B200": 2250, "GH200 480GB": 990,
+    "H200": 989, "H200 NVL": 836, "H100 80GB HBM3": 989, "H100 NVL": 836, "H100 PCIe": 756,
+    "H800": 989, "H800 PCIe": 756, "A100-SXM4-40GB": 312, "A100-SXM4-80GB": 312,
+    "A100-PCIE-40GB": 312, "A100 80GB PCIe": 312, "A800-SXM4-80GB": 312, "A800 80GB PCIe": 312,
+    "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,
+    "RTX PRO 6000 Blackwell Workstation Edition": 503.8,
+    "RTX PRO 6000 Blackwell Max-Q Workstation Edition": 438.9,
+    "RTX 6000 Ada Generation": 364, "RTX A6000": 155, "GeForce RTX 5090": 209.5,
+    "GeForce RTX 4090": 165.2, "GeForce RTX 3090 Ti": 80,
+    "GeForce RTX 3090": 71, "V100-SXM2-16GB": 125, "V100-SXM2-32GB": 125, "V100-PCIE-16GB": 112,
+    "V100-PCIE-32GB": 112, "V100S-PCIE-32GB": 130, "T4": 65, "AMD Instinct MI355X": 2500,
+    "AMD Instinct MI350X": 2300, "AMD Instinct MI325X": 1307, "AMD Instinct MI300X": 1307,
+}
+# fmt: on
+
+
+def data_sheet_flops(name: str) -> float | None:
+    """16-bit tensor-core FLOP/s by torch.cuda.get_device_name; None if not in PEAK_TFLOPS."""
+    tflops = PEAK_TFLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
+    return tflops and tflops * 1e12
+
+
+@functools.cache
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """(the FLOP/s that count as 100 % MFU in this precision, where the figure comes from)"""
+    if device.type == "cuda" and dtype != torch.float32:
+        peak = data_sheet_flops(torch.cuda.get_device_name(device))
+        if peak:
+            return peak, "data sheet"
+    n = 4096 if device.type == "cuda" else 1024
+    return matmul_flops(device, dtype, n), f"measured, {n} x {n} product"
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, n: int = 1024) -> float:
+    """The best FLOP/s of up to 20 products of n x n matrices within about a second.
+
+    The values are random: on zeros a GPU draws less power and clocks higher."""
+    generator = torch.Generator(device).manual_seed(0)  # separate from the training RNG
+    a = torch.randn(n, n, device=device, generator=generator).to(dtype)
+    synchronize = getattr(torch, device.type).synchronize  # torch.cpu has one as well
+    seconds = []
+    while len(seconds) < 20 and sum(seconds) < 1:
+        began = time.perf_counter()
+        a @ a
+        synchronize()
+        seconds.append(time.perf_counter() - began)
+    return 2 * n**3 / min(seconds)

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all; SHA-256."""
+"""Atomic writes: files and folders that appear whole or not at all. SHA-256."""
 
 import contextlib
 import errno
@@ -10,16 +10,16 @@ from pathlib import Path
 
 
 def sha256(path: Path) -> str:
-    """A file's checksum in hexadecimal."""
+    """The checksum of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
 def atomic_path(path: Path | str) -> Iterator[Path]:
-    """Yields a temporary path beside `path`, to which what is made there is renamed after an fsync.
+    """Yields a temporary path next to `path`, then renames it to `path` after an fsync.
 
-    So `path` appears whole or not at all, and an old file is kept until then."""
+    So `path` appears whole or not at all, and an old file stays until it is replaced."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -28,23 +28,23 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
         if partial.is_dir():
             for part in partial.iterdir():
                 fsync(part)
-            if path.is_dir():  # a folder cannot be replaced in one step
+            if path.is_dir():  # os.replace can't replace a folder with files
                 remove_folder(path)
         os.replace(partial, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C as well
         remove(partial)
         raise
     fsync(path.parent)
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Writes a file atomically, in UTF-8 with \\n."""
+    """Writes a file atomically, in UTF-8 with \\n as line end."""
     with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="\n")
 
 
 def remove(path: Path) -> None:
-    """Removes a file or, as far as possible, a folder."""
+    """Removes a file or a folder (best effort)."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -52,14 +52,14 @@ def remove(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder; its name is free at once, even if NFS keeps a file that is still open."""
+    """Removes a folder. Its name is free at once, even if NFS keeps a file that is still open."""
     doomed = path.with_name(f".{path.name}.{os.getpid()}.removed.partial")
     os.replace(path, doomed)
     remove(doomed)
 
 
 def fsync(path: Path) -> None:
-    """Flushes a file or the entries of a folder to disk: a power cut cannot undo a rename."""
+    """Flushes a file, or the entries of a folder, to disk, so a power cut can't undo a rename."""
     folder = path.is_dir()
     if folder and os.name == "nt":  # Windows cannot open folders
         return
@@ -67,7 +67,8 @@ def fsync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not folder or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # network mounts
+        # Some network mounts can't flush folders.
+        if not folder or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)

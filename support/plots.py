@@ -1,4 +1,4 @@
-"""Plots of logged runs: `log/curves.png`, which a run keeps up to date, and play.ipynb's."""
+"""Plots of logged runs: `log/curves.png`, which a run keeps up to date; used by play.ipynb."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from support.files import atomic_path
-from support.run_folder import read_log, run_entries
+from support.run_log import read_log, run_entries
 
 # Published results; the validation loss is on FineWeb-Edu.
 VAL_BASELINES = {"GPT-2 124M (OpenAI)": 3.2924}
@@ -30,20 +30,22 @@ Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # stream -> (tokens or hours,
 def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
     """The streams of a log folder over `x`: tokens seen, or hours of training."""
     streams = read_log(folder)
-    batch = run_entries(folder)[-1]["config"]["total_batch_size"]
+    tokens_per_step = run_entries(folder)[-1]["config"]["total_batch_size"]
     _, milliseconds = streams.get("ms", ([], []))
     hours = np.concatenate([[0.0], np.cumsum(milliseconds) / 3.6e6])  # before each step
     curves = {}
     for name, (steps, values) in streams.items():
-        where = np.array(steps) * batch
         if x == "hours":
-            where = hours[np.minimum(steps, len(hours) - 1)]
-        curves[name] = (where, np.array(values))
+            # Steps beyond the last one that was timed are put at its end.
+            x_values = hours[np.minimum(steps, len(hours) - 1)]
+        else:
+            x_values = np.array(steps) * tokens_per_step
+        curves[name] = (x_values, np.array(values))
     return curves
 
 
 def on_fineweb(folder: str | Path) -> bool:
-    """True if a run's data are FineWeb-Edu, by the manifest or the folder's name."""
+    """True if a run's data is FineWeb-Edu, by its manifest or the name of its folder."""
     data = Path(run_entries(folder)[-1]["config"]["data"])
     try:
         name = json.loads((data / "manifest.json").read_bytes())["source"]
@@ -53,11 +55,13 @@ def on_fineweb(folder: str | Path) -> bool:
 
 
 def smooth(values: np.ndarray, half: int) -> np.ndarray:
-    """Mean of the finite values from `half` before to `half` after each."""
-    known, window = np.isfinite(values), np.ones(2 * half + 1)
-    sums = np.convolve(np.where(known, values, 0.0), window, "same")
-    with np.errstate(invalid="ignore"):  # 0 / 0: all NaN
-        return sums / np.convolve(known, window, "same")
+    """For each value, the mean of the finite ones up to `half` before and after it."""
+    finite = np.isfinite(values)
+    window = np.ones(2 * half + 1)
+    sums = np.convolve(np.where(finite, values, 0.0), window, "same")
+    counts = np.convolve(finite, window, "same")
+    with np.errstate(invalid="ignore"):  # 0 / 0 = NaN where no value is finite
+        return sums / counts
 
 
 def label_axes(axes: Any, x: str, title: str, ylabel: str = "") -> None:
@@ -73,36 +77,46 @@ def label_axes(axes: Any, x: str, title: str, ylabel: str = "") -> None:
 def draw_baseline(axes: Any, name: str, value: float) -> None:
     """A horizontal line, named at its left end."""
     axes.axhline(value, color="gray", linestyle=":")
-    where = {"transform": axes.get_yaxis_transform(), "va": "bottom"}
-    axes.text(0.01, value, f"{name}: {value:.5g}", **where, color="dimgray", size="small")
+    axes.text(
+        0.01,
+        value,
+        f"{name}: {value:.5g}",
+        transform=axes.get_yaxis_transform(),  # x as a fraction of the width, y in data units
+        va="bottom",
+        color="dimgray",
+        size="small",
+    )
 
 
 def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
-    """Training (raw, smoothed) and validation loss. The first twentieth may be cropped."""
+    """Training loss (raw and smoothed) and validation loss.
+
+    The y axis fits what follows the first twentieth of a run: earlier losses may be cropped."""
     highest = max(baselines.values(), default=0.0)
     for i, (name, run) in enumerate(runs.items()):
-        color, start = f"C{i}", 0.0
+        color = f"C{i}"
+        start = 0.0
         if "train" in run:
-            where, values = run["train"]
-            axes.plot(where, values, color, alpha=0.25, lw=0.8)
-            values = smooth(values, len(values) // 80)
-            axes.plot(where, values, color, label=f"{name}, train")
-            start = where[-1] / 20
-            highest = np.nanmax(values, initial=highest, where=where >= start)
+            x_values, losses = run["train"]
+            axes.plot(x_values, losses, color, alpha=0.25, lw=0.8)
+            smoothed = smooth(losses, len(losses) // 80)
+            axes.plot(x_values, smoothed, color, label=f"{name}, train")
+            start = x_values[-1] / 20
+            highest = np.nanmax(smoothed, initial=highest, where=x_values >= start)
         if "val" in run:
-            where, values = run["val"]
-            axes.plot(where, values, color + "o-", ms=4, lw=0.5, label=f"{name}, validation")
-            highest = np.nanmax(values, initial=highest, where=where >= start)
+            x_values, losses = run["val"]
+            axes.plot(x_values, losses, color + "o-", ms=4, lw=0.5, label=f"{name}, validation")
+            highest = np.nanmax(losses, initial=highest, where=x_values >= start)
     for name, value in baselines.items():
         draw_baseline(axes, name, value)
-    if 0 < highest < np.inf:
+    if 0 < highest < np.inf:  # 0: no losses; inf: the run diverged
         axes.set_ylim(top=1.05 * highest)
     label_axes(axes, x, "Loss", "nats per token")
     axes.legend(loc="upper right")
 
 
 def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
-    """HellaSwag accuracy by mean loss per token, with GPT-2's and GPT-3's."""
+    """HellaSwag accuracy (by mean loss per token) with the published ones of GPT-2 and GPT-3."""
     for i, (name, run) in enumerate(runs.items()):
         if "hella" in run:
             axes.plot(*run["hella"], f"C{i}o-", ms=3, label=name)
@@ -114,6 +128,7 @@ def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
 
 
 def draw_panel(axes: Any, runs: dict[str, Curves], stream: str, x: str) -> None:
+    """A small plot of one stream of PANELS."""
     for i, (name, run) in enumerate(runs.items()):
         if stream in run:
             axes.plot(*run[stream], f"C{i}", lw=1, label=name)
@@ -129,7 +144,8 @@ def save_curves(log_dir: Path) -> None:
     run = {log_dir.name: curves}
     figure = Figure(figsize=(12, 7), layout="constrained")
     above, below = figure.add_gridspec(2, 1, height_ratios=(3, 2))
-    upper = above.subgridspec(1, 2 if "hella" in curves else 1)
+    columns = 2 if "hella" in curves else 1
+    upper = above.subgridspec(1, columns)
     baselines = VAL_BASELINES if on_fineweb(log_dir) else {}
     draw_loss(figure.add_subplot(upper[0]), run, "tokens", baselines)
     if "hella" in curves:

@@ -1,28 +1,27 @@
-"""A run's folder: log.txt, run.json and checkpoints. Bad files raise UserError."""
+"""A run's folder, as train_gpt2.py uses it: where to start, the log, checkpoints, curves.
+
+The formats are in run_log.py and checkpoints.py. Only rank 0 reads and writes; the other ranks call
+the same methods, which tell them what rank 0 found or do nothing."""
 
 import contextlib
-import json
-import math
 import os
-import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from support.cli import UserError, first_line, print0, shown, warn
-from support.files import atomic_path, fsync, remove, remove_folder, sha256, write_text
-
-ROOT = Path(__file__).parents[1]
+from support import checkpoints, run_log
+from support.cli import print0, shown, warn
+from support.errors import UserError
+from support.files import fsync, remove
+from support.ranks import Ranks
 
 
 @contextlib.contextmanager
 def lock(log_dir: Path, rank: int) -> Iterator[None]:
-    """Makes the folder and keeps other runs out of it."""
+    """Makes the folder and keeps other runs out of it. Removes it if nothing was written."""
     if rank > 0:
         yield
         return
@@ -49,251 +48,206 @@ def lock(log_dir: Path, rank: int) -> Iterator[None]:
                 log_dir.rmdir()
 
 
-# --------------------------------------------------------------------------------------------------
-# run.json: what each start recorded
+PRINTED = {"val": "validation loss", "hella": "HellaSwag"}  # streams, as the console has them
 
 
-def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
-    """The entries of run.json, oldest first; [] without one."""
-    path = Path(log_dir) / "run.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    except ValueError:
-        raise UserError(f"{path}: not JSON; move it away") from None
+class RunFolder:
+    """find_start(), begin(), then log() and save() as the run goes on, and finish()."""
 
+    def __init__(self, log_dir: str | Path, ranks: Ranks, keep: int = 0, keep_every: int = 0):
+        """keep: number of recent checkpoints to keep, plus the best; 0: all.
 
-def git(*command: str) -> str:
-    """The output of a git command in this repository; "" without git."""
-    with contextlib.suppress(OSError):
-        done = subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True)
-        return done.stdout.strip()
-    return ""
+        keep_every: also keep multiples of this many steps; 0: none."""
+        self.path = Path(log_dir)
+        self.ranks = ranks
+        self.keep = keep
+        self.keep_every = keep_every
+        self.log_path = self.path / "log.txt"
+        self.unwritten = b""  # lines of the log that a full disk did not take
+        self.warned = False
+        self.start_step = 0
+        self.checkpoint: Path | None = None  # from which the run continues
+        self.saved_step: int | None = None  # the step of the checkpoint that is up to date
+        self.latest: dict[str, float] = {}  # the latest value of each stream
+        self.evaluated: set[str] = set()  # streams that log.txt already has at start_step
+        self.last_config: dict[str, Any] | None = None  # of the run that may continue, on rank 0
+        self.entries: list[dict[str, Any]] = []  # of run.json
+        self.trackers: list[Any] = []
 
+    # ---- Start -----------------------------------------------------------------------------------
 
-# --------------------------------------------------------------------------------------------------
-# log.txt: `step stream value` per line
+    def find_start(self, resume: bool) -> Path | None:
+        """The newest intact checkpoint to continue from, on every rank. None: start at step 0.
 
-# Others have the format .6f.
-FORMATS = {"hella": ".4f", "lr": ".6e", "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f"}
+        The last run continues with --resume (`resume`), or if the same torchrun restarts it."""
+        self.checkpoint = self.ranks.on_rank_0(self._find_start, resume)
+        return self.checkpoint
 
+    def _find_start(self, resume: bool) -> Path | None:
+        entries = run_log.run_entries(self.path)
+        job = self.ranks.job
+        restarted = bool(entries and job) and entries[-1].get("job") == job
+        if not (resume or restarted):
+            return None
+        if entries:
+            self.last_config = entries[-1]["config"]
+        return checkpoints.find_checkpoint(self.path)
 
-class RunLog:
-    """log.txt, run.json, checkpoints, TensorBoard, Weights & Biases: log(step, stream=value, …)
+    def is_finished(self, step: int, max_steps: int) -> bool:
+        """True if the run has completed all its steps and its last evaluation, on every rank."""
+        return self.ranks.on_rank_0(self._is_finished, step, max_steps)
 
-    A full disk does not stop it: lines are kept until they can be written."""
+    def _is_finished(self, step: int, max_steps: int) -> bool:
+        entries = run_log.run_entries(self.path) or [{}]
+        return step > max_steps or step == max_steps == entries[-1].get("finished")
 
-    def __init__(self, log_dir: Path, entry: dict[str, Any]) -> None:
-        """Adds `entry` to run.json, and moves an earlier run's checkpoints away.
+    def begin(self, step: int, device: str, config: dict[str, Any], continues: bool) -> None:
+        """Records a start at `step` in run.json.
 
-        Not if the last run continues: then entry also has what support.resume.trim_log returns."""
-        self.path, self.pending, self.warned = log_dir / "log.txt", b"", False
-        self.start, self.evaluated = entry["step"], entry.pop("evaluated", [])
-        self.entries, lines = [], []
-        if any(log_dir.iterdir()):
-            tidy(log_dir, moves_checkpoints="log_lines" not in entry)
-            self.entries, lines = run_entries(log_dir), log_lines(self.path)
-        config = entry["config"]
-        for name, value in config.items():
-            config[name] = shown(value) if isinstance(value, str) else value  # no local paths
-        # with a + if files have changed
-        commit = git("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*")
-        versions = {name: version(name) for name in ("torch", "numpy", "tiktoken", "safetensors")}
-        start = {
-            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": [shown(word) for word in sys.argv],
-            "git_commit": commit or None,
-            "versions": versions | {"python": sys.version.split()[0]},
-            "log_lines": len(lines),
-        }
-        self.entries.append(start | entry)
-        script, copy = ROOT / "train_gpt2.py", log_dir / "train_gpt2.py"
-        copy.unlink(missing_ok=True)
-        if git("status", "--porcelain", script.name):  # it differs from its commit
-            write_text(copy, script.read_text(encoding="utf-8"))
-        write_text(log_dir / "run.json", json.dumps(self.entries, indent=2) + "\n")
-        self.trackers = []
+        continues: it is the last run in this folder, whose log is trimmed to `step`. Otherwise
+        the checkpoints of earlier runs are moved aside."""
+        self.start_step = step
+        if self.checkpoint is not None:
+            self.saved_step = step
+        if self.ranks.rank > 0:
+            return
+        for remainder in self.path.glob(".*.partial"):  # of a killed process
+            remove(remainder)
+        self.entries = run_log.run_entries(self.path)
+        if continues:
+            begin = self.entries[-1].get("log_lines") if self.entries else None
+            begin, self.evaluated = run_log.trim_log(self.log_path, begin, step)
+        else:
+            begin = len(run_log.log_lines(self.log_path))
+            aside = checkpoints.move_aside(self.path)
+            if aside:
+                moved = f"an earlier run's checkpoints moved to {aside}/"
+                print0(f"{self.path}/: {moved} (--resume continues a run)")
+        entry = run_log.new_entry(
+            log_lines=begin,
+            config=config,
+            job=self.ranks.job,
+            step=step,
+            device=device,
+            world_size=self.ranks.world_size,
+        )
+        self.entries.append(entry)
+        run_log.keep_edited_script(self.path)
+        run_log.write_entries(self.path, self.entries)
         if config["tensorboard"] or config["wandb"]:
             from support.trackers import start_trackers
 
-            self.trackers = start_trackers(log_dir, self.entries, self.start)
+            self.trackers = start_trackers(self.path, self.entries, step)
 
-    def finish(self, step: int) -> None:
-        """Records that the run has made its last evaluation."""
-        self.entries[-1]["finished"] = step
-        try:
-            write_text(self.path.with_name("run.json"), json.dumps(self.entries, indent=2) + "\n")
-        except OSError as error:
-            warn(f"run.json: the end of the run is not recorded ({error.strerror})")
+    # ---- As the run goes on ----------------------------------------------------------------------
 
-    def write_checkpoint(self, model: Any, state: dict[str, Any]) -> str | None:
-        """Writes step_*/ atomically. -> what prevented it (a full disk, say), or None"""
-        import torch
-        from safetensors import SafetensorError
+    def log(self, step: int, **values: float) -> None:
+        """Appends values to log.txt, and sends them to the trackers: log(step, stream=value, …).
 
-        folder = self.path.with_name(f"step_{state['step']:06d}")
-        try:
-            if self.path.exists():  # it must not be shorter than the checkpoint
-                fsync(self.path)
-            with atomic_path(folder) as partial:
-                model.save_pretrained(partial)
-                torch.save(state, partial / "training_state.pt")
-                card = model_card(self.entries[-1], state["step"])
-                (partial / "README.md").write_text(card, encoding="utf-8")
-                write_checksums(partial)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            writers = re.search("inline_container|StreamWriter", str(error))  # of torch.save
-            if type(error) is RuntimeError and not writers:
-                raise
-            return f"{folder}: not written ({first_line(error)})"
-        return None
-
-    def __call__(self, step: int, **values: float) -> None:
-        if step == self.start:
-            for stream in self.evaluated:
-                values.pop(stream, None)
+        A full disk does not end the run: lines are kept until they can be written."""
+        self.latest |= values
+        for stream, name in PRINTED.items():
+            if stream in values:
+                print0(f"step {step:5d} {name} {values[stream]:.4f}")
+        if self.ranks.rank > 0:
+            return
+        if step == self.start_step:
+            values = {name: value for name, value in values.items() if name not in self.evaluated}
         for stream, value in values.items():
-            self.pending += f"{step} {stream} {value:{FORMATS.get(stream, '.6f')}}\n".encode()
+            self.unwritten += run_log.format_line(step, stream, value).encode()
         try:
-            with open(self.path, "ab", buffering=0) as file:
-                while self.pending:
-                    self.pending = self.pending[file.write(self.pending) :]
+            with open(self.log_path, "ab", buffering=0) as file:
+                while self.unwritten:  # a nearly full disk takes a part
+                    written = file.write(self.unwritten)
+                    self.unwritten = self.unwritten[written:]
         except OSError as error:
             if not self.warned:
-                warn(f"{self.path}: {error.strerror}; lines are kept until they can be written")
+                message = f"{error.strerror}; lines are kept until they can be written"
+                warn(f"{self.log_path}: {message}")
             self.warned = True
         for track in self.trackers:
             track(step, values)
 
+    def save(self, model: Any, state: dict[str, Any], required: bool = False) -> None:
+        """Writes a checkpoint of state["step"] atomically. All ranks call it.
 
-def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
-    """The streams of the last run in a log folder: {"train": (steps, values), "val": …}."""
-    streams = {}
-    lines = log_lines(Path(log_dir) / "log.txt")
-    for step, stream, value in lines[last_start(lines) :]:
-        steps, values = streams.setdefault(stream, ([], []))
-        steps.append(step)
-        values.append(float(value))
-    return streams
+        If it can't be written, earlier checkpoints are intact: prints an error line and goes on,
+        or raises UserError if `required`."""
+        problem = self.ranks.on_rank_0(self._save, model, state)
+        if problem and required:
+            raise UserError(f"{problem}: free some space; --resume continues")
+        if problem:
+            if self.ranks.rank == 0:
+                warn(problem, "error")
+            return
+        self.saved_step = state["step"]
+        self.clean_up(self.saved_step)
 
+    def _save(self, model: Any, state: dict[str, Any]) -> str | None:
+        if self.log_path.exists():  # the log on disk must not end before the checkpoint
+            fsync(self.log_path)
+        step = state["step"]
+        return checkpoints.write_checkpoint(
+            checkpoints.checkpoint_path(self.path, step),
+            save_model=model.save_pretrained,
+            state=state,
+            card=checkpoints.model_card(self.entries[-1], step),
+        )
 
-def log_lines(path: Path) -> list[tuple[int, str, str]]:
-    """(step, stream, value) of the lines; others, one that a kill cut short, say, are skipped."""
-    lines = []
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for line in text.split("\n")[:-1]:
-        with contextlib.suppress(ValueError):
-            step, stream, value = line.split()
-            float(value)
-            lines.append((int(step), stream, value))
-    return lines
+    def clean_up(self, step: int, wait: bool = False) -> None:
+        """Deletes old checkpoints and redraws curves.png, in a background process unless `wait`."""
+        if self.ranks.rank > 0:
+            return
+        best, _ = self.best()
+        checkpoints.prune_checkpoints(self.path, step, best, self.keep, self.keep_every)
+        draw_curves(self.path, wait)
 
+    def best(self) -> tuple[int | None, float]:
+        """(step, validation loss) of the best checkpoint; (None, inf) if none was evaluated."""
+        steps, values = run_log.read_log(self.path).get("val", ([], []))
+        losses = dict(zip(steps, values, strict=True))
+        step = checkpoints.best_checkpoint(self.path, losses)
+        return step, losses.get(step, float("inf"))
 
-def last_start(lines: list[tuple[int, str, str]]) -> int:
-    """The index of the last run's first line: steps only fall where a run starts."""
-    falls = [i for i in range(1, len(lines)) if lines[i][0] < lines[i - 1][0]]
-    return falls[-1] if falls else 0
+    # ---- End -------------------------------------------------------------------------------------
 
+    @property
+    def description(self) -> str:
+        """The folder, and the checkpoint from which the run continues."""
+        resumed = f", resumed from {self.checkpoint}" if self.checkpoint else ""
+        return f"{self.path}/{resumed}"
 
-# --------------------------------------------------------------------------------------------------
-# Checkpoints: Hugging Face folders that also hold training_state.pt and SHA256SUMS
+    def finish(self, step: int) -> None:
+        """Records in run.json that the run has made its last evaluation."""
+        if self.ranks.rank > 0:
+            return
+        self.entries[-1]["finished"] = step
+        try:
+            run_log.write_entries(self.path, self.entries)
+        except OSError as error:
+            warn(f"run.json: the end of the run is not recorded ({error.strerror})")
 
-
-def list_checkpoints(log_dir: Path) -> list[Path]:
-    """A run's checkpoint folders, oldest first."""
-    folders = [path for path in log_dir.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
-    return sorted(folders, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
-
-
-def tidy(log_dir: Path, moves_checkpoints: bool) -> None:
-    """Removes what a killed process left half written; moves earlier checkpoints to earlier_N/."""
-    for remainder in log_dir.glob(".*.partial"):
-        remove(remainder)
-    checkpoints, number = list_checkpoints(log_dir), 1
-    if not (checkpoints and moves_checkpoints):
-        return
-    while (log_dir / f"earlier_{number}").exists():
-        number += 1
-    aside = log_dir / f"earlier_{number}"
-    aside.mkdir()
-    for folder in checkpoints:
-        folder.rename(aside / folder.name)
-    print0(f"{log_dir}/: an earlier run's checkpoints moved to {aside}/ (--resume continues a run)")
-
-
-def best_checkpoint(log_dir: Path) -> tuple[int | None, float]:
-    """(step, validation loss) of the one with the lowest; (None, inf) if none was evaluated."""
-    losses = dict(zip(*read_log(log_dir).get("val", ([], [])), strict=True))
-    best, lowest = None, math.inf
-    for step in map(step_of, list_checkpoints(log_dir)):
-        if step in losses and losses[step] <= lowest:
-            best, lowest = step, losses[step]
-    return best, lowest
-
-
-def prune_checkpoints(log_dir: Path, step: int, keep: int, keep_every: int) -> None:
-    """Deletes all but the newest `keep` (0: none), the best, and multiples of keep_every steps.
-
-    Checkpoints of later steps are damaged: the run was resumed from before them."""
-    if keep == 0:
-        return
-    best, _ = best_checkpoint(log_dir)
-    steps = [found for found in map(step_of, list_checkpoints(log_dir)) if found <= step]
-    for old in steps[:-keep]:
-        if old != best and not (keep_every and old % keep_every == 0):
-            folder = log_dir / f"step_{old:06d}"
-            try:
-                remove_folder(folder)
-            except OSError as error:
-                warn(f"{folder}: not removed ({error.strerror})")
+    def print_result(self, step: int, prompt: str) -> None:
+        """Lists the run's outputs, and how to sample from its model."""
+        if self.ranks.rank > 0:
+            return
+        if (self.path / "curves.png").exists():
+            print0(f"curves: {self.path / 'curves.png'}")
+        print0(f"model: {self.path}/step_{step:06d}/, in Hugging Face format")
+        best, loss = self.best()
+        if best not in (None, step):
+            advice = "the loss rose afterwards: train for fewer steps, or on more text"
+            print0(f"best: {self.path}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
+        script = shown(run_log.ROOT / "sample.py")
+        print0(f"sample: {shlex.join(['python', script, str(self.path), prompt])}")
 
 
 def draw_curves(log_dir: Path, wait: bool) -> None:
-    """Draws curves.png in a process of its own, for which only the end of a run waits."""
+    """Draws curves.png in a background process; waits for it only at the end of the run."""
     command = [sys.executable, "-m", "support.plots", log_dir.resolve()]
     try:
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, cwd=run_log.ROOT, stderr=subprocess.DEVNULL)
         if wait:
             process.wait()
     except OSError as error:
         warn(f"{log_dir}/curves.png: not drawn ({error.strerror})")
-
-
-def print_result(log_dir: Path, step: int, prompt: str) -> None:
-    """Prints what a run leaves and how to sample from it."""
-    if (log_dir / "curves.png").exists():
-        print0(f"curves: {log_dir / 'curves.png'}")
-    print0(f"model: {log_dir}/step_{step:06d}/, in Hugging Face format")
-    best, loss = best_checkpoint(log_dir)
-    if best not in (None, step):
-        advice = "the loss rose afterwards: train for fewer steps, or on more text"
-        print0(f"best: {log_dir}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
-    command = shlex.join(["python", shown(ROOT / "sample.py"), str(log_dir), prompt])
-    print0(f"sample: {command}")
-
-
-def write_checksums(folder: Path) -> None:
-    """Writes SHA256SUMS over the files of a folder, as `sha256sum -c` reads it."""
-    sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
-    (folder / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
-
-
-def model_card(entry: dict[str, Any], step: int) -> str:
-    """README.md of a checkpoint, in the Hub's format. entry: the run's, of run.json"""
-    command, config = shlex.join(["python", *entry["command"]]), entry["config"]
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [gpt2]
----
-A GPT-2 after {step:,} steps of {config["total_batch_size"]:,} tokens of
-`{Path(config["data"]).name}`, from {config["init"]}, trained by gpt2-repro at commit
-{entry["git_commit"]}: `{command}`
-
-It continues text, does not follow instructions, and may write what is false.
-"""

@@ -1,14 +1,15 @@
 """The optimizer's state, sharded over the ranks: `train_gpt2.py --shard-optimizer`.
 
-ZeRO's first stage (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models"): each parameter has an owner, which keeps its moments, updates it and sends it to
-the other ranks. The optimizer is unchanged and gets hooks: since it makes no state for a parameter
-without a gradient, a rank hides those of the others.
+ZeRO stage 1 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models"): each parameter has an owner, a rank that keeps its moments, updates it and sends
+it to the others. Hooks do this for an unchanged optimizer: it makes no state for a parameter
+without a gradient, so each rank hides gradients that it doesn't own.
 
-Why not torch's own: ZeroRedundancyOptimizer consolidates by pickling each rank's whole shard on the
-device, loads the moments twice, and hides parameter names, by which Muon recognizes c_attn;
-fully_shard shards weights, too, so all ranks must run every block equally often, which they do not
-in an evaluation."""
+Why not PyTorch's own:
+- ZeroRedundancyOptimizer gathers the state by pickling each rank's whole shard on the device, loads
+  the moments twice, and hides parameter names, by which Muon recognizes c_attn.
+- fully_shard also shards weights, so all ranks must run every block equally often. In an evaluation
+  they don't."""
 
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch.distributed as dist
 
 def assign_owners(sizes: list[int], ranks: int) -> list[int]:
     """Each parameter's owner: from the largest on, the rank with the fewest values so far."""
-    owners, loads = [0] * len(sizes), [0] * ranks
+    owners = [0] * len(sizes)
+    loads = [0] * ranks  # number of values per rank
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += sizes[i]
@@ -29,9 +31,10 @@ def shard_state(optimizer: Any) -> None:
     """Shards the state of an optimizer, or of each one in support.muon.Optimizers.
 
     From now on step() exchanges weights, and state_dict(), which all ranks must call, gathers the
-    whole state on rank 0's host. load_state_dict() takes any checkpoint."""
+    whole state in rank 0's host memory. load_state_dict() takes any checkpoint, sharded or not."""
     for part in getattr(optimizer, "optimizers", [optimizer]):
-        shards, part.sharded = Shards(part), True
+        shards = Shards(part)
+        part.sharded = True  # for Muon
         part.register_step_pre_hook(shards.hide_gradients)
         part.register_step_post_hook(shards.exchange_weights)
         part.register_state_dict_post_hook(shards.gather_state)
@@ -39,42 +42,48 @@ def shard_state(optimizer: Any) -> None:
 
 
 class Shards:
-    """One optimizer's parameters, in the order of its groups, and their owners."""
+    """The parameters of one optimizer, numbered as in its state_dict(), and their owners."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        self.rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.owners = assign_owners([p.numel() for p in self.parameters], world_size)
+        sizes = [p.numel() for p in self.parameters]
+        self.owners = assign_owners(sizes, dist.get_world_size())
         pairs = zip(self.parameters, self.owners, strict=True)
-        self.others = [p for p, owner in pairs if owner != self.rank]
-        self.hidden: list[torch.Tensor | None] = []  # gradients of the others, during a step
+        self.others = [p for p, owner in pairs if owner != self.rank]  # owned by other ranks
+        self.hidden: list[torch.Tensor | None] = []  # their gradients, during a step
 
     def hide_gradients(self, *_: Any) -> None:
+        """Before a step: the optimizer skips parameters without a gradient."""
         self.hidden = [p.grad for p in self.others]
         for p in self.others:
             p.grad = None
 
     def exchange_weights(self, *_: Any) -> None:
+        """After a step: restores the gradients, and each owner sends its updated weights."""
         for p, grad in zip(self.others, self.hidden, strict=True):
             p.grad = grad  # a view of DDP's bucket, into which the next backward pass accumulates
         self.hidden = []
-        sent = [
-            dist.broadcast(p.detach(), owner, async_op=True)
-            for p, owner in zip(self.parameters, self.owners, strict=True)
-        ]
-        for work in sent:
+        broadcasts = []  # all started before any is waited for
+        for p, owner in zip(self.parameters, self.owners, strict=True):
+            broadcasts.append(dist.broadcast(p.detach(), owner, async_op=True))
+        for work in broadcasts:
             work.wait()
 
     def gather_state(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """On rank 0 the whole state, in host memory; elsewhere this rank's shard."""
-        mine = state_dict["state"]
-        shapes: list[Any] = [None] * dist.get_world_size()
-        own = [
-            (i, key, t.shape, t.dtype) for i, tensors in mine.items() for key, t in tensors.items()
-        ]
-        dist.all_gather_object(shapes, own)
+        mine = state_dict["state"]  # parameter -> {"exp_avg": tensor, …}
+        described = []
+        for i, tensors in mine.items():
+            for key, tensor in tensors.items():
+                described.append((i, key, tensor.shape, tensor.dtype))
+        shards: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shards, described)
+
+        # All ranks loop over the same tensors in the same order. Each tensor goes to rank 0 and its
+        # host before the next, so no device holds the whole state; other ranks drop what they get.
         whole: dict[int, dict[str, torch.Tensor]] = {}
-        rows = [row for shard in shapes for row in shard]
+        rows = [row for shard in shards for row in shard]
         for i, key, shape, dtype in sorted(rows, key=lambda row: row[0]):
             if self.owners[i] == self.rank:
                 tensor = mine[i][key]
@@ -84,8 +93,12 @@ class Shards:
                 dist.broadcast(tensor, self.owners[i])
             if self.rank == 0:
                 whole.setdefault(i, {})[key] = tensor.cpu()
-        return state_dict | {"state": whole} if self.rank == 0 else state_dict
+        if self.rank != 0:
+            return state_dict
+        return state_dict | {"state": whole}
 
     def select_state(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a whole state."""
         state = state_dict["state"]
-        return state_dict | {"state": {i: state[i] for i in state if self.owners[i] == self.rank}}
+        mine = {i: state[i] for i in state if self.owners[i] == self.rank}
+        return state_dict | {"state": mine}

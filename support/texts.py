@@ -1,6 +1,6 @@
 """Text to tokens, for fineweb.py: a reader process streams rows, worker processes tokenize them.
 
-Importing `datasets` takes a second, so only the reader does."""
+Only the reader imports `datasets`, which takes a second."""
 
 import glob
 import json
@@ -22,22 +22,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.cli import UserError
+from support.errors import UserError
 from support.tokenizer import EOT, encode, get_tokenizer
 
 SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
-BATCH_ROWS = 256  # a stream's state depends on it, so a resumed run must use the same
-KILLED = "a process was killed (out of memory?); repeat with fewer --workers"
+BATCH_ROWS = 256  # a stream's saved state depends on it, so a resumed run must use the same
+KILLED = "a process was killed (out of memory?); rerun with fewer --workers"
 
 
 class Stream(NamedTuple):
     """A file, or a split of a dataset."""
 
     name: str  # for messages
-    kind: str  # "jsonl": a row is a line; "txt" or "md": a row is the file
-    columns: list[str]  # one, unless a template joins several
-    template: str
-    open: Any  # () -> datasets.IterableDataset
+    kind: str  # "dataset", or a file's suffix. jsonl: a row is a line; txt, md: the whole file
+    columns: list[str]  # that hold the text: one, unless a template joins several
+    template: str  # "" for a single column
+    open: Any  # () -> datasets.IterableDataset; None outside the reader
 
 
 @contextmanager
@@ -46,14 +46,16 @@ def explained(
     problem: str = "cannot be read",
     remedy: str = "correct it or choose another --text-column",
 ) -> Iterator[None]:
-    """Turns any exception of a library into a UserError; their types share no base class."""
+    """Turns any library exception into a UserError; their types share no base class."""
     try:
         yield
     except Exception as error:
         line = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         if name.startswith("--dataset "):
-            remedy = "check names and network and run the same command again; if it is private or "
-            remedy += "gated, request access on its Hub page and log in with `hf auth login`"
+            remedy = (
+                "check names and network and run the same command again; if it is private or "
+                "gated, request access on its Hub page and log in with `hf auth login`"
+            )
         raise UserError(f"{name}: {problem} ({line}); {remedy}") from None
 
 
@@ -61,23 +63,25 @@ def template_columns(template: str) -> list[str]:
     """The columns that a template names; [] if it is empty."""
     remedy = "put column names in braces, like {text}"
     with explained(f"--template {template!r}", "invalid", remedy):
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-        if template and not (names and all(names)):
+        parts = string.Formatter().parse(template)
+        fields = [field for _, field, _, _ in parts if field is not None]  # None: plain text
+        if template and not (fields and all(fields)):
             raise ValueError("no column")
-    return list(dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names))
+    columns = [re.split(r"[.\[]", field)[0] for field in fields]  # {a[b]} reads column a
+    return list(dict.fromkeys(columns))  # each once
 
 
 def find_files(patterns: tuple[str, ...]) -> list[str]:
-    """The files that --input names, in its order; those of a folder or pattern by name."""
+    """The files that --input names, in this order. A folder's or pattern's are sorted by name."""
     paths: list[str] = []
     for pattern in patterns:
-        if Path(pattern).is_file():  # it may have [ in its name
+        if Path(pattern).is_file():  # its name may contain [
             found = [pattern]
         elif pattern and Path(pattern).is_dir():
             found = find_in_folder(Path(pattern))
         else:
             found = sorted(glob.glob(pattern, recursive=True))
-        paths += found or [pattern]
+        paths += found or [pattern]  # the pattern: reported below
     for path in paths:
         if not (SUFFIX.search(path) and Path(path).is_file()):
             kinds = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
@@ -86,15 +90,16 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
 
 
 def find_in_folder(folder: Path) -> list[str]:
-    """The usable files of a folder and its subfolders, by name. Says which others it skips."""
-    paths, skipped = [], Counter()
+    """The usable files of a folder and its subfolders, by name. Prints what else it skips."""
+    paths = []
+    skipped: Counter = Counter()  # number of files by suffix
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if hidden or path.name == "README.md":
             continue
         if path.is_file() and SUFFIX.search(path.name):
             paths.append(str(path))
-        elif path.is_symlink() or not path.is_dir():
+        elif path.is_symlink() or not path.is_dir():  # rglob doesn't follow links to folders
             skipped[path.suffix or path.name] += 1
     if skipped:
         counts = ", ".join(f"{number} {kind}" for kind, number in skipped.items())
@@ -103,37 +108,49 @@ def find_in_folder(folder: Path) -> list[str]:
 
 
 def set_up_datasets() -> None:
+    """Settings of `datasets`, for the reader process."""
     import datasets
     import fsspec.compression
     import pyarrow
 
     datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a request of 3 s for each local file
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise 3 s per local file for a request
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(100)  # its exceptions say the same
+    datasets.logging.set_verbosity(100)  # off: its exceptions say the same
 
     def open_zstd(file: Any, **_: Any) -> Any:
         return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
 
-    # The zstandard package takes a truncated file for a complete one; pyarrow does not.
+    # pyarrow reports a truncated file; the zstandard package takes it for a complete one.
     fsspec.compression.register_compression("zstd", open_zstd, "zst", force=True)
 
 
 def facts_about(name: str, paths: list[str], commit: str | None) -> dict[str, Any]:
-    """The source's commit, or its files' names and sizes; an estimate of its number of tokens."""
+    """What identifies a source, and an estimate of its tokens.
+
+    The Hub's datasets are identified by their commit, others by the names and sizes of files."""
     import fsspec
 
-    with explained(name):
-        files = [[Path(path).name, fsspec.core.url_to_fs(path)[0].size(path)] for path in paths]
-    # bytes of text per byte
+    files = []
+    text_bytes = 0.0
+    # Estimates: bytes of text per byte of a file, and of English per token.
     factors = {".parquet": 1.6 if commit else 3, ".gz": 4, ".zst": 4, ".zip": 4}
-    text = sum(size * factors.get(Path(file).suffix.lower(), 1) for file, size in files)
-    tokens = int(text / 4.5)  # bytes per token of English
-    return {"commit": commit, "files": [] if commit else files, "tokens": tokens}
+    bytes_per_token = 4.5
+    for path in paths:
+        with explained(name):
+            filesystem, _ = fsspec.core.url_to_fs(path)  # local, or the Hub
+            size = filesystem.size(path)
+        files.append([Path(path).name, size])
+        text_bytes += size * factors.get(Path(path).suffix.lower(), 1)
+    return {
+        "commit": commit,
+        "files": [] if commit else files,
+        "tokens": int(text_bytes / bytes_per_token),
+    }
 
 
 def parquet_options(columns: list[str]) -> dict[str, Any]:
-    """Options that bound memory: with pre_buffer it grows with the file."""
+    """Options that bound memory, which grows with the size of the file under pre_buffer."""
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     scan = ParquetFragmentScanOptions(pre_buffer=False)
@@ -141,30 +158,54 @@ def parquet_options(columns: list[str]) -> dict[str, Any]:
 
 
 def open_files(paths: list[str], text_column: str, template: str) -> tuple[dict, dict[int, Stream]]:
-    """-> (facts, a stream per file, so that errors can name it)."""
+    """-> (facts_about the files, {index: stream}).
+
+    Each file has its own stream, so that errors can name it."""
     from datasets import Features, Value, load_dataset
 
     columns = template_columns(template) or [text_column or "text"]
-    # Every value of a .csv is text: otherwise 007 is 7, and NA is a null. index_col=False: if all
-    # rows have one value more than the header, columns must not shift.
-    csv = {"features": Features(dict.fromkeys(columns, Value("string"))), "chunksize": 1000}
-    csv |= {"keep_default_na": False, "index_col": False}
-    options = {"parquet": parquet_options(columns), "csv": csv, "jsonl": {}}
+    whole_file = {"sample_by": "document"}  # not one row per line
+    options = {
+        "parquet": parquet_options(columns),
+        "csv": {
+            # All values are text; otherwise 007 becomes 7, and NA a null.
+            "features": Features(dict.fromkeys(columns, Value("string"))),
+            "keep_default_na": False,
+            "index_col": False,  # columns don't shift if rows are longer than the header
+            "chunksize": 1000,  # rows
+        },
+        "jsonl": {},  # read as lines of text, which document() parses
+        "txt": whole_file,
+        "md": whole_file,
+    }
     streams = {}
     for index, path in enumerate(paths):
         kind = SUFFIX.search(path)[1].lower()
-        reader = kind if kind in ("parquet", "csv") else "text"
-        joined = (columns, template) if kind in options else (["text"], "")
-        more = options.get(kind, {"sample_by": "document"})
-        files = {"data_files": [glob.escape(path)], "split": "train", "streaming": True}
-        streams[index] = Stream(path, kind, *joined, partial(load_dataset, reader, **files, **more))
+        has_columns = kind not in ("txt", "md")
+        opener = partial(
+            load_dataset,
+            kind if kind in ("parquet", "csv") else "text",
+            data_files=[glob.escape(path)],
+            split="train",
+            streaming=True,
+            **options[kind],
+        )
+        streams[index] = Stream(
+            name=path,
+            kind=kind,
+            columns=columns if has_columns else ["text"],
+            template=template if has_columns else "",
+            open=opener,
+        )
     return facts_about("--input", paths, None), streams
 
 
 def open_dataset(
     dataset: str, commit: str | None, config: str, split: str, text_column: str, template: str
 ) -> tuple[dict, dict[int, Stream]]:
-    """-> (facts, {0: stream of a validation split, if any, 1: stream of the split})."""
+    """-> (facts_about the files, {0: stream of a validation split, if any, 1: of the split}).
+
+    The default commit is the newest; the other defaults are fineweb.py's."""
     from datasets import Features, Value, load_dataset_builder
     from huggingface_hub import HfApi
 
@@ -174,57 +215,70 @@ def open_dataset(
         if not (commit or folder):
             commit = HfApi().dataset_info(dataset).sha
         builder = load_dataset_builder(folder or dataset, config or None, revision=commit)
-    paths = {str(key): value for key, value in (builder.config.data_files or {}).items()}
+    data_files = builder.config.data_files or {}
+    paths = {str(key): files for key, files in data_files.items()}  # split -> its files
+
     if not split:
-        split = "train" if "train" in paths or len(paths) != 1 else next(iter(paths))
+        split = next(iter(paths)) if len(paths) == 1 else "train"
     if split not in paths:
         raise UserError(f"{name}: no split {split!r}; --split names one of: {', '.join(paths)}")
     splits = {1: split}
     validation = [key for key in ("validation", "valid", "val", "dev") if key in paths]
     if validation and split == "train":
         splits = {0: validation[0], 1: split}
+
     if builder.name == "csv":
         builder.config.index_col = False  # as in open_files
     with explained(name):
         rows = builder.as_streaming_dataset(split)
         features = rows.features
-        if features is None:
+        if features is None:  # not declared: infer the columns and types from the first row
             first = next(rows.with_format("arrow").iter(1))
             features = Features.from_arrow_schema(first.schema)
-    texts = (Value("string"), Value("large_string"))
-    usable = [key for key, feature in features.items() if template or feature in texts]
+    string_types = (Value("string"), Value("large_string"))
+    # A template formats values of any type.
+    usable = [key for key, feature in features.items() if template or feature in string_types]
     default = usable[0] if len(usable) == 1 else "text"
     columns = template_columns(template) or [text_column or default]
     if not set(columns) <= set(usable):
         choices = ", ".join(usable) or "no column of strings"
         raise UserError(f"{name}: no text in {', '.join(columns)}; choose from: {choices}")
+
     if builder.name == "parquet":
         vars(builder.config).update(parquet_options(columns))
-    if builder.name == "csv":  # infer types from the first rows, not again every 10,000 rows
+    if builder.name == "csv":  # keep these types: otherwise inferred again every 10,000 rows
         builder.config.features = Features({column: features[column] for column in columns})
-    files, streams = [], {}
+    files = []
+    streams = {}
     for index, key in splits.items():
         files += paths[key]
         opener = partial(builder.as_streaming_dataset, key)
-        streams[index] = Stream(name, "dataset", columns, template, opener)
+        streams[index] = Stream(
+            name=name, kind="dataset", columns=columns, template=template, open=opener
+        )
     return facts_about(name, files, commit), streams
 
 
 def read(connection: Connection, opener: Callable, position: list) -> None:
-    """The reader process: sends the facts, (position, Stream, rows) of each batch, and None.
+    """The reader process: sends the facts, (position, Stream, rows) of each batch, then None.
 
-    It starts at `position`: a stream's index, its state, and its number of rows before. An error is
-    sent as an exception."""
+    A position is [index of the stream, state of its dataset, number of its rows before]. Reading
+    starts at `position`. Exceptions are sent as well: receive() raises them."""
     start_child()
     set_up_datasets()
     try:
         facts, streams = opener()
         connection.send(facts)
+        first, state, row = position
         for index, stream in streams.items():
-            if index >= position[0]:
-                state, row = position[1:] if index == position[0] else (None, 0)
-                for place, rows in batches(stream, state, row):
-                    connection.send(([index, *place], stream._replace(open=None), rows))
+            if index < first:
+                continue  # all of it is in shards
+            if index > first:  # read from its start
+                state = None
+                row = 0
+            sent_stream = stream._replace(open=None)  # workers get the rows, so they open nothing
+            for place, rows in batches(stream, state, row):
+                connection.send(([index, *place], sent_stream, rows))
         connection.send(None)
     except Exception as error:
         error.add_note(traceback.format_exc())
@@ -232,18 +286,19 @@ def read(connection: Connection, opener: Callable, position: list) -> None:
 
 
 def batches(stream: Stream, state: dict | None, row: int) -> Iterator[tuple[list, list[dict]]]:
-    """Yields the state and number of rows before each batch, and its rows."""
+    """Yields ([state, number of rows] before a batch, its rows), from this state and row on."""
     with explained(stream.name):
         dataset = stream.open().with_format("arrow")
         dataset.load_state_dict(state)
         columns = ["text"] if stream.kind == "jsonl" else stream.columns
         for table in dataset.iter(batch_size=BATCH_ROWS):
             yield [state, row], table.select(columns).to_pylist()
-            state, row = dataset.state_dict(), row + len(table)
+            state = dataset.state_dict()
+            row += len(table)
 
 
 def start_child() -> None:
-    """Makes this process exit when its parent does, even after kill -9; Ctrl-C is the parent's."""
+    """Makes this process exit with its parent, even after kill -9. The parent handles Ctrl-C."""
 
     def follow_parent() -> None:
         multiprocessing.parent_process().join()
@@ -254,7 +309,7 @@ def start_child() -> None:
 
 
 class Null(str):
-    """A null in a template: it and all its items are empty, in any format."""
+    """A null in a template: it and all items inside it are empty text, in any format."""
 
     def __getitem__(self, key: Any) -> "Null":
         return self
@@ -275,7 +330,7 @@ def with_nulls(value: Any) -> Any:
 
 
 def document(stream: Stream, row: dict[str, Any]) -> str:
-    """A row's text; "" if it has none."""
+    """The text of a row, or "" if it has none."""
     if stream.kind in ("jsonl", "txt", "md"):
         row["text"] = row["text"].removeprefix("\ufeff")  # a byte order mark
     if stream.kind == "jsonl":
@@ -289,15 +344,15 @@ def document(stream: Stream, row: dict[str, Any]) -> str:
     if stream.template:
         template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
         text = template.format_map(with_nulls(values))
-    text.encode()  # fails for a number, and for half a surrogate pair in JSON
+    text.encode()  # raises for a number, and for half a surrogate pair in JSON
     return text
 
 
 def tokenize(position: list, stream: Stream, rows: list[dict]) -> tuple[list, np.ndarray, int]:
-    """-> (position, tokens of the documents, 1-D uint16; number of nulls and empty texts)."""
-    parts: list[Any] = [[]]
+    """A batch of rows -> (its position; tokens, 1-D uint16; number of nulls and empty texts)."""
+    parts: list[Any] = [[]]  # concatenate needs at least one
     skipped = 0
-    for number, row in enumerate(rows, position[2] + 1):
+    for number, row in enumerate(rows, position[2] + 1):  # messages count rows from 1
         with explained(stream.name, f"row {number} has no text"):
             text = document(stream, row)
         if text:
@@ -308,19 +363,21 @@ def tokenize(position: list, stream: Stream, rows: list[dict]) -> tuple[list, np
 
 
 def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
-    """Starts reader and workers. Yields the facts, then (position, tokens, skipped)."""
+    """Starts the reader and the workers. Yields the facts, then what tokenize() returns, in order.
+
+    reader_arguments: read()'s, after the connection."""
     ours, theirs = multiprocessing.Pipe()
     reader = multiprocessing.Process(target=read, args=(theirs, *reader_arguments), daemon=True)
     reader.start()
-    theirs.close()
-    get_tokenizer()  # for forked workers; meanwhile the reader imports `datasets`
+    theirs.close()  # now only the reader has it, so its death ends recv()
+    get_tokenizer()  # forked workers inherit it; meanwhile the reader imports `datasets`
     pool = ProcessPoolExecutor(workers, initializer=start_child)
-    pending: deque = deque()
+    pending: deque = deque()  # futures
 
     def receive() -> Any:
         try:
             message = ours.recv()
-        except (EOFError, OSError):  # OSError: killed within a message
+        except (EOFError, OSError):  # OSError: killed while sending a message
             raise UserError(KILLED) from None
         if isinstance(message, Exception):
             raise message
@@ -330,7 +387,7 @@ def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
         yield receive()
         for batch in iter(receive, None):
             pending.append(pool.submit(tokenize, *batch))
-            if len(pending) > 2 * workers:
+            if len(pending) > 2 * workers:  # enough to keep them busy; more would fill memory
                 yield pending.popleft().result()
         for future in pending:
             yield future.result()

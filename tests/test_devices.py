@@ -1,29 +1,31 @@
 """Stand-ins for other CPUs and GPUs; --plan against measurements; the largest micro-batch."""
 
 import re
-from collections import deque
 from functools import partial
 from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
+from torch.utils._pytree import tree_map_only
 
 import hellaswag
 import train_gpt2
-from support import devices, plan
-from support.cli import RunError, UserError
-from support.gpus import data_sheet_flops
-from support.plan import estimate_memory, fits
-from support.run_folder import run_entries
+from support import console, devices, memory, ranks
+from support.console import Meter, duration
+from support.devices import data_sheet_flops
+from support.errors import RunError, UserError
+from support.memory import estimate_memory, fits
+from support.run_log import run_entries
 from tests import no_float64
-from tests.conftest import ROOT, TINY, losses, train, train_on_ranks, words
+from tests.conftest import ROOT, losses, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks, choose_micro_batch_size, read_config
 
 
 @pytest.fixture(autouse=True)
 def no_measured_peak(monkeypatch):
     """It takes a second."""
-    monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n: 1e12)
+    monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n=0: 1e12)
 
 
 def test_precision_on_a_cpu(monkeypatch, text, tmp_path):
@@ -32,8 +34,8 @@ def test_precision_on_a_cpu(monkeypatch, text, tmp_path):
 
     def precision(large, speedup, *more):
         rates = {torch.bfloat16: speedup, torch.float32: 1.0}
-        monkeypatch.setattr(train_gpt2, "LARGE", 10**5 if large else 10**9)
-        monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n: rates[dtype])
+        monkeypatch.setattr(devices, "LARGE", 10**5 if large else 10**9)
+        monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n=0: rates[dtype])
         train(*args, tmp_path, *more)
         return re.search(r"\w+(?=:)", run_entries(tmp_path)[-1]["device"])[0]
 
@@ -62,16 +64,17 @@ def gpu(monkeypatch, name: str, capability: tuple[int, int]) -> torch.device:
 def test_precision_and_peak_of_a_gpu(name, capability, dtype, tflops, monkeypatch):
     """TF32 is for runs in 16 bits on the GPU alone."""
     device = gpu(monkeypatch, name, capability)
-    assert devices.choose_device("auto", "auto")[:2] == (device, dtype)
-    assert devices.choose_device("auto", "float32")[1] == torch.float32
+    assert devices.choose_device("auto") == device
+    assert devices.choose_precision("auto", device, 0)[0] == dtype
+    assert devices.choose_precision("float32", device, 0)[0] == torch.float32
     assert data_sheet_flops(name) == (tflops and tflops * 1e12)
     with pytest.raises(UserError, match="1 GPUs for more than 1 processes: lower"):
-        devices.choose_device("auto", "auto", local_rank=1)
+        devices.choose_device("auto", local_rank=1)
     allow_tf32 = mock.Mock()
     monkeypatch.setattr(torch, "set_float32_matmul_precision", allow_tf32)
     for kind, precision in ((device, dtype), (device, torch.float32), (torch.device("cpu"), dtype)):
-        monkeypatch.setattr(devices, "choose_device", lambda *_, c=(kind, precision, ""): c)
-        Ranks.start(read_config([]))
+        with mock.patch("torch.autocast"):  # it asks the GPU
+            devices.training_autocast(kind, precision)
     allow_tf32.assert_called_once_with("high")
 
 
@@ -102,32 +105,37 @@ def test_an_apple_gpu_is_for_one_process_and_trains_in_float32(monkeypatch):
     """Fused AdamW would apply float16 overflows there. HellaSwag may use float16."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert devices.choose_device("auto", "auto")[:2] == (torch.device("mps"), torch.float32)
-    assert devices.choose_device("auto", "float16")[:2] == (torch.device("mps"), torch.float16)
+    mps = torch.device("mps")
+    assert devices.choose_device("auto") == mps
+    assert devices.choose_precision("auto", mps, 10**9)[0] == torch.float32
+    assert devices.choose_precision("float16", mps, 10**9)[0] == torch.float16
     with pytest.raises(UserError, match="--dtype float16: overflows"):
-        Ranks.start(read_config([*TINY, *words("--device mps --dtype float16")]))
-    assert devices.choose_device("auto", "float32", world_size=2)[0] == torch.device("cpu")
+        devices.training_autocast(mps, torch.float16)
+    assert devices.choose_device("auto", world_size=2) == torch.device("cpu")
     with pytest.raises(UserError, match="--device mps: not available for 2 processes"):
-        devices.choose_device("mps", "auto", world_size=2)
+        devices.choose_device("mps", world_size=2)
 
 
-WITHOUT_FLOAT64 = """
-import safetensors.torch, torch, support.devices, train_gpt2
-from torch.utils._pytree import tree_map_only
-from tests.no_float64 import StandIn, install
+def on_a_device_without_float64():
+    device = no_float64.install()
+    ranks.choose_device = lambda *args: device
+    devices.choose_precision = lambda *args, **options: (torch.float32, "a stand-in")
+    devices.matmul_flops = lambda *args: 1e12
+    # The stand-in does not see these calls.
+    Generator = torch.Generator
+    torch.Generator = lambda device=None: Generator()
+    tensor = torch.tensor
+    torch.tensor = lambda data, device="cpu", **options: tensor(data, **options).to(device)
+    # Its tensors have no bytes to save.
+    torch_save = torch.save
+    torch.save = lambda data, *args: torch_save(on_host(data), *args)
+    save_file = safetensors.torch.save_file
+    safetensors.torch.save_file = lambda data, *args, **kw: save_file(on_host(data), *args, **kw)
+    no_float64.StandIn().__enter__()
 
-device = install()
-support.devices.choose_device = lambda *args: (device, torch.float32, "a stand-in")
-support.devices.matmul_flops = lambda *args: 1e12
-Generator, tensor = torch.Generator, torch.tensor  # a stand-in does not see these calls
-torch.Generator = lambda device=None: Generator()
-torch.tensor = lambda data, device="cpu", **options: tensor(data, **options).to(device)
-on_host = lambda data: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), data)
-for module, name in ((torch, "save"), (safetensors.torch, "save_file")):  # a stand-in has no bytes
-    save = getattr(module, name)
-    setattr(module, name, lambda data, *a, save=save, **kw: save(on_host(data), *a, **kw))
-StandIn().__enter__()
-"""
+
+def on_host(data):
+    return tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), data)
 
 
 @pytest.mark.skipif(not no_float64.INSTALLABLE, reason="this torch registers no device from Python")
@@ -142,7 +150,7 @@ def test_a_device_without_float64(text, tmp_path):
     outputs = []
     for steps in (1, 2):
         device = [*args, tmp_path / "device", "--max-steps", steps]
-        outputs += train_on_ranks(1, tmp_path, *device, code=WITHOUT_FLOAT64)
+        outputs += train_on_ranks(1, tmp_path, *device, disturb=on_a_device_without_float64)
     assert [output.count("rank 0 sample") for output in outputs] == [2, 2]
     assert "resumed from" in outputs[1]
     train(*args, tmp_path / "cpu", "--max-steps 2")
@@ -209,7 +217,8 @@ def test_the_estimate_is_near_measured_peaks(config, B, low_memory, measured):
     cpu = torch.device("cpu")
     with torch.device("meta"):
         model = GPT(config)
-    estimate = estimate_memory(model, B, 1024, cpu, torch.float32, low_memory, False)
+    how = {"low_memory": low_memory, "compiled": False}
+    estimate = estimate_memory(model, B, 1024, cpu, torch.float32, **how)
     assert estimate / 1e9 == pytest.approx(measured, rel=0.1)
 
 
@@ -252,7 +261,17 @@ def test_what_fits_is_tried(error, monkeypatch):
     autocast = torch.autocast("cpu", enabled=False)
 
     def trial(model, B, accumulates=True):
-        return fits(model, B, 4, False, autocast, False, 1, False, accumulates)
+        return fits(
+            model,
+            B,
+            4,
+            autocast,
+            low_memory=False,
+            several_ranks=False,
+            shards=1,
+            keeps_logits=False,
+            accumulates=accumulates,
+        )
 
     loss_function = model.loss_function
     for accumulates in (True, False):
@@ -275,7 +294,8 @@ def test_a_trial_reserves_what_else_a_step_needs(several_ranks, shards, keeps_lo
     model, empty = OutOfMemoryAbove(12, RuntimeError()), mock.Mock()
     autocast = torch.autocast("cpu", torch.bfloat16)
     monkeypatch.setattr(torch, "empty", empty)
-    assert fits(model, 12, 4, True, autocast, several_ranks, shards, keeps_logits, False)
+    how = {"several_ranks": several_ranks, "shards": shards, "keeps_logits": keeps_logits}
+    assert fits(model, 12, 4, autocast, low_memory=True, accumulates=False, **how)
     logits = 2 * 12 * 4 * 50304 * 2 if keeps_logits else 0  # and their gradient
     nccl = 2**30 if several_ranks else 0
     moments = 8 * model.num_parameters() // shards
@@ -297,35 +317,60 @@ def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
     """The other ranks have room for 4 sequences, this one for 8."""
     tried = []
 
-    def fits(model, B, T, low_memory, autocast, *how):
-        tried.append((B, low_memory, *how))
+    def fits(model, B, T, autocast, **how):
+        tried.append((B, how))
         return B <= 8
 
     def gather(self, value):
         return [value] + [tried[-1][0] <= 4] * (world_size - 1)
 
-    monkeypatch.setattr(plan, "fits", fits)
+    monkeypatch.setattr(memory, "fits", fits)
     monkeypatch.setattr(Ranks, "gather", gather)
-    ranks = Ranks(0, world_size, torch.device("cuda"), torch.bfloat16, "")
+    on_gpus = Ranks(0, world_size, torch.device("cuda"))
     config = read_config(words("--preset gpt2 --seq-len 4 --total-batch-size 32", flags))
-    assert choose_micro_batch_size(config, None, ranks) == B
-    low_memory, several_ranks = "--low-memory" in flags, world_size > 1
-    assert tried[-1] == (B, low_memory, several_ranks, shards, keeps_logits, accumulates)
+    assert choose_micro_batch_size(config, None, on_gpus, None) == B
+    assert tried[-1] == (
+        B,
+        {
+            "low_memory": "--low-memory" in flags,
+            "several_ranks": world_size > 1,
+            "shards": shards,
+            "keeps_logits": keeps_logits,
+            "accumulates": accumulates,
+        },
+    )
 
 
 @pytest.mark.parametrize("start", [0, 120])
-def test_the_time_left_includes_evaluations(start):
+def test_the_time_left_includes_evaluations(start, monkeypatch):
     """Steps of 0.2 s, some slower; pauses like those of the shakespeare preset."""
-    now, left, finished, ends = 0.0, {}, {}, deque(maxlen=201)
+    meter = Meter(tokens=512, flops_per_token=6, peak=(1e12, ""), devices=1, interval=200)
+    now, left, finished = 0.0, {}, {}
+    monkeypatch.setattr(console.time, "perf_counter", lambda: now)
     for step in range(start, 601):
         now += 3 * (step % 200 == 0) + (step % 300 == 0)
         began = now
+        meter.start_step()
         now += 0.4 if step % 7 == 0 else 0.2
         if step < 600:
-            ends.append(now)
-            text = devices.time_left(ends, now - began, 599 - step)
-            minutes, seconds = re.fullmatch(r"(\d+) min (\d+) s left", text).groups()
+            meter.end_step(599 - step)
+            text = meter.line(loss=9.0, lr=1e-3, norm=1.0)
+            minutes, seconds = re.search(r"(\d+) min (\d+) s left", text).groups()
             left[step], finished[step] = 60 * int(minutes) + int(seconds), now
     for step in (230, 300, 450) if start else (150, 300, 450):
         assert left[step] == pytest.approx(began - finished[step], rel=0.15)
-    assert devices.duration(60 * 60 * 19 + 500) == "19 h 8 min"
+    assert duration(60 * 60 * 19 + 500) == "19 h 8 min"
+
+
+def test_speed_on_several_devices(monkeypatch):
+    """A step of 0.5 s: 1,000 tokens are 2,000 per second, a quarter of what 2 devices could do."""
+    now = iter([10.0, 10.5])
+    monkeypatch.setattr(console.time, "perf_counter", lambda: next(now))
+    peak = (2.4e4, "data sheet")
+    meter = Meter(tokens=1000, flops_per_token=6, peak=peak, devices=2, interval=9, elapsed=3.0)
+    meter.start_step()
+    meter.end_step(steps_left=4)
+    assert meter.streams == {"ms": 500.0, "tok_per_sec": 2000.0, "mfu": 0.25}
+    assert meter.elapsed == 3.5 and meter.left == 2.0
+    line = meter.line(loss=4.0, lr=6e-4, norm=0.5)
+    assert line == "loss 4.0000 lr 6.00e-04 norm 0.500 500 ms 2,000 tok/s mfu 25.0% 0 min 2 s left"

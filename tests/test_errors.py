@@ -39,7 +39,7 @@ def a_text(*args):
 
 BOUNDS = ": must be at least 0 and below 2**63; "
 MISTAKES = {  # flags, given a folder; part of the message
-    "no text": (lambda tmp: ["--data", ROOT / "README.md"], "README.md: no .txt file"),
+    "no text": (lambda tmp: ["--data", ROOT / "README.md"], "README.md: neither a .txt file"),
     "empty text": (a_text(" \n"), "a.txt: an empty text"),
     "short text": (a_text("To be"), "2 train tokens, too few for a sequence of 16"),
     "no UTF-8": (a_text("ok \xff", "latin-1"), "not UTF-8 at byte 3"),

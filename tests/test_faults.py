@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import train_gpt2
-from support import cli, run_folder
-from support.cli import LostRank, RunError, UserError
-from support.run_folder import run_entries
+from support import checkpoints, cli
+from support.errors import LostRank, RunError, UserError
+from support.run_log import log_lines, run_entries
 from support.trackers import start_trackers
 from tests.conftest import RANK, ROOT, losses, read_log, steps_of, train
 
@@ -104,9 +104,10 @@ def test_a_signal_whose_save_fails_says_so(start, at_step, monkeypatch, capsys):
     at_step(1, stop)
     with pytest.raises(SystemExit) as ended:
         cli.run(lambda: start("--max-steps 9 --save-every 9"))
-    *_, last = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 1 and last.startswith("error: stopped by a signal")
-    assert last.endswith("step 2 could not be saved")
+    printed = capsys.readouterr()
+    (error,) = printed.err.splitlines()
+    assert ended.value.code == 2 and "stopped by a signal after 2 updates" in printed.out
+    assert "step_000002: not written (" in error and "free some space; --resume continues" in error
 
 
 def test_full_disks_under_log_and_output_cost_no_line(start, at_step, log, monkeypatch, capsys):
@@ -124,7 +125,7 @@ def test_full_disks_under_log_and_output_cost_no_line(start, at_step, log, monke
             limit(resource.RLIM_INFINITY)()
     assert steps_of(log) == [6, 7]
     assert capsys.readouterr().err.count("log.txt: File too large; lines are kept") == 1
-    lines = run_folder.log_lines(log / "log.txt")
+    lines = log_lines(log / "log.txt")
     assert [line[:2] for line in lines[::6]] == [(step, "train") for step in range(7)]
     assert len(lines) == 6 * 7
 
@@ -174,7 +175,7 @@ FAULTS = {
     "no process": lambda log, patch: patch.setattr(subprocess, "Popen", raise_error(BUSY)),
     "run.json deleted, nonsense in log.txt": lambda log, patch: damage(log),
     "log.txt deleted": lambda log, patch: (log / "log.txt").unlink(),
-    "stays": lambda log, patch: patch.setattr(run_folder, "remove_folder", raise_error(DENIED)),
+    "stays": lambda log, patch: patch.setattr(checkpoints, "remove_folder", raise_error(DENIED)),
 }
 
 
@@ -255,13 +256,13 @@ run(lambda: print("done"))
 """
 LOST = """
 import os, signal
-from support import cli
+from support import cli, errors, signals
 
 def main():
     os.kill(os.getpid(), signal.SIGTERM)
-    raise cli.LostRank("another rank has exited")
+    raise errors.LostRank("another rank has exited")
 
-cli.collect_stop_signals()
+signals.collect_stop_signals()
 cli.run(main)
 """
 

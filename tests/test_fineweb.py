@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import fineweb
 from support import texts
-from support.cli import UserError
+from support.errors import UserError
 from support.files import sha256
 from support.tokenizer import EOT, get_tokenizer, tokenize_text
 from tests.conftest import RANK, ROOT, posix, script
@@ -261,18 +261,18 @@ def test_a_changed_command_or_input_is_refused(source):
 
 
 def test_verify(capsys):
-    """It names files that changed or do not belong."""
+    """It names files that changed or are unexpected."""
     shard = "edufineweb_train_000001.npy"
     make("--input", write("a.parquet", parquet(DOCUMENTS)), "--shard-size", 500)
     make("--verify")
     assert "all checksums match\n" in capsys.readouterr().out
     whole = Path("out", shard).read_bytes()
     for name, content, message in [
-        (shard, whole[:-3] + b"\1" + whole[-2:], f"not as in manifest.json: {shard}"),
-        ("x_train_000001.npy", b"", "not as in manifest.json: x_train_000001.npy"),
+        (shard, whole[:-3] + b"\1" + whole[-2:], f"does not match manifest.json: {shard}"),
+        ("x_train_000001.npy", b"", "does not match manifest.json: x_train_000001.npy"),
         ("manifest.json", b'{"complete": ', "manifest.json: cannot be read"),
         ("manifest.json", b'{"shards": 5}', "manifest.json: cannot be read (TypeError"),
-        ("manifest.json", b"{}", f"not as in manifest.json: {shard}, "),
+        ("manifest.json", b"{}", f"does not match manifest.json: {shard}, "),
     ]:
         folder = shutil.copytree("out", f"{name}{content[-5:]}")
         write(f"{folder}/{name}", content)

@@ -11,9 +11,8 @@ import torch.nn as nn
 
 import train_gpt2
 from examples.document_mask import DocumentGPT
-from support.cli import UserError
-from support.resume import read_training_state
-from support.run_folder import write_checksums
+from support.checkpoints import read_training_state, write_checksums
+from support.errors import UserError
 from tests.conftest import TINY, losses, read_log, script, train, words
 from train_gpt2 import GPT, Block, GPTConfig, TrainConfig
 

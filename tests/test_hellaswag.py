@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import hellaswag
-from support.cli import UserError
+from support.errors import UserError
 from tests.conftest import ROOT
 from train_gpt2 import GPT, GPTConfig
 

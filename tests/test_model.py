@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import train_gpt2
-from support.cli import UserError
 from support.devices import can_compile
-from support.pretrained import CONV1D
+from support.errors import UserError
+from support.huggingface import CONV1D
 from train_gpt2 import (
     GPT,
     ChunkedLoss,

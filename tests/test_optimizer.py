@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import train_gpt2
+from support.checkpoints import read_training_state
 from support.files import sha256
 from support.muon import Muon
-from support.resume import read_training_state
 from support.sharding import assign_owners
-from tests.conftest import losses, read_log, train, train_on_ranks
+from tests.conftest import TINY, losses, read_log, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, TrainConfig, configure_optimizer, get_lr
 
 SHAPES = {"0.c_proj.weight": (32, 32), "0.c_attn.weight": (96, 32), "1.c_proj.weight": (32, 128)}
@@ -51,13 +52,21 @@ def test_muon_equals_torchs(dtype, tolerance, monkeypatch):
         assert (p - q).norm() < tolerance * (q - s).norm()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_muon_computes_in_bfloat16_if_the_run_does_else_in_float32(dtype, text, tmp_path):
+    found = []
+
+    def before_step(step, training):
+        found.append(training.optimizer.optimizers[0].dtype)
+
+    args = ["--optimizer muon --max-steps 0 --dtype", dtype, "--data", text, "--log-dir", tmp_path]
+    train_gpt2.main([*TINY, *words(*args)], before_step=before_step)
+    assert found == [torch.bfloat16 if dtype == "bfloat16" else torch.float32]
+
+
 def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
-    """Muon computes in bfloat16 if the run does, else in float32."""
     model = GPT(GPTConfig(16, 50257, 2, 2, 16))
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        optimizer = configure_optimizer(model, MUON, dtype)
-        muon, adamw = optimizer.optimizers
-        assert muon.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    muon, adamw = configure_optimizer(model, MUON).optimizers
     names = {p: name for name, p in model.named_parameters()}
     has = [
         {names[p]: group["weight_decay"] for group in o.param_groups for p in group["params"]}
@@ -70,14 +79,23 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
         assert decay == (0.1 if name.endswith("weight") and "ln_" not in name else 0.0), name
 
 
-KEPT = """
-import train_gpt2 as t
-configure_optimizer, get_lr, optimizers = t.configure_optimizer, t.get_lr, []
-t.configure_optimizer = lambda *args: optimizers.append(configure_optimizer(*args)) or optimizers[0]
-states = lambda: [value for state in optimizers[0].state.values() for value in state.values()]
-kept = lambda: sum(value.numel() for value in states())
-t.get_lr = lambda *args: print("kept:", kept()) or get_lr(*args)
-"""
+def print_kept():
+    """Prints, before each step, how many values the optimizer keeps on this rank."""
+    configure_optimizer = train_gpt2.configure_optimizer
+    get_lr = train_gpt2.get_lr
+    optimizers = []
+
+    def configure(*args):
+        optimizers.append(configure_optimizer(*args))
+        return optimizers[0]
+
+    def show(*args):
+        states = optimizers[0].state.values()
+        print("kept:", sum(value.numel() for state in states for value in state.values()))
+        return get_lr(*args)
+
+    train_gpt2.configure_optimizer = configure
+    train_gpt2.get_lr = show
 
 
 def test_ranks_share_muons_work_and_with_a_flag_the_state(text, tmp_path):
@@ -89,7 +107,7 @@ def test_ranks_share_muons_work_and_with_a_flag_the_state(text, tmp_path):
     train(*args, tmp_path / "alone")
     train_on_ranks(3, tmp_path, *args, tmp_path / "three")
     sharded = [*args, tmp_path / "sharded", "--shard-optimizer"]
-    texts = train_on_ranks(3, tmp_path, *sharded, code=KEPT)
+    texts = train_on_ranks(3, tmp_path, *sharded, disturb=print_kept)
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
     assert losses(tmp_path / "alone")[-1] < losses(tmp_path / "alone")[0] - 0.1
     results = []

@@ -1,5 +1,6 @@
 """No run is lost: kills, other numbers of ranks, damaged checkpoints, full disks, bad steps."""
 
+import itertools
 import os
 import pickle
 import random
@@ -8,16 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import train_gpt2
-from support.cli import RunError, UserError
+from support.checkpoints import find_checkpoint, list_checkpoints, read_training_state
+from support.errors import RunError, UserError
 from support.files import sha256
-from support.resume import find_checkpoint, read_training_state
-from support.run_folder import list_checkpoints, run_entries
+from support.run_log import run_entries
 from tests.conftest import (
     ROOT,
     TINY,
@@ -116,12 +119,12 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
         content = (newer / name).read_bytes()
         for damage in (truncate, flip_a_bit, os.unlink):
             damage(newer / name)
-            assert find_checkpoint(tmp_path)[0] == older
+            assert find_checkpoint(tmp_path) == older
             warning = capsys.readouterr().err
             assert str(newer) in warning, name
             assert name in warning or name == "SHA256SUMS", warning
             (newer / name).write_bytes(content)
-    assert find_checkpoint(tmp_path)[0] == newer
+    assert find_checkpoint(tmp_path) == newer
     for folder in (older, newer):
         truncate(folder / "model.safetensors")
     everything = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -140,14 +143,18 @@ def test_which_checkpoints_are_kept(text, tmp_path):
     (tmp_path / "step_000008").rename(tmp_path / "step_000009")
     train(*args, "--keep-checkpoints 1 --resume")  # from step 6
     assert steps_of(tmp_path) == [3, 6, 8, 9]
-    assert find_checkpoint(tmp_path)[0] == tmp_path / "step_000008"
+    assert find_checkpoint(tmp_path) == tmp_path / "step_000008"
 
 
-KILLED = """
-import os, signal, train_gpt2
-losses, kill = iter([9.0, 8.0, 4.0, 7.0]), lambda: os.kill(os.getpid(), signal.SIGKILL)
-train_gpt2.validation_loss = lambda *args: next(losses, None) or kill()
-"""
+def killed_in_the_fifth_evaluation():
+    losses = iter([9.0, 8.0, 4.0, 7.0])
+
+    def validation_loss(*args):
+        for loss in losses:
+            return loss
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    train_gpt2.validation_loss = validation_loss
 
 
 def test_the_best_checkpoint_is_kept_and_named_at_the_end(text, tmp_path, monkeypatch, capsys):
@@ -155,8 +162,8 @@ def test_the_best_checkpoint_is_kept_and_named_at_the_end(text, tmp_path, monkey
     log_dir = tmp_path / "log"
     flags = "--save-every 1 --eval-every 1 --keep-checkpoints 1 --max-steps 5 --resume"
     args = [flags, "--data", text, "--log-dir", log_dir]
-    codes, _ = start_ranks(1, tmp_path, *args, code=KILLED)
-    assert codes == [-9] and steps_of(log_dir) == [2, 3, 4]  # saved, then killed in its evaluation
+    codes, _ = start_ranks(1, tmp_path, *args, disturb=killed_in_the_fifth_evaluation)
+    assert codes == [-9] and steps_of(log_dir) == [2, 4]  # saved, then killed in its evaluation
 
     def resume(losses, *more):
         losses = iter(losses)
@@ -209,10 +216,10 @@ def test_bad_steps_stop_the_run_or_are_skipped_if_allowed(text, tmp_path, monkey
     poison(monkeypatch, 1 * 4, 3 * 4 + 2, 5 * 4)  # steps 1, 3 and 5 of four micro-steps each
     flags = "--save-every 1 --keep-checkpoints 0 --skip-bad-steps 2 --max-steps 7"
     args = [flags, "--data", text, "--log-dir", tmp_path]
-    with pytest.raises(RunError, match=r"step 5: loss nan, .* on the data from token 640 on"):
+    with pytest.raises(RunError, match=r"step 5: loss nan, norm nan on the tokens from 640 on"):
         train(*args)
-    assert "update skipped, 2 of 2" in capsys.readouterr().out
-    assert find_checkpoint(tmp_path)[0] == tmp_path / "step_000005" and len(losses(tmp_path)) == 5
+    assert "skipped, 2 of 2" in capsys.readouterr().out
+    assert find_checkpoint(tmp_path) == tmp_path / "step_000005" and len(losses(tmp_path)) == 5
     weights = [sha256(tmp_path / f"step_{step:06d}/model.safetensors") for step in range(1, 6)]
     assert weights[0] == weights[1] != weights[2] == weights[3] != weights[4]
     states = [read_training_state(tmp_path / f"step_{step:06d}") for step in (3, 4)]
@@ -223,19 +230,23 @@ def test_bad_steps_stop_the_run_or_are_skipped_if_allowed(text, tmp_path, monkey
         train(*args, "--resume")
 
 
-FAULTS = """
-import os, signal, train_gpt2
-rank, calls, original = os.environ["RANK"], iter(range(10**9)), train_gpt2.chunked_next_token_loss
+def poison_rank_1(kill_at: int | None = None):
+    """On rank 1 the loss of step 1 is NaN; it is killed in its forward pass number `kill_at`.
 
-def disturbed(*args):
-    loss = original(*args)
-    call = next(calls)  # two before the first step, then two per step
-    if rank == "1" and call == LAST:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return loss * (float("nan") if rank == "1" and call == 4 else 1)  # step 1
+    There are two passes before the first step, then two per step."""
+    original = train_gpt2.chunked_next_token_loss
+    calls = itertools.count()
 
-train_gpt2.chunked_next_token_loss = disturbed
-"""
+    def disturbed(*args):
+        loss = original(*args)
+        call = next(calls)
+        if os.environ["RANK"] != "1":
+            return loss
+        if call == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss * (torch.nan if call == 4 else 1)
+
+    train_gpt2.chunked_next_token_loss = disturbed
 
 
 def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_path):
@@ -245,9 +256,9 @@ def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_pa
     args = ["--total-batch-size 96 --micro-batch-size 1 --max-lr 3e-2 --max-steps 8 --resume"]
     args += ["--save-every 4 --skip-bad-steps 1 --keep-checkpoints 0 --data", text, "--log-dir"]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    texts = train_on_ranks(3, tmp_path, *args, straight, code=FAULTS.replace("LAST", "-1"))
-    assert texts[0].count("update skipped, 1 of 1") == 1
-    codes, _ = start_ranks(3, tmp_path, *args, killed, code=FAULTS.replace("LAST", "12"))
+    texts = train_on_ranks(3, tmp_path, *args, straight, disturb=poison_rank_1)
+    assert texts[0].count("skipped, 1 of 1") == 1
+    codes, _ = start_ranks(3, tmp_path, *args, killed, disturb=partial(poison_rank_1, kill_at=12))
     assert codes[1] == -9 and 0 not in codes and steps_of(killed) == [4]
     texts = train_on_ranks(3, tmp_path, *args, killed)
     assert f"resumed from {killed}/step_000004" in texts[0]
@@ -266,17 +277,20 @@ def test_torchrun_starts_two_ranks(text, tmp_path):
     assert len(losses(tmp_path / "log")) == 2
 
 
-LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
+def limit_files(size):
+    """As on a full disk: no file can grow beyond `size` bytes."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 @pytest.mark.parametrize("size", [2**21, 2**22])  # too small for the weights; for the state
 def test_a_full_disk_costs_no_training_and_no_checkpoint(size, text, tmp_path):
-    """No file can grow beyond `size` bytes."""
     log_dir = tmp_path / "log"
     args = ["--save-every 2 --keep-checkpoints 1 --resume --data", text, "--log-dir", log_dir]
     train(*args, "--max-steps 2")
     args.append("--max-steps 6")
-    (code,), (output,) = start_ranks(1, tmp_path, *args, code=LIMIT.format(size))
+    (code,), (output,) = start_ranks(1, tmp_path, *args, disturb=partial(limit_files, size))
     errors = [line for line in output.splitlines() if "error" in line.lower()]
     assert code == 2 and len(errors) == 2 and "Traceback" not in output, output
     assert re.match(r"error: .*step_000004: not written \(", errors[0])
@@ -304,20 +318,28 @@ def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
     assert steps_of(tmp_path) == [4] and len(losses(tmp_path)) == 4
 
 
-TWO_INTERRUPTS = """
-import os, signal, time, train_gpt2
-interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
-train_gpt2.GPT.save_pretrained = lambda self, folder: folder.mkdir() or interrupt() or time.sleep(9)
-next_batch = train_gpt2.DataLoaderLite.next_batch
-due = lambda self: self.position == 4 * 128 + 32
-train_gpt2.DataLoaderLite.next_batch = lambda self: due(self) and interrupt() or next_batch(self)
-"""
+def interrupt_twice():
+    """In step 4, and while its checkpoint is written."""
+    next_batch = train_gpt2.DataLoaderLite.next_batch
+
+    def save_pretrained(self, folder):
+        folder.mkdir()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(9)
+
+    def interrupted(self):
+        if self.position == 4 * 128 + 32:
+            os.kill(os.getpid(), signal.SIGINT)
+        return next_batch(self)
+
+    train_gpt2.GPT.save_pretrained = save_pretrained
+    train_gpt2.DataLoaderLite.next_batch = interrupted
 
 
 def test_a_second_interrupt_stops_at_once(text, tmp_path):
     """The partial folder of the first one's checkpoint is left until the next start."""
     args = ["--save-every 8 --max-steps 8 --data", text, "--log-dir", tmp_path]
-    (code,), (output,) = start_ranks(1, tmp_path, *args, code=TWO_INTERRUPTS)
+    (code,), (output,) = start_ranks(1, tmp_path, *args, disturb=interrupt_twice)
     assert code == 130 and "Traceback" not in output, output
     assert not list_checkpoints(tmp_path) and list(tmp_path.glob(".*partial"))
     train(*args, "--resume")

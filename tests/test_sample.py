@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sample
-from support.cli import UserError
+from support.errors import UserError
 from support.tokenizer import get_tokenizer
 from tests.conftest import words
 from train_gpt2 import GPT, GPTConfig

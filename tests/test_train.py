@@ -1,6 +1,7 @@
 """Small runs: losses do not depend on how a step is split; output on the console and in files."""
 
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -13,22 +14,32 @@ import pytest
 import torch
 
 import train_gpt2
-from support import run_folder
+from support import console, run_log
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, losses, read_log, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks
 
-# Shows dynamo's setting for compiled blocks under DDP, and where the gradients are. torchrun counts
-# the restarts of each node alone: all ranks still exchange the same.
-LOOK = """
-import os, torch, train_gpt2 as t
-os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
-get_lr, wrap_in_ddp, modules = t.get_lr, t.wrap_in_ddp, []
-t.wrap_in_ddp = lambda *args: modules.append(wrap_in_ddp(*args)) or modules[0]
-where = lambda: hash(tuple(p.grad.data_ptr() for p in modules[0].parameters()))
-show = lambda: print("optimize_ddp", torch._dynamo.config.optimize_ddp, "gradients at", where())
-t.get_lr = lambda *args: show() or get_lr(*args)
-"""
+
+def show_gradients():
+    """Prints, before each step, dynamo's setting under DDP and where the gradients are.
+
+    torchrun counts the restarts of each node alone: all ranks still exchange the same."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+    get_lr = train_gpt2.get_lr
+    wrap_in_ddp = train_gpt2.wrap_in_ddp
+    modules = []
+
+    def wrap(*args):
+        modules.append(wrap_in_ddp(*args))
+        return modules[0]
+
+    def show(*args):
+        places = hash(tuple(p.grad.data_ptr() for p in modules[0].parameters()))
+        print("optimize_ddp", torch._dynamo.config.optimize_ddp, "gradients at", places)
+        return get_lr(*args)
+
+    train_gpt2.wrap_in_ddp = wrap
+    train_gpt2.get_lr = show
 
 
 def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
@@ -36,7 +47,9 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     args = ["--total-batch-size 192 --max-steps 8 --eval-every 8 --max-lr 1e-2 --data", text]
     for B in (1, 2, 12):
         train(*args, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
-    texts = train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "three", code=LOOK)
+    texts = train_on_ranks(
+        3, tmp_path, *args, "--log-dir", tmp_path / "three", disturb=show_gradients
+    )
     assert "2 x 16 tokens x 2 micro-steps x 3 ranks" in texts[0]
     assert "optimize_ddp False" in texts[0]
     places = [line.split()[-1] for line in texts[0].splitlines() if "gradients at" in line]
@@ -90,9 +103,10 @@ def test_validation_loss_is_the_mean_over_all_tokens(text, monkeypatch):
     tokens = torch.from_numpy(loader.read(0, 161).astype("int64"))
     expected = model(tokens[:-1].view(10, 16), tokens[1:].view(10, 16))[1].item()
     monkeypatch.setattr(train_gpt2, "lm_head", None)
-    alone = Ranks(0, 1, torch.device("cpu"), torch.float32, "")
+    alone = Ranks(0, 1, torch.device("cpu"))
+    autocast = torch.autocast("cpu", enabled=False)
     for loader.B in (1, 3, 8):
-        results.append(train_gpt2.validation_loss(model, loader, 160, alone))
+        results.append(train_gpt2.validation_loss(model, loader, 160, alone, autocast))
     assert results == pytest.approx([expected] * 3, abs=1e-5)
 
 
@@ -165,7 +179,7 @@ def test_a_new_start_keeps_an_earlier_runs_files(text, tmp_path, monkeypatch):
     train(*args, 2)
     first, weights = read_log(tmp_path), (tmp_path / "step_000002/model.safetensors").read_bytes()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train_gpt2, "announce", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(console, "announce", mock.Mock(side_effect=KeyboardInterrupt))
         train(*args, 2, "--seed 5")
     assert (tmp_path / "earlier_1/step_000002/model.safetensors").read_bytes() == weights
     for steps in (2, 3):
@@ -191,7 +205,7 @@ def test_an_edited_script_is_kept_with_the_log(text, tmp_path, monkeypatch):
     script.write_text("committed")
     for command in ("init", "add .", "-c user.name=me -c user.email=me commit -m first"):
         subprocess.run(["git", "-C", repo, *command.split()], check=True, capture_output=True)
-    monkeypatch.setattr(run_folder, "ROOT", repo)
+    monkeypatch.setattr(run_log, "ROOT", repo)
     for source in ("committed", "changed", "committed"):
         script.write_text(source)
         train("--max-steps 0 --data", text, "--log-dir", copy.parent)

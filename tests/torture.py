@@ -1,10 +1,10 @@
-"""Kills a training run again and again: its output must equal that of an undisturbed run.
+"""Kills a training run many times: its output must equal that of an undisturbed run.
 
     python tests/torture.py                    # 50 times kill -9, about ten minutes
     python tests/torture.py --kills 3 --seed 7 --picture killed.png
 
-A small CPU run with --resume that saves every fourth step is killed (SIGKILL) --kills times, in
-turn while saving, training and starting; then it may finish. Weights, training state and log,
+A small CPU run that saves every fourth step is killed (SIGKILL) and resumed --kills times, in turn
+while saving, training and starting; then it runs to its end. Weights, training state and log,
 except for the timing streams, must equal those of an undisturbed run byte for byte."""
 
 import argparse
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.run_folder import read_log
+from support.run_log import read_log
 
 SCRIPT = Path(__file__).parents[1] / "train_gpt2.py"
 TIMINGS = ("ms", "tok_per_sec", "mfu")
@@ -47,7 +47,7 @@ def finish(log_dir: Path, steps: int) -> None:
 
 
 def kill(log_dir: Path, steps: int, when: str, goal: int) -> None:
-    """Kills a run while it is starting, or while training or saving from step `goal` on."""
+    """Kills a run while it is starting, or while training or saving once it is at step `goal`."""
     process = start(log_dir, steps)
     if when == "starting":
         time.sleep(random.uniform(0, 5))  # imports, checkpoints, trimming the log, first steps
@@ -65,7 +65,7 @@ def kill(log_dir: Path, steps: int, when: str, goal: int) -> None:
 
 
 def contents(log_dir: Path) -> dict[str, object]:
-    """What must be equal: the log without timings, and each checkpoint's model and state."""
+    """What must be equal: the log without timings, and the model and state of each checkpoint."""
     lines = (log_dir / "log.txt").read_text().splitlines()
     found: dict[str, object] = {"log": [line for line in lines if line.split()[1] not in TIMINGS]}
     for folder in sorted(log_dir.glob("step_*")):
@@ -85,13 +85,13 @@ def assert_same(a: Path, b: Path) -> None:
 def torture(
     folder: Path, kills: int, steps: int, finish: Callable[[Path, int], None] = finish
 ) -> tuple[int, list[int]]:
-    """Compares both runs. (kills that left a half-written checkpoint, last step at each kill)
+    """Compares both runs. -> (kills that left a half-written checkpoint, last step at each kill)
 
     finish(log_dir, steps): completes a run."""
     finish(folder / "straight", steps)
     log_dir, half_written, killed_at = folder / "killed", 0, []
     for i in range(kills):
-        goal = i * steps // (kills + 2)  # all before the end
+        goal = i * steps // (kills + 2)  # evenly spaced, all before the end
         kill(log_dir, steps, ("saving", "training", "starting")[i % 3], goal)
         half_written += bool(list(log_dir.glob(".step_*.partial")))
         killed_at.append(read_log(log_dir)["train"][0][-1])

@@ -1,10 +1,10 @@
-"""Trains ours and build-nanogpt's from the same weights on the same tokens, and compares them.
+"""Runs our script and build-nanogpt's from the same weights on the same tokens, and compares them.
 
     python bench/fidelity/compare.py PEER [STEPS] [FLAG …]
 
-PEER: a copy of build-nanogpt. GPT-2 (124M), float32 on the CPU, the settings of the gpt2 preset,
-STEPS updates (60) of 2 x 2 x 32 tokens. Both scripts run as commands: theirs with EDITS, ours with
-FLAGs added, to see what a difference looks like (--weight-decay 0.09)."""
+PEER is a copy of build-nanogpt. Both train GPT-2 (124M) in float32 on the CPU, with the settings of
+the gpt2 preset, for STEPS updates (60) of 2 x 2 x 32 tokens. Theirs is changed by EDITS. FLAGs are
+added to ours, to see what a difference looks like (--weight-decay 0.09)."""
 
 import contextlib
 import subprocess
@@ -18,23 +18,26 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.cli import UserError, run
-from support.run_folder import read_log
+from support.cli import run
+from support.errors import UserError
+from support.run_log import read_log
 from support.tokenizer import tokenize_text
 from train_gpt2 import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[2]
-B, T, MICRO_STEPS = 2, 32, 2
+B = 2  # sequences per micro-step
+T = 32  # tokens per sequence
+MICRO_STEPS = 2  # per update
 SHARDS = "edu_fineweb10B"  # the folder in which their loader looks
-EDITS = {
-    # they fetch files
+EDITS = {  # before: after
+    # nothing is downloaded
     "from hellaswag import": "#",
     "enc = tiktoken": "#",
     'print(f"using device: {device}")': 'device = "cpu"',
     # float32
     "dtype=torch.bfloat16": "enabled=False",
     "torch.set_float32_matmul_precision": "#",
-    # our weights, in a folder of this name
+    # the same initial weights, from a folder of this name
     "GPT(GPTConfig(vocab_size=50304))": 'GPT.from_pretrained("gpt2")',
     "total_batch_size = 524288": f"total_batch_size = {B * T * MICRO_STEPS}",
     "T = 1024": f"T = {T}",
@@ -42,13 +45,13 @@ EDITS = {
     "val_loader = ": "# ",
     "step % 250 == 0": "False",
     "(step == max_steps - 1)": "False",
-    # all digits
+    # losses with all digits, and gradient norms
     "train {loss_accum.item():.6f}": r"train {loss_accum.item()}\n{step} norm {norm.item()}",
 }
 
 
 def edited(script: Path, steps: int, micro_steps: int) -> str:
-    """Their script with EDITS, for an update in this number of micro-steps."""
+    """Their script with EDITS, with an update divided into this number of micro-steps."""
     source = script.read_text(encoding="utf-8")
     edits = EDITS | {
         "B = 64": f"B = {B * MICRO_STEPS // micro_steps}",
@@ -63,7 +66,7 @@ def edited(script: Path, steps: int, micro_steps: int) -> str:
 
 
 def train(*command: str) -> np.ndarray:
-    """Runs Python with these arguments. -> losses and gradient norms (2, steps) in log/log.txt"""
+    """Runs Python with these arguments. -> (2, steps): losses and norms from log/log.txt"""
     done = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL)
     if done.returncode:
         sys.exit(done.returncode)  # it printed why
@@ -72,9 +75,10 @@ def train(*command: str) -> np.ndarray:
 
 
 def difference(curves: np.ndarray, others: np.ndarray) -> str:
-    """The largest differences, over the first third of the steps and over all."""
-    losses, norms = abs(curves - others)[0], abs(curves / others - 1)[1]
-    third = -(-len(losses) // 3)
+    """The largest differences over the first third of the steps and over all. Both (2, steps)."""
+    losses = abs(curves[0] - others[0])
+    norms = abs(curves[1] / others[1] - 1)
+    third = -(-len(losses) // 3)  # rounded up
     return (
         f"losses differ by at most {losses[:third].max():.1e} in the first {third} steps, "
         f"{losses.max():.1e} in all; norms {norms[:third].max():.1e} and {norms.max():.1e} "
@@ -91,7 +95,9 @@ def main() -> None:
     if steps < 1:
         raise UserError(f"{steps} steps: must be at least 1")
     script = args.peer / "train_gpt2.py"
-    sources = [edited(script, steps, micro_steps) for micro_steps in (MICRO_STEPS, 1)]
+    peer = edited(script, steps, MICRO_STEPS)
+    # The same update in one micro-step: the difference that rounding alone makes.
+    peer_whole = edited(script, steps, 1)
     command = f"""{ROOT}/train_gpt2.py --preset gpt2 --init gpt2 --data {SHARDS} --no-shuffle
         --total-batch-size {B * T * MICRO_STEPS} --micro-batch-size {B} --seq-len {T}
         --device cpu --dtype float32 --max-steps {steps} --warmup-steps {steps // 6}
@@ -103,10 +109,14 @@ def main() -> None:
         np.save(f"{SHARDS}/input_train_000000.npy", tokenize_text(ROOT / "input.txt", "train"))
         GPT(GPTConfig()).save_pretrained("gpt2")
         ours = train(*command.split(), *flags)
-        theirs, whole = (train("-c", source) for source in sources)
+        theirs = train("-c", peer)
+        whole = train("-c", peer_whole)
     print("step  loss: theirs      ours  norm: theirs      ours")
-    for step, row in enumerate(np.stack([theirs, ours], axis=1).reshape(4, steps).T):
-        print("{:4}  {:12.6f}  {:8.6f}  {:12.6f}  {:8.6f}".format(step, *row))
+    for step in range(steps):
+        their_loss, their_norm = theirs[:, step]
+        our_loss, our_norm = ours[:, step]
+        losses = f"{their_loss:12.6f}  {our_loss:8.6f}"
+        print(f"{step:4}  {losses}  {their_norm:12.6f}  {our_norm:8.6f}")
     print(f"ours and theirs: {difference(ours, theirs)}")
     print(f"theirs and theirs in one micro-step: {difference(whole, theirs)}")
 

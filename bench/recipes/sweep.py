@@ -1,13 +1,15 @@
-"""Trains recipes for several lengths and seeds, and compares the losses they end with.
+"""Trains recipes for several lengths and seeds, and compares their final validation losses.
 
     python bench/recipes/sweep.py bench/recipes/length.toml
 
-The TOML file has train_gpt2.py's settings: `[common]` for all runs, `[recipes.NAME]` for a recipe.
-`lengths` gives the seeds of each number of steps, in `[common]` or for one recipe; `warmup_steps`
-and `warmdown_steps` are shares of the steps. `baselines` names recipes to compare with.
+The TOML file holds settings of train_gpt2.py: `[common]` for all runs, `[recipes.NAME]` for one
+recipe, which overrides them. Special keys:
+- `lengths`, in either: seeds for each number of steps, like {"366" = [1, 2]}
+- `warmup_steps` and `warmdown_steps`: fractions of the number of steps
+- `baselines`, at the top of the file: names of recipes to compare with
 
-The validation losses of a run are kept beside the file, in logs/FILE/RECIPE-STEPS-SEED.txt. Missing
-runs are trained in OUT first; the same command continues them."""
+The validation losses of each run are kept in logs/FILE/RECIPE-STEPS-SEED.txt, next to the file.
+Missing runs are first trained in OUT; the same command continues them."""
 
 import statistics
 import subprocess
@@ -23,14 +25,15 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.cli import UserError, flag, parse_args, run
+from support.cli import flag, parse_args, run
+from support.errors import UserError
 from support.files import atomic_path, write_text
-from support.run_folder import read_log
+from support.run_log import read_log
 from train_gpt2 import read_config
 
 ROOT = Path(__file__).parents[2]
-Cells = dict[int, dict[int, float]]  # tokens -> seed -> final loss, or a share
-Table = dict[str, Cells]  # a row for each recipe
+Cells = dict[int, dict[int, float]]  # training tokens -> seed -> final loss, or a share of tokens
+Table = dict[str, Cells]  # recipe -> its row of cells
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,13 @@ class SweepConfig:
 
 
 def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Each recipe's settings and lengths with the common ones, and the names of the baselines."""
+    """({recipe: the common settings updated by its own}, names of the baselines)."""
     try:
         sweep = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not TOML ({error})") from None
-    recipes, baselines = sweep.get("recipes", {}), sweep.get("baselines", [])
+    recipes = sweep.get("recipes", {})
+    baselines = sweep.get("baselines", [])
     unknown = sweep.keys() - {"common", "recipes", "baselines"}
     if unknown or not recipes or set(baselines) - recipes.keys():
         raise UserError(f"{path}: needs [common], [recipes.NAME] and baselines among these names")
@@ -64,7 +68,8 @@ def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
 def runs_of(recipe: dict[str, Any]) -> Iterator[tuple[int, int, list[str]]]:
     """(steps, seed, flags) of each run of a recipe."""
     for length, seeds in recipe["lengths"].items():
-        steps, flags = int(length), []
+        steps = int(length)
+        flags = []
         for key, value in {**recipe, "max_steps": steps}.items():
             if key in ("warmup_steps", "warmdown_steps"):
                 value = round(value * steps)
@@ -88,7 +93,7 @@ def train(folder: Path, flags: list[str]) -> None:
 
 
 def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Table:
-    """The last validation loss of every run, trained if unknown."""
+    """The last validation loss of every run. Trains those without a kept log."""
     runs = {}
     for name, recipe in recipes.items():
         for steps, seed, flags in runs_of(recipe):
@@ -96,37 +101,43 @@ def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Tab
             runs[f"{name}-{steps}-{seed}"] = (name, tokens, seed, flags)
     losses: Table = {name: {} for name in recipes}
     for run_name, (name, tokens, seed, flags) in runs.items():
-        kept = config.file.parent / "logs" / config.file.stem / f"{run_name}.txt"
-        if not kept.exists():
+        kept_log = config.file.parent / "logs" / config.file.stem / f"{run_name}.txt"
+        if not kept_log.exists():
             folder = config.out / config.file.stem / run_name
             train(folder, flags)
-            curve = zip(*read_log(folder).get("val", ([], [])), strict=True)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_text(kept, "".join(f"{step} val {loss:.6f}\n" for step, loss in curve))
-        entries = [line.split() for line in kept.read_text(encoding="utf-8").splitlines()]
+            steps, values = read_log(folder).get("val", ([], []))
+            lines = [f"{step} val {loss:.6f}\n" for step, loss in zip(steps, values, strict=True)]
+            kept_log.parent.mkdir(parents=True, exist_ok=True)
+            write_text(kept_log, "".join(lines))
+        entries = [line.split() for line in kept_log.read_text(encoding="utf-8").splitlines()]
         curve = [float(loss) for _, stream, loss in entries if stream == "val"]
         if not curve:
-            raise UserError(f"{kept}: no validation loss: remove it and set eval_every")
+            raise UserError(f"{kept_log}: no validation loss: remove it and set eval_every")
         losses[name].setdefault(tokens, {})[seed] = curve[-1]
     return losses
 
 
 def tokens_to_reach(points: dict[int, float], target: float) -> float | None:
-    """Tokens after which a recipe trained for so many ends at `target`; points: tokens -> loss.
+    """The number of tokens to train a recipe for, so that it ends at the loss `target`.
 
-    Linear in the logarithm between lengths; None outside."""
-    for (before, high), (after, low) in pairwise(sorted(points.items())):
+    points: {tokens: final loss} of its runs. Between two of them the loss is taken to be linear in
+    the logarithm of the tokens. None if the target is outside."""
+    for (shorter, high), (longer, low) in pairwise(sorted(points.items())):
         if high >= target >= low:
-            return before * (after / before) ** ((high - target) / ((high - low) or 1))
+            drop = (high - low) or 1  # 1: all three losses are equal
+            return shorter * (longer / shorter) ** ((high - target) / drop)
     return None
 
 
 def shares(losses: Table, name: str, baseline: str) -> Cells:
-    """The share of the baseline's tokens that the recipe needs, for each length and seed of it."""
+    """The share of the baseline's tokens that a recipe needs to reach the baseline's final loss.
+
+    For each length and seed of the baseline, from the recipe's runs of the same seed, since these
+    see the same documents."""
     found: Cells = {}
     for tokens, targets in losses[baseline].items():
         for seed, target in targets.items():
-            points = {n: seeds[seed] for n, seeds in losses[name].items() if seed in seeds}
+            points = {n: cell[seed] for n, cell in losses[name].items() if seed in cell}
             needed = tokens_to_reach(points, target)
             if needed is not None:
                 found.setdefault(tokens, {})[seed] = needed / tokens
@@ -134,13 +145,13 @@ def shares(losses: Table, name: str, baseline: str) -> Cells:
 
 
 def spread(values: Collection[float]) -> str:
-    """Mean, standard deviation and number."""
+    """Mean, standard deviation and (number) of the values."""
     deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.3f}{deviation} ({len(values)})"
 
 
 def table(rows: Table) -> str:
-    """Markdown with a row for each recipe, a column for each length."""
+    """A Markdown table with a row for each recipe and a column for each length."""
     lengths = sorted({tokens for cells in rows.values() for tokens in cells})
     titles = [f"{tokens / 1e6:.2f}M tokens" for tokens in lengths]
     lines = ["| recipe | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
@@ -151,7 +162,7 @@ def table(rows: Table) -> str:
 
 
 def picture(compared: Table, path: Path) -> None:
-    """The shares by length, a line for each pair of recipe and baseline."""
+    """Draws the mean shares by length, a line for each pair of recipe and baseline."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -174,9 +185,12 @@ def main(args: list[str] | None = None) -> None:
     print("Final validation loss, mean ± standard deviation (seeds)\n\n" + table(losses))
     compared = {}
     for baseline in baselines:
-        rows = {name: shares(losses, name, baseline) for name in recipes if name != baseline}
-        rows = {name: found for name, found in rows.items() if found}
-        compared |= {f"{name} to {baseline}": found for name, found in rows.items()}
+        rows = {}
+        for name in recipes:
+            found = shares(losses, name, baseline) if name != baseline else {}
+            if found:
+                rows[name] = found
+                compared[f"{name} to {baseline}"] = found
         print(f"Share of the tokens of {baseline} for its final loss\n\n" + table(rows))
     if compared:
         picture(compared, config.file.with_suffix(".png"))

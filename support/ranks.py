@@ -1,0 +1,124 @@
+"""The processes of a run (torchrun's ranks): how they start, and what they exchange.
+
+The gradients are exchanged by DDP, in train_gpt2.py."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from support import signals
+from support.cli import torchrun_ranks
+from support.devices import choose_device
+from support.errors import Stopped, UserError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place in the run, and its device. One process alone is rank 0 of 1."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    job: str = ""  # names the torchrun that started this process, the same after a restart
+
+    @classmethod
+    def start(cls, device: str = "auto", deterministic: bool = False) -> "Ranks":
+        """Chooses the device and joins torchrun's process group.
+
+        device: --device. deterministic: only use kernels that give the same bits every time."""
+        rank, local_rank, world_size = torchrun_ranks()
+        chosen = choose_device(device, local_rank, world_size)
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matmul
+            torch.use_deterministic_algorithms(True)
+        if "RANK" in os.environ:
+            join_process_group(rank, world_size, chosen)
+        return cls(rank, world_size, chosen, torchrun_job())
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank, in rank order."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's `value`, on every rank."""
+        values = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def on_rank_0(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Calls function(*args) on rank 0 alone. Every rank gets the result."""
+        return self.broadcast(function(*args, **options) if self.rank == 0 else None)
+
+    def sum(self, value: float) -> float:
+        """The sum of `value` over the ranks, in rank order and float64.
+
+        Raises Stopped on every rank if any of them has received a stop signal: then `value` may
+        cover only part of the work."""
+        pairs = self.gather((value, len(signals.received)))
+        if any(received for _, received in pairs):
+            raise Stopped
+        return sum(value for value, _ in pairs)
+
+
+def torchrun_job() -> str:
+    """Names the torchrun that started this process; "" without torchrun.
+
+    Unlike --rdzv-id, which may be reused, the name differs from that of every earlier torchrun. It
+    is part of the path .../JOB/attempt_N/RANK/error.json."""
+    parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
+    return parts[-4] if len(parts) >= 4 else ""
+
+
+def join_process_group(rank: int, world_size: int, device: torch.device) -> None:
+    """Joins torchrun's process group. Checks that all ranks use the same kind of device."""
+    patience = timedelta(hours=1)  # ranks may wait for rank 0's files
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun (2.13) keeps one store across restarts, with the addresses of lost ranks in it.
+        restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        store = dist.PrefixStore(f"restart_{restart}", store)
+    store.set(f"device/{rank}", device.type)
+    first = store.get("device/0").decode()
+    if first != device.type:
+        raise UserError(f"{device.type} here, {first} on rank 0: set --device")
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group(
+        "nccl" if gpu else "gloo",
+        timeout=patience,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        device_id=gpu,
+    )
+
+
+def settle_buckets(
+    ddp_model: DistributedDataParallel, B: int, T: int, autocast: torch.autocast
+) -> None:
+    """Makes DDP's buckets final before the first step, so that a resumed run sums as before.
+
+    DDP rebuilds its buckets after its first backward pass, in the order in which gradients become
+    ready. That changes the order of summation, so an uninterrupted run would sum its first step
+    in another order than the rest, and a resumed one its first step after the restart. Two passes
+    over zeros settle it: the first triggers the rebuilding, the second fills the new buckets."""
+    device = next(ddp_model.parameters()).device
+    x = torch.zeros(B, T, dtype=torch.int64, device=device)
+    gpu = [device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpu):  # dropout in a fork must not advance the training RNG
+        for _ in range(2):
+            ddp_model.zero_grad(set_to_none=True)
+            with autocast:
+                _, loss = ddp_model(x, x)
+            loss.backward()
+    ddp_model.zero_grad(set_to_none=False)

@@ -1,0 +1,144 @@
+"""log.txt and run.json: what a run records about itself. Does not import torch.
+
+log.txt has one `step stream value` per line and is only appended to; a resumed run first removes
+the lines that it will write again. run.json is a list with one entry per start. Both may hold
+several runs, one after the other; readers want the last one."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from support.cli import shown
+from support.errors import UserError
+from support.files import write_text
+
+ROOT = Path(__file__).parents[1]
+
+# --------------------------------------------------------------------------------------------------
+# log.txt
+
+# How values are written; other streams have the format .6f.
+FORMATS = {"hella": ".4f", "lr": ".6e", "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f"}
+EVALUATIONS = ("val", "bpb", "hella")  # streams with a value of step s before the update of step s
+
+Line = tuple[int, str, str]  # step, stream, value
+
+
+def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
+    """The streams of the last run in a log folder: {"train": (steps, values), "val": …}."""
+    streams = {}
+    lines = log_lines(Path(log_dir) / "log.txt")
+    for step, stream, value in lines[last_start(lines) :]:
+        steps, values = streams.setdefault(stream, ([], []))
+        steps.append(step)
+        values.append(float(value))
+    return streams
+
+
+def log_lines(path: Path) -> list[Line]:
+    """The lines of log.txt. Malformed lines (e.g. cut short by a kill) are skipped."""
+    lines = []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.split("\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            step, stream, value = line.split()
+            float(value)
+            lines.append((int(step), stream, value))
+    return lines
+
+
+def last_start(lines: list[Line]) -> int:
+    """The index of the last run's first line. Steps only fall where a run starts."""
+    falls = [i for i in range(1, len(lines)) if lines[i][0] < lines[i - 1][0]]
+    return falls[-1] if falls else 0
+
+
+def format_line(step: int, stream: str, value: float) -> str:
+    return f"{step} {stream} {value:{FORMATS.get(stream, '.6f')}}\n"
+
+
+def trim_log(path: Path, begin: int | None, step: int) -> tuple[int, set[str]]:
+    """Removes what a run that continues from `step` will log again.
+
+    These are all its lines from `step` on, except for evaluations at `step` itself. begin: the
+    number of lines before this run; None if unknown.
+
+    Returns that number, and the streams of the evaluations at `step`."""
+    lines = log_lines(path)
+    if begin is None:
+        begin = last_start(lines)
+    kept = lines[:begin]
+    evaluated = set()
+    for line in lines[begin:]:
+        line_step, stream, _ = line
+        if line_step < step:
+            kept.append(line)
+        elif line_step == step and stream in EVALUATIONS:
+            kept.append(line)
+            evaluated.add(stream)
+    write_text(path, "".join(" ".join(map(str, line)) + "\n" for line in kept))
+    return begin, evaluated
+
+
+# --------------------------------------------------------------------------------------------------
+# run.json
+
+
+def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
+    """The entries of run.json, oldest first; [] without one."""
+    path = Path(log_dir) / "run.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except ValueError:
+        raise UserError(f"{path}: not JSON; move it away") from None
+
+
+def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
+    write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
+
+
+def new_entry(log_lines: int, config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What run.json records at a start. log_lines: the lines in log.txt before this run."""
+    versions = {name: version(name) for name in ("torch", "numpy", "tiktoken", "safetensors")}
+    # The commit, with a + if files have changed since.
+    commit = git("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*")
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": [shown(word) for word in sys.argv],
+        "git_commit": commit or None,
+        "versions": versions | {"python": sys.version.split()[0]},
+        "log_lines": log_lines,
+        **more,
+        "config": without_local_paths(config),
+    }
+
+
+def without_local_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings with paths inside the working folder made relative to it."""
+    return {
+        name: shown(value) if isinstance(value, str) else value for name, value in config.items()
+    }
+
+
+def keep_edited_script(log_dir: Path) -> None:
+    """Copies train_gpt2.py to the log folder if it differs from its commit."""
+    script = ROOT / "train_gpt2.py"
+    copy = log_dir / script.name
+    copy.unlink(missing_ok=True)  # that of an earlier start
+    if git("status", "--porcelain", script.name):
+        write_text(copy, script.read_text(encoding="utf-8"))
+
+
+def git(*command: str) -> str:
+    """The output of a git command in this repository; "" without git."""
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True)
+        return done.stdout.strip()
+    return ""

@@ -1,0 +1,47 @@
+"""Stop signals: a run saves and exits between two updates, or two batches of an evaluation.
+
+They are SIGINT (Ctrl-C), SIGTERM, and SIGUSR1, which Slurm can send before a time limit. Since only
+some ranks may receive one, the ranks agree before they stop: each evaluates with until_stopped(),
+which ends early after a signal, and then calls Ranks.sum(), which raises Stopped on all of them.
+The sum of the losses in a weight update does the same."""
+
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# The stop signals that this process has received. Global, as signal handlers are.
+received: list[int] = []
+
+
+def collect_stop_signals() -> None:
+    """From now on stop signals are added to `received` instead of ending the process.
+
+    A second SIGINT exits at once."""
+    received.clear()
+
+    def note(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and signal.SIGINT in received:
+            os._exit(130)
+        received.append(number)
+
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):  # Windows lacks SIGUSR1
+            signal.signal(getattr(signal, name), note)
+
+
+def until_stopped(items: Iterable[T]) -> Iterator[T]:
+    """Yields `items` until this process receives a stop signal."""
+    for item in items:
+        if received:
+            return
+        yield item
+
+
+def exit_status() -> int:
+    """The status of a run that was stopped: 130 after SIGINT, 143 after other signals.
+
+    On a rank that received none itself, it is 143."""
+    return 130 if received[:1] == [signal.SIGINT] else 143
