@@ -47,7 +47,7 @@ from support.checkpoints import list_checkpoints
 from support.errors import RunError, UserError, first_line
 from support.run_log import read_log
 from support.tokenizer import VOCAB_SIZE
-from train_gpt2 import GPT, GPTConfig, TrainConfig, Training, new_model
+from train_gpt2 import GPT, GPTConfig, Ranks, TrainConfig, Training, new_model
 
 ROOT = Path(__file__).parent
 # ms per step on an A100 with B = 16, T = 1024, from Karpathy 2024, "Let's reproduce GPT-2 (124M)".
@@ -144,7 +144,7 @@ def precision_of(run: TrainConfig) -> tuple[torch.dtype, str]:
     """The precision in which train_gpt2.py trains such a run, and a description of the device."""
     device = devices.choose_device(run.device)
     with torch.device("meta"):  # allocates nothing
-        parameters = new_model(run).num_parameters()
+        parameters = new_model(run, Ranks(0, 1, device)).num_parameters()
     return devices.choose_precision(run.dtype, device, parameters)
 
 
@@ -179,8 +179,8 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         max_steps += 3  # one more to start the profiler, and two for it
     model = None
     if not ours:
-        torch.manual_seed(run.seed)
-        model = PlainGPT(new_model(run).config, changes)
+        shape = new_model(run, Ranks(0, 1, torch.device("cpu"))).config
+        model = PlainGPT(shape, changes)
     result = {
         "rung": rung,
         "changes": changes,
@@ -193,13 +193,16 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         schedule=schedule(wait=last + 1, warmup=1, active=2), record_shapes=True, acc_events=True
     )
 
+    device = devices.choose_device(run.device, *cli.torchrun_ranks()[1:])
+
     def before_step(step: int, training: Training) -> None:
         if step == 0 and not ours and "fused" not in changes:
             for group in training.optimizer.param_groups:
                 group["fused"] = None  # as PyTorch chooses by default
         if step == last:
             result["device"] = training.description
-            result["mfu_of"] = training.meter.peak
+            peak, source = devices.peak_flops(device, training.dtype)
+            result["mfu_of"] = f"{peak / 1e12:,.3g} TFLOP/s ({source})"
             result["parameters"] = training.model.num_parameters()
             result["flops_per_token"] = training.model.flops_per_token(run.seq_len)
             result["peak_memory"] = devices.peak_memory()
@@ -349,9 +352,9 @@ def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
     folder = Path(config.report)
     path = folder / "results.jsonl"
     run = train_gpt2.read_config(flags)
-    device = devices.choose_device(run.device)
-    dtype, _ = precision_of(run)  # not its description, which may have a measured speed-up
-    of = f"{devices.device_name(device)}, {dtype}; {shlex.join(flags)}; --steps {config.steps}"
+    dtype, description = precision_of(run)
+    chip = description.rpartition(",")[0]  # without the reason, which may be measured
+    of = f"{chip}, {dtype}; {shlex.join(flags)}; --steps {config.steps}"
     jobs = jobs_of(config, flags)
     rows = {}
     wanted = config.only.replace(",", " ").split() or [""]  # "" is part of every name

@@ -19,10 +19,11 @@ is the untrained model's."""
 import hashlib
 import json
 import math
+import time
 from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal, NamedTuple
@@ -36,9 +37,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
 from support import checkpoints, cli, console, devices, huggingface, run_folder, signals, tokenizer
+from support.chunked_loss import chunked_next_token_loss
 from support.cli import print0
 from support.errors import RunError, Stopped, UserError, explain
-from support.memory import largest_micro_batch
+from support.memory import largest_that_fits
 from support.ranks import Ranks, settle_buckets
 from support.run_log import ROOT
 from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
@@ -53,9 +55,9 @@ class GPTConfig:
 
     block_size: int = 1024  # longest context, in tokens
     vocab_size: int = VOCAB_SIZE
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
+    n_layer: int = 12  # number of blocks
+    n_head: int = 12  # attention heads per block
+    n_embd: int = 768  # channels
 
 
 class CausalSelfAttention(nn.Module):
@@ -64,13 +66,15 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        # Query, key and value of all heads in one matmul.
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)  # mixes the heads
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)  # (B, T, 3, nh, hs)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
+        # softmax(q k^T / sqrt(hs)) v; a fused kernel never stores the (T, T) matrix.
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
 
@@ -98,8 +102,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), mask)
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.attn(self.ln_1(x), mask)  # tokens look at each other
+        return x + self.mlp(self.ln_2(x))  # each token on its own
 
 
 def lm_head(x: Tensor, wte: Tensor, padded: bool = False) -> Tensor:
@@ -112,6 +116,7 @@ def lm_head(x: Tensor, wte: Tensor, padded: bool = False) -> Tensor:
     V = wte.size(0)
     bias = None
     if x.is_cuda:
+        # -V % 64 rows are missing to the next multiple of 64
         bias = F.pad(wte.new_zeros(V), (0, -V % 64), value=-math.inf)
         wte = F.pad(wte, (0, 0, 0, -V % 64))
     logits = F.linear(x, wte, bias)
@@ -124,64 +129,6 @@ def next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
-class ChunkedLoss(torch.autograd.Function):
-    """next_token_loss and its gradient in one pass, for 1,024 tokens at a time.
-
-    All logits of a micro-batch can be larger than GPT-2 (124M). Chunks take less memory everywhere,
-    and less time on a CPU (bench/NOTES.md). Since the gradient of a sum of losses is known, each
-    chunk computes it at once, and no logits are kept for the backward pass."""
-
-    CHUNK = 1024  # tokens
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
-        """x (…, C), wte (V, C), targets (…) -> float32 scalar"""
-        shape = x.shape
-        x = x.flatten(0, -2)  # (N, C)
-        targets = targets.flatten()  # (N,)
-        # Autocast doesn't reach into this function: use its dtype for the matmuls.
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        V = wte.size(0)
-        w = F.pad(wte.to(dtype), (0, 0, 0, -V % 64))  # aligned rows are faster, on a CPU as well
-        train = ctx.needs_input_grad[0]
-        loss = torch.zeros((), device=x.device)
-        dx = torch.empty_like(x)
-        dw = None
-        for i in range(0, len(x), ChunkedLoss.CHUNK):
-            chunk = slice(i, i + ChunkedLoss.CHUNK)  # n tokens
-            x_chunk = x[chunk].to(dtype)
-            target = targets[chunk, None]  # (n, 1)
-            logits = x_chunk @ w.t()  # (n, V padded)
-            logits[:, V:] = -math.inf
-            p = logits.softmax(1, dtype=torch.float32)
-            # -log p[target], computed from the largest p and the difference of the two logits: an
-            # unlikely target's probability can underflow to 0.
-            largest = logits.amax(1, keepdim=True).float()
-            target_logits = logits.gather(1, target).float()
-            loss += (largest - target_logits - p.amax(1, keepdim=True).log()).sum()
-            if train:
-                # d(summed loss) / d(logits) is p, minus 1 at the target.
-                p = p.scatter_add_(1, target, torch.full_like(target_logits, -1.0)).to(dtype)
-                dx[chunk] = p @ w
-                dw_chunk = p.t() @ x_chunk
-                dw = dw_chunk.to(wte.dtype) if dw is None else dw.add_(dw_chunk)
-            del logits, p  # otherwise they live until the next ones are allocated
-        if train:
-            # From the sum to the mean.
-            ctx.save_for_backward(dx.div_(len(x)).view(shape), dw[:V].div_(len(x)))
-        return loss / len(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.saved_tensors
-        return dx.mul_(gradient), dw.mul_(gradient), None
-
-
-chunked_next_token_loss = ChunkedLoss.apply
-
-
 class GPT(nn.Module):
     """GPT-2 with GPT-2's parameter names. Linear weights are (out, in), not Conv1D's (in, out)."""
 
@@ -192,8 +139,8 @@ class GPT(nn.Module):
         # low_memory recomputes blocks in the backward pass, so that no activations are stored.
         self.loss_function: Callable | None = None
         self.low_memory = False
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # tokens; also the head
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
 
@@ -216,7 +163,7 @@ class GPT(nn.Module):
         self.loss_function = chunked_next_token_loss
         if compiled:
             for block in self.h:
-                block.compile(dynamic=False)
+                block.compile(dynamic=False)  # all batches of a run have one shape
             if self.wte.weight.device.type != "cpu" and not low_memory:
                 self.loss_function = torch.compile(next_token_loss, dynamic=False)
 
@@ -273,6 +220,7 @@ class GPT(nn.Module):
             # Padding comes after the text, where no token attends to it.
             x = self.hidden(devices.pad_length(window, block_size))[:, end - 1]  # (B, C)
             logits = lm_head(x, self.wte.weight).float() / temperature  # (B, V)
+            # Draw one of the k likeliest tokens, in proportion to its probability.
             logits, candidates = logits.topk(min(top_k, logits.size(-1)))  # (B, k) each
             choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)  # (B, 1)
             idx = torch.cat([idx, candidates.gather(1, choice)], dim=1)
@@ -352,14 +300,15 @@ class DataLoaderLite:
         shuffle: bool = True,
         pin_memory: bool = False,
     ):
-        self.B = B
-        self.T = T
+        self.B = B  # sequences per batch
+        self.T = T  # tokens per sequence
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
         self.shuffle = shuffle
         self.pin_memory = pin_memory  # batches can be copied to a GPU while it computes
         self.position = 0  # in the sequence, of the next micro-batch of all ranks
+        # The files, and their tokens, 1-D uint16, memory-mapped.
         self.paths, self.shards = tokenizer.open_split(Path(data), split)
         self.passages = Path(data).suffix == ".txt"
         self.lengths = np.array([len(shard) for shard in self.shards])
@@ -380,15 +329,15 @@ class DataLoaderLite:
             if self.shuffle:
                 shard_order = permutation(len(self.shards), self.seed, epoch)
             shard_ends = self.lengths[shard_order].cumsum()
-            place = int(np.searchsorted(shard_ends, offset, side="right"))
+            place = int(np.searchsorted(shard_ends, offset, side="right"))  # in the epoch's order
             shard = int(shard_order[place])
             offset -= int(shard_ends[place] - self.lengths[shard])
             # Copy documents, the first from the offset on, up to the end of the shard.
             order = self.document_order(epoch, shard)
             document = int(np.searchsorted(order.ends, offset, side="right"))
             while count > 0 and document < len(order.ends):
-                file_end = int(order.file_ends[document])
                 left = int(order.ends[document]) - offset  # tokens left in this document
+                file_end = int(order.file_ends[document])
                 piece = self.shards[shard][file_end - left : file_end][:count]
                 tokenizer.check_tokens(piece, self.paths[shard])
                 pieces.append(piece)
@@ -411,6 +360,7 @@ class DataLoaderLite:
             # Tokens before the first 50256 end a document of the previous shard: they count as one.
             starts = np.union1d(np.zeros(1, dtype=np.int64), np.flatnonzero(tokens == EOT))
         lengths = np.diff(starts, append=len(tokens))
+        # shard + 1: the permutation of the shards themselves has no third number
         order = permutation(len(starts), self.seed, epoch, shard + 1)
         if len(self.document_orders) == 2:
             oldest = next(iter(self.document_orders))
@@ -427,7 +377,7 @@ class DataLoaderLite:
         buffer = torch.from_numpy(buffer.astype(np.int64))
         if self.pin_memory:
             buffer = buffer.pin_memory()
-        self.position += self.world_size * tokens
+        self.position += self.world_size * tokens  # past the batches of all ranks
         return buffer[:-1].view(self.B, self.T), buffer[1:].view(self.B, self.T)
 
     def state_dict(self) -> dict[str, Any]:
@@ -534,19 +484,26 @@ class TrainConfig:
 
 
 # fmt: off
-SHAKESPEARE = dict(
+SHAKESPEARE = dict(  # two minutes on two cores
     data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=64,
-    n_layer=4, n_head=4, n_embd=64, optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0,
-    warmup_steps=20, warmdown_steps=300, beta2=0.995, compile=False, eval_every=200,
-    eval_tokens=32_768, hellaswag_every=0, sample_every=300, sample_prompt="ROMEO:", save_every=200,
+    # 3.4 million parameters, of which the token embedding has 3.2
+    n_layer=4, n_head=4, n_embd=64,
+    # the best of what was tried: bench/recipes
+    optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
+    warmdown_steps=300, beta2=0.995,
+    # a compiler may be missing, and takes a minute
+    compile=False, eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300,
+    sample_prompt="ROMEO:", save_every=200,
 )
-# From small models; max_lr also from others' search (bench/recipes).
-GPT2_FAST = dict(
+GPT2_FAST = dict(  # chosen on small models; max_lr also from other people's search (bench/recipes)
     optimizer="muon", schedule="wsd", max_steps=9_536, warmup_steps=476, warmdown_steps=4_768,
     max_lr=6e-3, min_lr=0.0,
 )
 PRESETS = {
-    "gpt2": {}, "gpt2-fast": GPT2_FAST, "gpt3": dict(seq_len=2048), "shakespeare": SHAKESPEARE,
+    "gpt2": {},  # the defaults of TrainConfig
+    "gpt2-fast": GPT2_FAST,
+    "gpt3": dict(seq_len=2048),  # GPT-3 Small's context
+    "shakespeare": SHAKESPEARE,
 }
 # Settings fixed across resumes: others change the losses by no more than rounding.
 FIXED = (
@@ -574,12 +531,13 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
         defaults["compile"] = False
     config = cli.parse_args(TrainConfig, args, default=replace(TrainConfig(), **defaults))
 
+    # Collect every problem, to report all of them at once.
     problems = []
     positive = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens")
     for name, value in asdict(config).items():
         if isinstance(value, int | float):
             minimum = 1 if name in positive else 0
-            if not minimum <= value < 2**63:
+            if not minimum <= value < 2**63:  # nan is in no interval
                 bounds = f"at least {minimum} and below 2**63"
                 problems.append(f"{cli.flag(name)} {value}: must be {bounds}")
     if config.n_head > 0 and config.n_embd % config.n_head:
@@ -658,9 +616,11 @@ def get_lr(step: int, config: TrainConfig) -> float:
         return config.min_lr
     # share: of the way from min_lr up to max_lr
     if config.schedule == "wsd":
+        # 1 until the warm-down begins, then down to 0 at max_steps
         warmdown = min(config.warmdown_steps, config.max_steps - config.warmup_steps)
         share = min((config.max_steps - step) / max(warmdown, 1), 1.0)
     else:
+        # half a period of the cosine, from 1 to 0
         progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
         share = 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr + share * (config.max_lr - config.min_lr)
@@ -680,8 +640,9 @@ def validation_loss(
     matters. Full batches use the compiled model if training on a GPU does."""
     B = loader.B
     T = loader.T
-    sequences = min(tokens, loader.total_tokens - 1) // T
+    sequences = min(tokens, loader.total_tokens - 1) // T  # whole ones
     results = []  # (mean loss, sequences) of each batch
+    # Each rank takes every world_size-th batch.
     for first in signals.until_stopped(range(ranks.rank * B, sequences, ranks.world_size * B)):
         n = min(B, sequences - first)
         # Sequences follow each other; one token more, since targets are shifted by one.
@@ -700,27 +661,11 @@ def validation_loss(
     return ranks.sum(total) / sequences
 
 
-class TextSize(NamedTuple):
-    """The size of a text, to compare its loss with that of other tokenizers."""
-
-    tokens: int
-    bytes: int
-    characters: int
-
-    def bits_per_byte(self, loss: float) -> float:
-        """loss: in nats per token"""
-        return loss * self.tokens / (self.bytes * math.log(2))
-
-    def nats_per_character(self, loss: float) -> float:
-        """loss: in nats per token"""
-        return loss * self.tokens / self.characters
-
-
 @lru_cache(maxsize=1)  # it is the same at every evaluation
-def validation_text(loader: DataLoaderLite, tokens: int) -> TextSize:
-    """The text of the tokens that validation_loss predicts."""
+def validation_text(loader: DataLoaderLite, tokens: int) -> tokenizer.TextSize:
+    """The size of the text that validation_loss predicts, in tokens, bytes and characters."""
     predicted = min(tokens, loader.total_tokens - 1) // loader.T * loader.T
-    return TextSize(predicted, *tokenizer.text_size(loader.read(1, predicted)))
+    return tokenizer.text_size(loader.read(1, predicted))
 
 
 def hellaswag_accuracy(
@@ -765,22 +710,21 @@ class Training:
 
     model: GPT  # evaluated and saved
     ddp_model: nn.Module  # trained: the same weights, in DDP if there are several ranks
-    optimizer: Any
-    scaler: torch.amp.GradScaler
+    optimizer: Any  # AdamW, or Muon and AdamW as one
+    scaler: torch.amp.GradScaler  # does nothing except in float16
     dtype: torch.dtype  # of matmuls
     description: str  # of device and precision, with the reason
-    autocast: torch.autocast
+    autocast: torch.autocast  # computes matmuls in dtype
     loader: DataLoaderLite
-    val_loader: DataLoaderLite | None
-    tasks: list[Any] | None  # of HellaSwag
-    run: run_folder.RunFolder
-    meter: console.Meter
+    val_loader: DataLoaderLite | None  # None without validation
+    tasks: list[Any] | None  # of HellaSwag; None without it
+    run: run_folder.RunFolder  # log and checkpoints
+    meter: console.Meter  # time
     step: int  # updates made
     skipped: int  # updates skipped because loss or gradient was not finite
 
 
-# Called as before_step(step, training) at the start of each step, and after the last one.
-BeforeStep = Callable[[int, Training], None]
+BeforeStep = Callable[[int, Training], None]  # see main()
 
 
 def save_checkpoint(
@@ -791,22 +735,17 @@ def save_checkpoint(
     All ranks call it. A checkpoint that can't be written is an error only if it is `required`."""
     if training.run.saved_step == training.step:
         return
-    # Samples have a generator of their own; dropout in a fork would use these.
-    random = {"cpu": torch.get_rng_state()}
-    kind = ranks.device.type
-    if kind != "cpu":
-        random[kind] = torch.get_device_module(kind).get_rng_state()
     state = {
         "format": 1,
         "step": training.step,
         "elapsed": training.meter.elapsed,
         "skipped": training.skipped,
-        "config": asdict(config),
+        "config": asdict(config),  # a resumed run must have the same
         "dtype": str(training.dtype),
-        "random": ranks.gather(random),
-        "optimizer": training.optimizer.state_dict(),
+        "random": ranks.gather(devices.random_state(ranks.device)),  # dropout in a fork needs it
+        "optimizer": training.optimizer.state_dict(),  # gathered if it is sharded
         "scaler": training.scaler.state_dict(),
-        "loader": training.loader.state_dict(),
+        "loader": training.loader.state_dict(),  # its position
     }
     training.run.save(training.model, state, required)
 
@@ -817,43 +756,36 @@ def restore_state(
     """Restores what save_checkpoint saved, except the weights and counters."""
     loader.load_state_dict(saved["loader"])
     optimizer.load_state_dict(saved["optimizer"])
-    if ranks.device.type == "cpu":  # the tensors are memory-mapped
+    if ranks.device.type == "cpu":  # the tensors map the file, which must not stay open
         for moments in optimizer.state.values():
             moments.update({key: tensor.clone() for key, tensor in moments.items()})
     if saved["scaler"]:  # only float16 has one
         scaler.load_state_dict(saved["scaler"])
     if ranks.rank < len(saved["random"]):  # there may be more ranks now
-        random = saved["random"][ranks.rank]
-        torch.set_rng_state(random["cpu"])
-        kind = ranks.device.type
-        if kind != "cpu" and kind in random:
-            torch.get_device_module(kind).set_rng_state(random[kind])
+        devices.set_random_state(ranks.device, saved["random"][ranks.rank])
 
 
 # --------------------------------------------------------------------------------------------------
 # Set-up
 
 
-def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
-    """A model from a checkpoint, from --init, or from scratch."""
-    if checkpoint is not None:
-        return GPT.from_pretrained(checkpoint)
-    if config.init != "scratch":
-        return GPT.from_pretrained(config.init)
-    shape = GPTConfig(config.seq_len, VOCAB_SIZE, config.n_layer, config.n_head, config.n_embd)
-    return GPT(shape)
+def new_model(config: TrainConfig, ranks: Ranks, checkpoint: Path | None = None) -> GPT:
+    """The model to train: from a checkpoint, from --init, or from scratch.
 
-
-def start_model(config: TrainConfig, checkpoint: Path | None, ranks: Ranks) -> GPT:
-    """The model to train. Only rank 0 draws or reads weights; DDP sends them to the other ranks."""
+    Only rank 0 draws or reads weights; DDP sends them to the other ranks."""
     torch.manual_seed(config.seed)
     if ranks.rank > 0:
-        shape = ranks.broadcast(None)  # rank 0's, from below
         with torch.device("meta"):
-            model = GPT(shape)
+            model = GPT(ranks.broadcast(None))  # rank 0's shape, from below
         return model.to_empty(device=ranks.device)
-    model = new_model(config, checkpoint)
-    shape = model.config
+    shape = GPTConfig(config.seq_len, VOCAB_SIZE, config.n_layer, config.n_head, config.n_embd)
+    if checkpoint is not None:
+        model = GPT.from_pretrained(checkpoint)  # resumed
+    elif config.init != "scratch":
+        model = GPT.from_pretrained(config.init)  # fine-tuned
+    else:
+        model = GPT(shape)
+    shape = model.config  # that of given weights may be larger
     if shape.block_size < config.seq_len or shape.vocab_size != VOCAB_SIZE:
         problem = f"context {shape.block_size}, vocabulary {shape.vocab_size}"
         raise UserError(f"--init {config.init}: {problem} for --seq-len {config.seq_len}")
@@ -866,7 +798,7 @@ def choose_micro_batch_size(
 ) -> int:
     """B: --micro-batch-size, or the largest power of two that fits and divides a rank's share."""
     T = config.seq_len
-    unit = T * max(config.micro_batch_size, 1) * ranks.world_size
+    unit = T * max(config.micro_batch_size, 1) * ranks.world_size  # tokens per micro-step
     if config.total_batch_size % unit:
         nearest = max(round(config.total_batch_size / unit), 1) * unit
         problem = f"is not a multiple of {unit} (sequence x micro-batch x ranks)"
@@ -874,12 +806,17 @@ def choose_micro_batch_size(
         raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
     if config.micro_batch_size:
         return config.micro_batch_size
-    return largest_micro_batch(
+    sequences = config.total_batch_size // (T * ranks.world_size)  # per step, on each rank
+    sizes = [B for B in (128, 64, 32, 16, 8, 4, 2, 1) if sequences % B == 0]
+    if ranks.device.type != "cuda":  # 4,096 tokens keep the cores of a CPU busy
+        return next((B for B in sizes if B * T <= 4096), 1)
+    return largest_that_fits(
+        sizes,
         model,
         ranks,
         autocast,
         T=T,
-        sequences=config.total_batch_size // (T * ranks.world_size),  # per step, on each rank
+        sequences=sequences,
         compiled=config.compile,
         low_memory=config.low_memory,
         shard_optimizer=config.shard_optimizer,
@@ -900,36 +837,54 @@ def wrap_in_ddp(
     return ddp_model
 
 
+def find_start(
+    config: TrainConfig, run: run_folder.RunFolder
+) -> tuple[dict[str, Any] | None, bool]:
+    """(the state in the newest checkpoint, None without one; True if the last run continues)"""
+    checkpoint = run.find_start(config.resume)
+    if checkpoint is None:
+        # A run that was stopped before its first save starts again, and overwrites its log, if
+        # its settings are still the same.
+        before = run.last_config
+        return None, before is not None and not differences(before, config)
+    saved = checkpoints.read_training_state(checkpoint)
+    changes = differences(saved["config"], config)
+    if changes:
+        raise UserError(f"--resume: {config.log_dir} holds another run: {', '.join(changes)}")
+    return saved, True
+
+
 def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Training | None:
     """Makes everything for the loop, new or from a checkpoint. None if the run is complete."""
-    # Where to start. Without a checkpoint, a run continues if its settings are the same: it was
-    # stopped before its first save, starts again and overwrites its lines in the log.
-    run = run_folder.RunFolder(config.log_dir, ranks, config.keep_checkpoints, config.keep_every)
-    checkpoint = run.find_start(config.resume)
-    saved = {}
-    continues = run.last_config is not None and not differences(run.last_config, config)
-    if checkpoint is not None:
-        saved = checkpoints.read_training_state(checkpoint)
-        changes = differences(saved["config"], config)
-        if changes:
-            raise UserError(f"--resume: {config.log_dir} holds another run: {', '.join(changes)}")
-        continues = True
+    # Where to start: at the newest checkpoint if the last run continues, else at step 0.
+    log_dir = Path(config.log_dir)
+    run = run_folder.RunFolder(log_dir, ranks, config.keep_checkpoints, config.keep_every)
+    saved = None
+    continues = False
+    if config.resume or ranks.job:  # torchrun may restart a run without --resume
+        saved, continues = find_start(config, run)
+    counters = saved or {"step": 0, "elapsed": 0.0, "skipped": 0, "dtype": None}
 
     # The model, and by its size the precision, which micro-batch, optimizer and scaler depend on.
     if model is None:
-        model = start_model(config, checkpoint, ranks)
+        model = new_model(config, ranks, run.checkpoint)
     model = model.to(ranks.device)
-    dtype, description = ranks.on_rank_0(
-        devices.choose_precision,
-        config.dtype,
-        ranks.device,
-        model.num_parameters(),
-        before=saved.get("dtype"),
-    )
-    autocast = devices.training_autocast(ranks.device, dtype)
-    if saved and saved["dtype"] != str(dtype):
+    precision = None
+    if ranks.rank == 0:  # on a CPU it may be measured
+        precision = devices.choose_precision(
+            config.dtype, ranks.device, model.num_parameters(), before=counters["dtype"]
+        )
+    dtype, description = ranks.broadcast(precision)
+    if ranks.device.type == "mps" and dtype == torch.float16:
+        # Fused AdamW ignores the scaler's found_inf on MPS (PyTorch PR #186360).
+        raise UserError("--dtype float16: overflows would ruin the weights on MPS; use float32")
+    if ranks.device.type == "cuda" and dtype != torch.float32:
+        torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
+    autocast = torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32)
+    if counters["dtype"] not in (None, str(dtype)):
         print0(f"precision: {saved['dtype']} so far, {dtype} from here on")
 
+    # Data: each rank reads its part of every micro-step. Validation is in the order of the file.
     T = config.seq_len
     B = choose_micro_batch_size(config, model, ranks, autocast)
     place = {"rank": ranks.rank, "world_size": ranks.world_size}
@@ -945,28 +900,30 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
         context = model.config.block_size
         tasks = hellaswag.prepare_for_training(config.hellaswag_data, context, ranks.gather)
 
-    # Muon computes in bfloat16 or float32.
+    # Optimizer, and what a checkpoint has of it. Muon computes in bfloat16 or float32.
     muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     optimizer = configure_optimizer(model, config, muon_dtype)
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
-    step = saved.get("step", 0)
-    if saved:
+    step = counters["step"]
+    if saved is not None:
         restore_state(saved, optimizer, scaler, loader, ranks)
         if run.is_finished(step, config.max_steps):
             print0(f"already trained {step} steps; to continue, raise --max-steps")
             return None
+    # From here on the folder changes: earlier lines of this run's log go, or an earlier run's
+    # checkpoints move aside.
     run.begin(step, description, asdict(config), continues)
 
-    # Last, since compiling and DDP's warm-up take time.
+    # What takes time comes last: whether anything compiles, DDP's warm-up, the machine's speed.
     model.prepare(config.compile and devices.can_compile(ranks.device), config.low_memory)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast) if ranks.world_size > 1 else model
+    peak_flops, _ = devices.peak_flops(ranks.device, dtype)
     meter = console.Meter(
         tokens=config.total_batch_size,
         flops_per_token=model.flops_per_token(T),
-        peak=devices.peak_flops(ranks.device, dtype),
-        devices=ranks.world_size,
+        peak_flops=ranks.world_size * peak_flops,
         interval=config.eval_every or config.save_every or 20,
-        elapsed=saved.get("elapsed", 0.0),
+        elapsed=counters["elapsed"],
     )
     return Training(
         model=model,
@@ -982,7 +939,7 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
         run=run,
         meter=meter,
         step=step,
-        skipped=saved.get("skipped", 0),
+        skipped=counters["skipped"],
     )
 
 
@@ -990,12 +947,7 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
 # The loop
 
 
-def is_due(every: int, step: int, last: bool) -> bool:
-    """True at multiples of `every` steps and after the last step; never if `every` is 0."""
-    return every > 0 and (last or step % every == 0)
-
-
-def train_loop(
+def train(
     training: Training, config: TrainConfig, ranks: Ranks, before_step: BeforeStep | None
 ) -> None:
     """Saves, evaluates, updates, logs, until max_steps. Raises Stopped after a stop signal."""
@@ -1011,26 +963,26 @@ def train_loop(
     # One round more than there are updates: the last one only saves and evaluates.
     for step in range(training.step, config.max_steps + 1):
         last = step == config.max_steps
-        due = partial(is_due, step=step, last=last)
         if before_step is not None:
             before_step(step, training)
-        if due(config.save_every) and (step > 0 or last):  # before evaluating, which may fail
+        # Save before evaluating, which may fail. An interval of 0 turns a part off.
+        if config.save_every and (last or (step > 0 and step % config.save_every == 0)):
             save_checkpoint(training, config, ranks, required=last)
         model.eval()  # GPT-2 is trained without dropout, but a fork may have it
-        if due(config.eval_every):
+        if config.eval_every and (last or step % config.eval_every == 0):
             loss = validation_loss(model, training.val_loader, config.eval_tokens, ranks, autocast)
             text = validation_text(training.val_loader, config.eval_tokens)
             run.log(step, val=loss, bpb=text.bits_per_byte(loss))
-        if training.tasks and due(config.hellaswag_every):
+        if training.tasks and (last or step % config.hellaswag_every == 0):
             run.log(step, hella=hellaswag_accuracy(model, training.tasks, ranks, autocast))
-        if step > 0 and due(config.sample_every):
+        if config.sample_every and step > 0 and (last or step % config.sample_every == 0):
             print_samples(model, config.sample_prompt, ranks, autocast, last)
         model.train()
         if last:
             break
 
         # ---- One update of the weights -----------------------------------------------------------
-        meter.start_step()
+        began = time.perf_counter()
         lr = get_lr(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -1045,12 +997,13 @@ def train_loop(
             ddp_model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with autocast:  # the backward pass takes the precisions of the forward pass
                 _, micro_loss = ddp_model(x, y)
-            # DDP averages over ranks, but gradients of micro-steps add up: divided by their
-            # number, they add up to the gradient of the mean loss. The scaler keeps float16
-            # gradients from vanishing.
+            # DDP averages over ranks, but the gradients of micro-steps add up: divide by their
+            # number to get the gradient of the mean loss. The scaler keeps float16 gradients
+            # from vanishing.
             scaler.scale(micro_loss / grad_accum_steps).backward()
             loss_sum += micro_loss.detach()  # .item() would synchronize in every micro-step
-        # Unscale before clipping: grad_clip applies to unscaled gradients.
+        # Clip the norm of all gradients together, after unscaling: grad_clip applies to unscaled
+        # gradients. Without clipping (inf) the norm is still logged.
         scaler.unscale_(optimizer)
         norm_tensor = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         # The one synchronization with the device. All ranks get the same sums, so they make the
@@ -1079,50 +1032,29 @@ def train_loop(
         # ---- End of the update -------------------------------------------------------------------
 
         training.step = step + 1
-        meter.end_step(steps_left=config.max_steps - training.step)
+        meter.end_step(began, steps_left=config.max_steps - training.step)
         print0(f"step {step:5d}/{config.max_steps} {meter.line(loss, lr, norm)}")
         run.log(step, train=loss, lr=lr, norm=norm, **meter.streams)
         if stopped:
             raise Stopped
 
 
-def train(
-    config: TrainConfig,
-    ranks: Ranks,
-    model: GPT | None = None,
-    before_step: BeforeStep | None = None,
-) -> int:
-    """Trains, evaluates and saves. Returns the exit status: 0, or 130 / 143 after a stop signal.
+# --------------------------------------------------------------------------------------------------
+# The run from its command line to its last line
 
-    model: train this one instead of making one. Both parameters are bench.py's."""
-    training = set_up(config, ranks, model)
-    if training is None:
-        return 0
+
+def stop(training: Training, config: TrainConfig, ranks: Ranks) -> int:
+    """Saves after a stop signal, if saving is on. Returns the exit status."""
+    hint = "--resume continues" if config.save_every else "nothing is saved"
+    print0(f"stopped by a signal after {training.step} updates; {hint}")
+    if config.save_every:
+        save_checkpoint(training, config, ranks, required=True)
+    return signals.exit_status()
+
+
+def conclude(training: Training, config: TrainConfig) -> None:
+    """Records and prints what the run ends with."""
     run = training.run
-    console.announce(
-        device=training.description,
-        model=training.model,
-        loader=training.loader,
-        data=config.data,
-        max_steps=config.max_steps,
-        total_batch_size=config.total_batch_size,
-        peak=training.meter.peak,
-        folder=run.description,
-    )
-    rest = config.max_steps - config.warmup_steps
-    if config.schedule == "wsd" and 0 < rest < config.warmdown_steps:
-        print0("schedule: a shorter warm-down, right after the warm-up")
-
-    signals.collect_stop_signals()
-    try:
-        train_loop(training, config, ranks, before_step)
-    except Stopped:
-        hint = "--resume continues" if config.save_every else "nothing is saved"
-        print0(f"stopped by a signal after {training.step} updates; {hint}")
-        if config.save_every:
-            save_checkpoint(training, config, ranks, required=True)
-        return signals.exit_status()
-
     if config.save_every:
         run.clean_up(training.step, wait=True)  # now that the last validation loss is known
     if config.eval_every:
@@ -1131,26 +1063,22 @@ def train(
         print0(f"\nvalidation loss: {loss:.4f} nats per token")
         print0(f"  {text.nats_per_character(loss):.4f} nats per character")
         print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
-    console.conclude(training.step, training.meter.elapsed)
+    console.print_cost(training.step, training.meter.elapsed)
     if config.save_every:
         run.print_result(training.step, config.sample_prompt)
     run.finish(training.step)
-    return 0
 
 
 def print_plan(config: TrainConfig) -> None:
-    """Prints FLOPs, memory and time of a run, and trains nothing."""
+    """Prints FLOPs, memory and time of a run. Trains nothing."""
     from support import plan
 
     with torch.device("meta"):  # allocates nothing
-        model = new_model(config)
-    device = devices.choose_device(config.device)
-    dtype, description = devices.choose_precision(config.dtype, device, model.num_parameters())
+        model = new_model(config, Ranks(rank=0, world_size=1, device=torch.device("meta")))
     plan.print_plan(
         model,
-        device,
-        dtype,
-        description,
+        device=config.device,
+        dtype=config.dtype,
         data=config.data,
         max_steps=config.max_steps,
         total_batch_size=config.total_batch_size,
@@ -1166,7 +1094,10 @@ def main(
     model: GPT | None = None,
     before_step: BeforeStep | None = None,
 ) -> int:
-    """Reads the command line and trains. model, before_step: as in train()."""
+    """Reads the command line and trains. Returns the exit status: 0, or 130 / 143 after a signal.
+
+    model: train this one instead of a new one. before_step(step, training): called at the start of
+    each step, and once more after the last one. Both are for bench.py."""
     config = read_config(args)
     if config.plan:
         print_plan(config)
@@ -1175,11 +1106,33 @@ def main(
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
         missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
         print0(f"{missing}: the shakespeare preset")
+    status = 0
     try:
+        # Only one run at a time may use the folder.
         with run_folder.lock(Path(config.log_dir), ranks.rank):
-            status = train(config, ranks, model, before_step)
+            training = set_up(config, ranks, model)
+            if training is not None:
+                console.announce(
+                    device=training.description,
+                    model=training.model,
+                    loader=training.loader,
+                    data=config.data,
+                    max_steps=config.max_steps,
+                    total_batch_size=config.total_batch_size,
+                    peak=devices.peak_flops(ranks.device, training.dtype),
+                    log_dir=config.log_dir,
+                    checkpoint=training.run.checkpoint,
+                )
+                # From here on a signal stops the run between two updates, and saves.
+                signals.collect_stop_signals()
+                try:
+                    train(training, config, ranks, before_step)
+                    conclude(training, config)
+                except Stopped:
+                    status = stop(training, config, ranks)
     except RuntimeError as error:
         raise explain(error, str(ranks.device), config.micro_batch_size) from None
+    del training  # the DDP in it must go before its process group, or the exit can hang
     if dist.is_initialized():
         dist.destroy_process_group()
     return status

@@ -37,31 +37,14 @@ def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torc
             raise UserError(f"{problem}: lower --nproc_per_node")
         torch.cuda.set_device(torch.device("cuda", local_rank))
         return torch.device("cuda", local_rank)
-    if kind == "cpu":
-        keep_freed_memory()
-    return torch.device(kind)
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep the memory of freed tensors for the next ones.
-
-    By default it returns large buffers to the kernel, and the next step faults them in again, page
-    by page: a third of a step of GPT-2 (124M), more than half of a small model's."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # musl lacks it
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if kind == "cpu" and hasattr(libc, "mallopt"):  # glibc; musl lacks it
+        # Keep the memory of freed tensors for the next ones. By default glibc returns large buffers
+        # to the kernel, and the next step faults them in again, page by page: a third of a step of
+        # GPT-2 (124M), more than half of a small model's.
         libc.mallopt(-4, 0)  # M_MMAP_MAX: map no buffer separately
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
-
-
-def device_name(device: torch.device) -> str:
-    """The name of the chip; for a CPU the number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "mps":
-        return "Apple GPU"
-    return f"{torch.get_num_threads()} threads"
+    return torch.device(kind)
 
 
 def can_compile(device: torch.device) -> bool:
@@ -86,6 +69,21 @@ def pad_length(idx: Tensor, longest: int) -> Tensor:
     """Tokens (B, T) padded at the end with zeros to round_length(T), or to `longest` if less."""
     T = idx.size(1)
     return F.pad(idx, (0, min(round_length(T, idx.device), longest) - T))
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The states of the random number generators of the CPU and the device, by type."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device.type).get_rng_state()
+    return state
+
+
+def set_random_state(device: torch.device, state: dict[str, Tensor]) -> None:
+    """Restores what random_state() returned, perhaps on another type of device."""
+    torch.set_rng_state(state["cpu"])
+    if device.type != "cpu" and device.type in state:
+        torch.get_device_module(device.type).set_rng_state(state[device.type])
 
 
 def peak_memory() -> int | None:
@@ -113,6 +111,12 @@ def choose_precision(
 
     dtype: --dtype. parameters: of the model. before: the dtype of a run that is resumed, in which
     a large model on a CPU stays."""
+    chip = f"{torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        chip = torch.cuda.get_device_name(device)
+    elif device.type == "mps":
+        chip = "Apple GPU"
+
     if dtype != "auto":
         name, reason = dtype, "as requested"
     elif device.type == "cuda":
@@ -132,17 +136,7 @@ def choose_precision(
         speedup = matmul_flops(device, torch.bfloat16) / matmul_flops(device, torch.float32)
         name = "bfloat16" if speedup >= 1.3 else "float32"
         reason = f"bfloat16 matmuls are {speedup:.2g} times as fast as float32's"
-    return getattr(torch, name), f"{device} ({device_name(device)}), {name}: {reason}"
-
-
-def training_autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Runs the matmuls of training in `dtype`. On a GPU, those left in float32 may use TF32."""
-    if device.type == "mps" and dtype == torch.float16:
-        # Fused AdamW ignores the scaler's found_inf on MPS (PyTorch PR #186360).
-        raise UserError("--dtype float16: overflows would ruin the weights on MPS; use float32")
-    if device.type == "cuda" and dtype != torch.float32:
-        torch.set_float32_matmul_precision("high")
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    return getattr(torch, name), f"{device} ({chip}), {name}: {reason}"
 
 
 # --------------------------------------------------------------------------------------------------

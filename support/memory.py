@@ -8,7 +8,8 @@ from support.errors import is_out_of_memory
 from support.ranks import Ranks
 
 
-def largest_micro_batch(
+def largest_that_fits(
+    sizes: list[int],
     model: torch.nn.Module,
     ranks: Ranks,
     autocast: torch.autocast,
@@ -19,29 +20,23 @@ def largest_micro_batch(
     low_memory: bool,
     shard_optimizer: bool,
 ) -> int:
-    """The largest power of two up to 128 that fits and divides `sequences`.
+    """The first of `sizes` (B, largest first) that fits in the memory of every rank's GPU, or 1.
 
-    On a CUDA GPU it is found by trial; elsewhere it is at most 4,096 tokens, enough to keep the
-    cores of a CPU busy. sequences: of a step, on each rank."""
+    sequences: of a step, on each rank."""
     several_ranks = ranks.world_size > 1
-    for B in (128, 64, 32, 16, 8, 4, 2):
-        if sequences % B:
-            continue
-        if ranks.device.type == "cuda":
-            fit = fits(
-                model,
-                B,
-                T,
-                autocast,
-                low_memory=low_memory,
-                several_ranks=several_ranks,
-                shards=ranks.world_size if shard_optimizer else 1,
-                keeps_logits=compiled and not low_memory,
-                accumulates=several_ranks or sequences > B,
-            )
-            if all(ranks.gather(fit)):  # all ranks use the same B
-                return B
-        elif B * T <= 4096:
+    for B in sizes:
+        fit = fits(
+            model,
+            B,
+            T,
+            autocast,
+            low_memory=low_memory,
+            several_ranks=several_ranks,
+            shards=ranks.world_size if shard_optimizer else 1,
+            keeps_logits=compiled and not low_memory,
+            accumulates=several_ranks or sequences > B,
+        )
+        if all(ranks.gather(fit)):  # all ranks use the same B
             return B
     return 1
 

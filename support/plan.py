@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from support.console import duration
-from support.devices import PEAK_TFLOPS, peak_flops
+from support.devices import PEAK_TFLOPS, choose_device, choose_precision, peak_flops
 from support.memory import estimate_memory
 from support.tokenizer import open_split
 
@@ -14,10 +14,9 @@ ASSUMED_MFU = 0.4
 
 def print_plan(
     model: torch.nn.Module,
-    device: torch.device,
-    dtype: torch.dtype,
-    description: str,
     *,
+    device: str,
+    dtype: str,
     data: str,
     max_steps: int,
     total_batch_size: int,
@@ -28,7 +27,9 @@ def print_plan(
 ) -> None:
     """Prints what a run will take. model: a GPT, which may be on the "meta" device.
 
-    description: of device and precision. B: 0 if it is to be found by trial."""
+    device, dtype: as on the command line. B: 0 if it is to be found by trial."""
+    chosen = choose_device(device)
+    precision, description = choose_precision(dtype, chosen, model.num_parameters())
     B = B or 1
     flops = model.flops_per_token(T)
     tokens = max_steps * total_batch_size
@@ -37,9 +38,10 @@ def print_plan(
         _, shards = open_split(Path(data), "train")
         available = sum(len(shard) for shard in shards)
         epochs = f"{tokens / available:.3f} of {available:,} training tokens"
-    peak, source = peak_flops(device, dtype)
+    peak, source = peak_flops(chosen, precision)
     rate = peak * ASSUMED_MFU / flops  # tokens per second
-    memory = estimate_memory(model, B, T, device, dtype, low_memory=low_memory, compiled=compiled)
+    how = {"low_memory": low_memory, "compiled": compiled}
+    memory = estimate_memory(model, B, T, chosen, precision, **how)
     in_blocks = sum(p.numel() for p in model.h.parameters())
     projected = f"projected: {ASSUMED_MFU:.0%} of"
     rows = {

@@ -40,7 +40,13 @@ class Ranks:
             torch.use_deterministic_algorithms(True)
         if "RANK" in os.environ:
             join_process_group(rank, world_size, chosen)
-        return cls(rank, world_size, chosen, torchrun_job())
+        job = ""
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # torchrun's …/JOB/attempt_N/RANK/error.json. Unlike the run id, which may be used
+            # again, JOB differs from that of every earlier torchrun.
+            error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+            job = error_file.parent.parent.parent.name
+        return cls(rank, world_size, chosen, job)
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, in rank order."""
@@ -69,15 +75,6 @@ class Ranks:
         if any(received for _, received in pairs):
             raise Stopped
         return sum(value for value, _ in pairs)
-
-
-def torchrun_job() -> str:
-    """Names the torchrun that started this process; "" without torchrun.
-
-    Unlike --rdzv-id, which may be reused, the name differs from that of every earlier torchrun. It
-    is part of the path .../JOB/attempt_N/RANK/error.json."""
-    parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
-    return parts[-4] if len(parts) >= 4 else ""
 
 
 def join_process_group(rank: int, world_size: int, device: torch.device) -> None:

@@ -4,18 +4,20 @@ The formats are in run_log.py and checkpoints.py. Only rank 0 reads and writes; 
 the same methods, which tell them what rank 0 found or do nothing."""
 
 import contextlib
+import json
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from support import checkpoints, run_log
 from support.cli import print0, shown, warn
 from support.errors import UserError
-from support.files import fsync, remove
+from support.files import fsync, remove, write_text
 from support.ranks import Ranks
 
 
@@ -51,28 +53,25 @@ def lock(log_dir: Path, rank: int) -> Iterator[None]:
 PRINTED = {"val": "validation loss", "hella": "HellaSwag"}  # streams, as the console has them
 
 
+@dataclass
 class RunFolder:
-    """find_start(), begin(), then log() and save() as the run goes on, and finish()."""
+    """find_start() and begin(), then log() and save() as the run goes on, and finish()."""
 
-    def __init__(self, log_dir: str | Path, ranks: Ranks, keep: int = 0, keep_every: int = 0):
-        """keep: number of recent checkpoints to keep, plus the best; 0: all.
+    path: Path
+    ranks: Ranks
+    keep: int = 0  # number of recent checkpoints to keep, plus the best; 0: all
+    keep_every: int = 0  # also keep checkpoints at multiples of this many steps; 0: none
 
-        keep_every: also keep multiples of this many steps; 0: none."""
-        self.path = Path(log_dir)
-        self.ranks = ranks
-        self.keep = keep
-        self.keep_every = keep_every
-        self.log_path = self.path / "log.txt"
-        self.unwritten = b""  # lines of the log that a full disk did not take
-        self.warned = False
-        self.start_step = 0
-        self.checkpoint: Path | None = None  # from which the run continues
-        self.saved_step: int | None = None  # the step of the checkpoint that is up to date
-        self.latest: dict[str, float] = {}  # the latest value of each stream
-        self.evaluated: set[str] = set()  # streams that log.txt already has at start_step
-        self.last_config: dict[str, Any] | None = None  # of the run that may continue, on rank 0
-        self.entries: list[dict[str, Any]] = []  # of run.json
-        self.trackers: list[Any] = []
+    checkpoint: Path | None = None  # from which the run continues
+    last_config: dict[str, Any] | None = None  # of the run that may continue, on rank 0
+    entries: list[dict[str, Any]] = field(default_factory=list)  # of run.json
+    start_step: int = 0
+    saved_step: int | None = None  # the step of the checkpoint that is up to date
+    evaluated: set[str] = field(default_factory=set)  # streams that log.txt has at start_step
+    latest: dict[str, float] = field(default_factory=dict)  # the latest value of each stream
+    unwritten: bytes = b""  # lines of the log that a full disk did not take
+    warned: bool = False
+    trackers: list[Any] = field(default_factory=list)
 
     # ---- Start -----------------------------------------------------------------------------------
 
@@ -85,8 +84,7 @@ class RunFolder:
 
     def _find_start(self, resume: bool) -> Path | None:
         entries = run_log.run_entries(self.path)
-        job = self.ranks.job
-        restarted = bool(entries and job) and entries[-1].get("job") == job
+        restarted = entries and self.ranks.job and entries[-1].get("job") == self.ranks.job
         if not (resume or restarted):
             return None
         if entries:
@@ -111,33 +109,39 @@ class RunFolder:
             self.saved_step = step
         if self.ranks.rank > 0:
             return
-        for remainder in self.path.glob(".*.partial"):  # of a killed process
-            remove(remainder)
-        self.entries = run_log.run_entries(self.path)
-        if continues:
-            begin = self.entries[-1].get("log_lines") if self.entries else None
-            begin, self.evaluated = run_log.trim_log(self.log_path, begin, step)
-        else:
-            begin = len(run_log.log_lines(self.log_path))
-            aside = checkpoints.move_aside(self.path)
-            if aside:
-                moved = f"an earlier run's checkpoints moved to {aside}/"
-                print0(f"{self.path}/: {moved} (--resume continues a run)")
-        entry = run_log.new_entry(
-            log_lines=begin,
-            config=config,
+        lines_before = 0  # in log.txt, before this run
+        if any(self.path.iterdir()):
+            lines_before = self._tidy(step, continues)
+        self.entries = run_log.add_entry(
+            self.path,
+            self.entries,
+            config,
+            log_lines=lines_before,
             job=self.ranks.job,
             step=step,
             device=device,
             world_size=self.ranks.world_size,
         )
-        self.entries.append(entry)
-        run_log.keep_edited_script(self.path)
-        run_log.write_entries(self.path, self.entries)
         if config["tensorboard"] or config["wandb"]:
             from support.trackers import start_trackers
 
             self.trackers = start_trackers(self.path, self.entries, step)
+
+    def _tidy(self, step: int, continues: bool) -> int:
+        """Prepares a folder that was used before. Returns the lines in log.txt before this run."""
+        for remainder in self.path.glob(".*.partial"):  # of a killed process
+            remove(remainder)
+        self.entries = run_log.run_entries(self.path)
+        log = self.path / "log.txt"
+        if continues:
+            begin = self.entries[-1].get("log_lines") if self.entries else None
+            begin, self.evaluated = run_log.trim_log(log, begin, step)
+            return begin
+        aside = checkpoints.move_aside(self.path)
+        if aside is not None:
+            moved = f"an earlier run's checkpoints moved to {aside}/"
+            print0(f"{self.path}/: {moved} (--resume continues a run)")
+        return len(run_log.log_lines(log))
 
     # ---- As the run goes on ----------------------------------------------------------------------
 
@@ -155,15 +159,16 @@ class RunFolder:
             values = {name: value for name, value in values.items() if name not in self.evaluated}
         for stream, value in values.items():
             self.unwritten += run_log.format_line(step, stream, value).encode()
+        log = self.path / "log.txt"
         try:
-            with open(self.log_path, "ab", buffering=0) as file:
+            with open(log, "ab", buffering=0) as file:
                 while self.unwritten:  # a nearly full disk takes a part
                     written = file.write(self.unwritten)
                     self.unwritten = self.unwritten[written:]
         except OSError as error:
             if not self.warned:
                 message = f"{error.strerror}; lines are kept until they can be written"
-                warn(f"{self.log_path}: {message}")
+                warn(f"{log}: {message}")
             self.warned = True
         for track in self.trackers:
             track(step, values)
@@ -184,8 +189,9 @@ class RunFolder:
         self.clean_up(self.saved_step)
 
     def _save(self, model: Any, state: dict[str, Any]) -> str | None:
-        if self.log_path.exists():  # the log on disk must not end before the checkpoint
-            fsync(self.log_path)
+        log = self.path / "log.txt"
+        if log.exists():  # on disk it must not end before the checkpoint
+            fsync(log)
         step = state["step"]
         return checkpoints.write_checkpoint(
             checkpoints.checkpoint_path(self.path, step),
@@ -211,19 +217,13 @@ class RunFolder:
 
     # ---- End -------------------------------------------------------------------------------------
 
-    @property
-    def description(self) -> str:
-        """The folder, and the checkpoint from which the run continues."""
-        resumed = f", resumed from {self.checkpoint}" if self.checkpoint else ""
-        return f"{self.path}/{resumed}"
-
     def finish(self, step: int) -> None:
         """Records in run.json that the run has made its last evaluation."""
         if self.ranks.rank > 0:
             return
         self.entries[-1]["finished"] = step
         try:
-            run_log.write_entries(self.path, self.entries)
+            write_text(self.path / "run.json", json.dumps(self.entries, indent=2) + "\n")
         except OSError as error:
             warn(f"run.json: the end of the run is not recorded ({error.strerror})")
 

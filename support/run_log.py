@@ -100,45 +100,39 @@ def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
         raise UserError(f"{path}: not JSON; move it away") from None
 
 
-def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
-    write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
-
-
-def new_entry(log_lines: int, config: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What run.json records at a start. log_lines: the lines in log.txt before this run."""
-    versions = {name: version(name) for name in ("torch", "numpy", "tiktoken", "safetensors")}
-    # The commit, with a + if files have changed since.
-    commit = git("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*")
-    return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": [shown(word) for word in sys.argv],
-        "git_commit": commit or None,
-        "versions": versions | {"python": sys.version.split()[0]},
-        "log_lines": log_lines,
-        **more,
-        "config": without_local_paths(config),
-    }
-
-
-def without_local_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings with paths inside the working folder made relative to it."""
-    return {
-        name: shown(value) if isinstance(value, str) else value for name, value in config.items()
-    }
-
-
-def keep_edited_script(log_dir: Path) -> None:
-    """Copies train_gpt2.py to the log folder if it differs from its commit."""
-    script = ROOT / "train_gpt2.py"
-    copy = log_dir / script.name
-    copy.unlink(missing_ok=True)  # that of an earlier start
-    if git("status", "--porcelain", script.name):
-        write_text(copy, script.read_text(encoding="utf-8"))
-
-
 def git(*command: str) -> str:
     """The output of a git command in this repository; "" without git."""
     with contextlib.suppress(OSError):
         done = subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True)
         return done.stdout.strip()
     return ""
+
+
+def add_entry(
+    log_dir: Path, entries: list[dict[str, Any]], config: dict[str, Any], **more: Any
+) -> list[dict[str, Any]]:
+    """Adds an entry about this start to run.json. Returns all `entries`, this one last.
+
+    Also keeps train_gpt2.py in the log folder if it differs from its commit."""
+    versions = {name: version(name) for name in ("torch", "numpy", "tiktoken", "safetensors")}
+    # The commit, with a + if files have changed since.
+    commit = git("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*")
+    for name, value in config.items():
+        if isinstance(value, str):
+            config = config | {name: shown(value)}  # the folder may be published: no local paths
+    entry = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": [shown(word) for word in sys.argv],
+        "git_commit": commit or None,
+        "versions": versions | {"python": sys.version.split()[0]},
+        **more,
+        "config": config,
+    }
+    script = ROOT / "train_gpt2.py"
+    copy = log_dir / script.name
+    copy.unlink(missing_ok=True)  # that of an earlier start
+    if git("status", "--porcelain", script.name):
+        write_text(copy, script.read_text(encoding="utf-8"))
+    entries = [*entries, entry]
+    write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
+    return entries

@@ -8,9 +8,11 @@ NAME_train_000001.npy, or .bin in llm.c's format."""
 
 import functools
 import importlib.util
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -67,14 +69,30 @@ def printable(tokens: list[int]) -> str:
     return "\n".join(lines)
 
 
-def text_size(tokens: np.ndarray) -> tuple[int, int]:
-    """(bytes, characters) of the text of `tokens`, 1-D, without its EOTs."""
+class TextSize(NamedTuple):
+    """The size of a text, to compare losses per token between tokenizers."""
+
+    tokens: int
+    bytes: int
+    characters: int
+
+    def bits_per_byte(self, loss: float) -> float:
+        """loss: in nats per token"""
+        return loss * self.tokens / (self.bytes * math.log(2))
+
+    def nats_per_character(self, loss: float) -> float:
+        """loss: in nats per token"""
+        return loss * self.tokens / self.characters
+
+
+def text_size(tokens: np.ndarray) -> TextSize:
+    """The size of the text of `tokens`, 1-D. An EOT has no bytes and no characters."""
     counts = np.bincount(tokens, minlength=EOT)[:EOT]  # how often each token occurs, except EOT
     texts = [get_tokenizer().decode_single_token_bytes(token) for token in range(EOT)]
     bytes_per_token = [len(text) for text in texts]
     # In UTF-8 a character is one byte that isn't 0b10…, then any number that are.
     chars_per_token = [sum(byte & 0xC0 != 0x80 for byte in text) for text in texts]
-    return int(counts @ bytes_per_token), int(counts @ chars_per_token)
+    return TextSize(len(tokens), int(counts @ bytes_per_token), int(counts @ chars_per_token))
 
 
 def encode(text: str) -> Iterator[np.ndarray]:

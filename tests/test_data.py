@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 import tempfile
 from pathlib import Path
 
@@ -233,4 +234,9 @@ def test_bad_shards_are_named(tmp_path, name):
 def test_bytes_and_characters_of_tokens():
     text = "naïve 日本語 🙂 "  # characters of several tokens
     tokens = np.array([EOT, *get_tokenizer().encode_ordinary(text), EOT])
-    assert tokenizer.text_size(tokens) == (len(text.encode()), len(text))
+    size = tokenizer.text_size(tokens)
+    assert size == (len(tokens), len(text.encode()), len(text))
+    assert size.nats_per_character(2.0) == pytest.approx(2.0 * len(tokens) / len(text))
+    assert size.bits_per_byte(2.0) == pytest.approx(
+        2.0 / math.log(2) * len(tokens) / len(text.encode())
+    )

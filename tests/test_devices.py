@@ -18,7 +18,7 @@ from support.errors import RunError, UserError
 from support.memory import estimate_memory, fits
 from support.run_log import run_entries
 from tests import no_float64
-from tests.conftest import ROOT, losses, train, train_on_ranks, words
+from tests.conftest import ROOT, TINY, losses, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks, choose_micro_batch_size, read_config
 
 
@@ -53,6 +53,15 @@ def gpu(monkeypatch, name: str, capability: tuple[int, int]) -> torch.device:
     return torch.device("cuda", 0)
 
 
+def set_up_precision(monkeypatch, device, dtype):
+    """Calls set_up() for a device that is not here, until it has set the precision."""
+    with monkeypatch.context() as patch, pytest.raises(StopIteration):
+        patch.setattr(GPT, "to", lambda self, device: self)
+        patch.setattr(devices, "choose_precision", lambda *args, **options: (dtype, ""))
+        patch.setattr(torch, "autocast", mock.Mock(side_effect=StopIteration))
+        train_gpt2.set_up(read_config(TINY), Ranks(0, 1, device))
+
+
 @pytest.mark.parametrize(
     "name, capability, dtype, tflops",
     [
@@ -73,8 +82,7 @@ def test_precision_and_peak_of_a_gpu(name, capability, dtype, tflops, monkeypatc
     allow_tf32 = mock.Mock()
     monkeypatch.setattr(torch, "set_float32_matmul_precision", allow_tf32)
     for kind, precision in ((device, dtype), (device, torch.float32), (torch.device("cpu"), dtype)):
-        with mock.patch("torch.autocast"):  # it asks the GPU
-            devices.training_autocast(kind, precision)
+        set_up_precision(monkeypatch, kind, precision)
     allow_tf32.assert_called_once_with("high")
 
 
@@ -110,7 +118,7 @@ def test_an_apple_gpu_is_for_one_process_and_trains_in_float32(monkeypatch):
     assert devices.choose_precision("auto", mps, 10**9)[0] == torch.float32
     assert devices.choose_precision("float16", mps, 10**9)[0] == torch.float16
     with pytest.raises(UserError, match="--dtype float16: overflows"):
-        devices.training_autocast(mps, torch.float16)
+        set_up_precision(monkeypatch, mps, torch.float16)
     assert devices.choose_device("auto", world_size=2) == torch.device("cpu")
     with pytest.raises(UserError, match="--device mps: not available for 2 processes"):
         devices.choose_device("mps", world_size=2)
@@ -344,16 +352,15 @@ def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
 @pytest.mark.parametrize("start", [0, 120])
 def test_the_time_left_includes_evaluations(start, monkeypatch):
     """Steps of 0.2 s, some slower; pauses like those of the shakespeare preset."""
-    meter = Meter(tokens=512, flops_per_token=6, peak=(1e12, ""), devices=1, interval=200)
+    meter = Meter(tokens=512, flops_per_token=6, peak_flops=1e12, interval=200)
     now, left, finished = 0.0, {}, {}
     monkeypatch.setattr(console.time, "perf_counter", lambda: now)
     for step in range(start, 601):
         now += 3 * (step % 200 == 0) + (step % 300 == 0)
         began = now
-        meter.start_step()
         now += 0.4 if step % 7 == 0 else 0.2
         if step < 600:
-            meter.end_step(599 - step)
+            meter.end_step(began, 599 - step)
             text = meter.line(loss=9.0, lr=1e-3, norm=1.0)
             minutes, seconds = re.search(r"(\d+) min (\d+) s left", text).groups()
             left[step], finished[step] = 60 * int(minutes) + int(seconds), now
@@ -362,14 +369,12 @@ def test_the_time_left_includes_evaluations(start, monkeypatch):
     assert duration(60 * 60 * 19 + 500) == "19 h 8 min"
 
 
-def test_speed_on_several_devices(monkeypatch):
-    """A step of 0.5 s: 1,000 tokens are 2,000 per second, a quarter of what 2 devices could do."""
-    now = iter([10.0, 10.5])
+def test_speed_of_a_step(monkeypatch):
+    """0.5 s for 1,000 tokens are 2,000 per second, a quarter of what the peak allows."""
+    now = iter([10.5])
     monkeypatch.setattr(console.time, "perf_counter", lambda: next(now))
-    peak = (2.4e4, "data sheet")
-    meter = Meter(tokens=1000, flops_per_token=6, peak=peak, devices=2, interval=9, elapsed=3.0)
-    meter.start_step()
-    meter.end_step(steps_left=4)
+    meter = Meter(tokens=1000, flops_per_token=6, peak_flops=4.8e4, interval=9, elapsed=3.0)
+    meter.end_step(began=10.0, steps_left=4)
     assert meter.streams == {"ms": 500.0, "tok_per_sec": 2000.0, "mfu": 0.25}
     assert meter.elapsed == 3.5 and meter.left == 2.0
     line = meter.line(loss=4.0, lr=6e-4, norm=0.5)

@@ -60,7 +60,7 @@ def stop():
 
 
 def test_an_evaluation_that_fails_costs_no_step(start, log, monkeypatch, capsys):
-    flags, results = "--max-steps 3 --save-every 2 --eval-every 3 --schedule wsd", iter([9])
+    flags, results = "--max-steps 3 --save-every 2 --eval-every 3", iter([9])
     with monkeypatch.context() as patch, pytest.raises(StopIteration):  # in the last evaluation
         patch.setattr(train_gpt2, "validation_loss", lambda *args: next(results))
         start(flags)
@@ -71,7 +71,7 @@ def test_an_evaluation_that_fails_costs_no_step(start, log, monkeypatch, capsys)
     before = read_log(log)
     assert start(flags + " --resume") == 0
     printed = capsys.readouterr().out
-    assert "already trained 3" in printed and "schedule: a shorter warm-down" in printed
+    assert "already trained 3" in printed
     assert read_log(log) == before and len(run_entries(log)) == 2
 
 

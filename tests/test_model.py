@@ -14,14 +14,13 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import train_gpt2
+from support.chunked_loss import ChunkedLoss, chunked_next_token_loss
 from support.devices import can_compile
 from support.errors import UserError
 from support.huggingface import CONV1D
 from train_gpt2 import (
     GPT,
-    ChunkedLoss,
     GPTConfig,
-    chunked_next_token_loss,
     lm_head,
     next_token_loss,
 )
