@@ -1049,6 +1049,7 @@ def stop(training: Training, config: TrainConfig, ranks: Ranks) -> int:
     print0(f"stopped by a signal after {training.step} updates; {hint}")
     if config.save_every:
         save_checkpoint(training, config, ranks, required=True)
+        training.run.clean_up(training.step)
     return signals.exit_status()
 
 

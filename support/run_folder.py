@@ -146,9 +146,10 @@ class RunFolder:
     # ---- As the run goes on ----------------------------------------------------------------------
 
     def log(self, step: int, **values: float) -> None:
-        """Appends values to log.txt, and sends them to the trackers: log(step, stream=value, …).
+        """Appends values to log.txt and sends them to the trackers: log(step, stream=value, …).
 
-        A full disk does not end the run: lines are kept until they can be written."""
+        Validation loss and HellaSwag are printed as well. A full disk does not end the run: lines
+        are kept until they can be written."""
         self.latest |= values
         for stream, name in PRINTED.items():
             if stream in values:
@@ -186,7 +187,8 @@ class RunFolder:
                 warn(problem, "error")
             return
         self.saved_step = state["step"]
-        self.clean_up(self.saved_step)
+        if not required:  # after the last one, the caller cleans up
+            self.clean_up(self.saved_step)
 
     def _save(self, model: Any, state: dict[str, Any]) -> str | None:
         log = self.path / "log.txt"

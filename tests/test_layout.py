@@ -9,7 +9,7 @@ FILES = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py")]
 
 
 def imports(source: str) -> set[str]:
-    """The modules that are imported, inside functions, too."""
+    """The modules that are imported, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -17,6 +17,7 @@ from train_gpt2 import GPT, GPTConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 NOT_RUN = {  # how a command begins -> why it is not run
+    "git clone ": "needs the network",
     "python3 -m venv ": "installs",
     ". .venv": "installs",
     "pip ": "installs",
@@ -50,7 +51,7 @@ def commands() -> list[str]:
     found = {}
     for block in blocks(""):
         for command in re.split(r"\n| && ", block):
-            if command and not command.startswith(("mkdir ", "cp ")):
+            if command and not command.startswith(("mkdir ", "cp ", "cd ")):
                 found[shlex.join(shlex.split(command, comments=True))] = None
     return list(found)
 
