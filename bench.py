@@ -172,7 +172,8 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         dtype = "bfloat16" if "bf16" in changes else "float32"
         flags = [*flags, "--no-compile", "--dtype", dtype]
     run = train_gpt2.read_config(flags)
-    rank, _, world_size = cli.torchrun_ranks()
+    rank, local_rank, world_size = cli.torchrun_ranks()
+    device = devices.choose_device(run.device, local_rank, world_size)
     last = WARMUP + steps
     max_steps = last
     if ours:
@@ -192,8 +193,6 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
     profiler = profile(
         schedule=schedule(wait=last + 1, warmup=1, active=2), record_shapes=True, acc_events=True
     )
-
-    device = devices.choose_device(run.device, *cli.torchrun_ranks()[1:])
 
     def before_step(step: int, training: Training) -> None:
         if step == 0 and not ours and "fused" not in changes:
