@@ -36,12 +36,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
-from support import checkpoints, cli, console, devices, huggingface, run_folder, signals, tokenizer
+from support import checkpoints, cli, console, devices, huggingface, signals, tokenizer
 from support.chunked_loss import chunked_next_token_loss
 from support.cli import print0
 from support.errors import RunError, Stopped, UserError, explain
 from support.memory import largest_that_fits
 from support.ranks import Ranks, settle_buckets
+from support.run_folder import RunFolder, lock
 from support.run_log import ROOT
 from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
 
@@ -567,12 +568,10 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
 # Optimizer and schedule
 
 
-def configure_optimizer(
-    model: GPT, config: TrainConfig, muon_dtype: torch.dtype = torch.float32
-) -> Any:
+def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> Any:
     """AdamW that decays matrices and embeddings only; --optimizer muon: Muon for the blocks.
 
-    The default betas are GPT-3's (Brown et al. 2020, appendix B). muon_dtype: of Muon's matmuls."""
+    The default betas are GPT-3's (Brown et al. 2020, appendix B). dtype: of the model's matmuls."""
     by_muon = {}  # the matrices inside the blocks
     if config.optimizer == "muon":
         by_muon = {
@@ -596,6 +595,7 @@ def configure_optimizer(
     if by_muon:
         from support.muon import Muon, Optimizers
 
+        muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         muon = Muon(by_muon.items(), config.max_lr, config.weight_decay, dtype=muon_dtype)
         optimizer = Optimizers(muon, optimizer)
     if config.shard_optimizer and dist.is_initialized():
@@ -718,13 +718,13 @@ class Training:
     loader: DataLoaderLite
     val_loader: DataLoaderLite | None  # None without validation
     tasks: list[Any] | None  # of HellaSwag; None without it
-    run: run_folder.RunFolder  # log and checkpoints
+    run: RunFolder  # log and checkpoints
     meter: console.Meter  # time
     step: int  # updates made
     skipped: int  # updates skipped because loss or gradient was not finite
 
 
-BeforeStep = Callable[[int, Training], None]  # see main()
+BeforeStep = Callable[[int, Training], None] | None  # see main()
 
 
 def save_checkpoint(
@@ -837,9 +837,7 @@ def wrap_in_ddp(
     return ddp_model
 
 
-def find_start(
-    config: TrainConfig, run: run_folder.RunFolder
-) -> tuple[dict[str, Any] | None, bool]:
+def find_start(config: TrainConfig, run: RunFolder) -> tuple[dict[str, Any] | None, bool]:
     """(the state in the newest checkpoint, None without one; True if the last run continues)"""
     checkpoint = run.find_start(config.resume)
     if checkpoint is None:
@@ -857,8 +855,7 @@ def find_start(
 def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Training | None:
     """Makes everything for the loop, new or from a checkpoint. None if the run is complete."""
     # Where to start: at the newest checkpoint if the last run continues, else at step 0.
-    log_dir = Path(config.log_dir)
-    run = run_folder.RunFolder(log_dir, ranks, config.keep_checkpoints, config.keep_every)
+    run = RunFolder(Path(config.log_dir), ranks, config.keep_checkpoints, config.keep_every)
     saved = None
     continues = False
     if config.resume or ranks.job:  # torchrun may restart a run without --resume
@@ -881,16 +878,21 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
     if ranks.device.type == "cuda" and dtype != torch.float32:
         torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
     autocast = torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32)
-    if counters["dtype"] not in (None, str(dtype)):
-        print0(f"precision: {saved['dtype']} so far, {dtype} from here on")
 
     # Data: each rank reads its part of every micro-step. Validation is in the order of the file.
     T = config.seq_len
     B = choose_micro_batch_size(config, model, ranks, autocast)
-    place = {"rank": ranks.rank, "world_size": ranks.world_size}
-    order = {"seed": config.seed, "shuffle": config.shuffle}
-    pin = ranks.device.type == "cuda"
-    loader = DataLoaderLite(config.data, "train", B, T, **place, **order, pin_memory=pin)
+    loader = DataLoaderLite(
+        config.data,
+        "train",
+        B,
+        T,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        seed=config.seed,
+        shuffle=config.shuffle,
+        pin_memory=ranks.device.type == "cuda",
+    )
     val_loader = tasks = None
     if config.eval_every:
         val_loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)
@@ -900,19 +902,17 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
         context = model.config.block_size
         tasks = hellaswag.prepare_for_training(config.hellaswag_data, context, ranks.gather)
 
-    # Optimizer, and what a checkpoint has of it. Muon computes in bfloat16 or float32.
-    muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    optimizer = configure_optimizer(model, config, muon_dtype)
+    # Optimizer, and what a checkpoint has of it.
+    optimizer = configure_optimizer(model, config, dtype)
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
-    step = counters["step"]
     if saved is not None:
         restore_state(saved, optimizer, scaler, loader, ranks)
-        if run.is_finished(step, config.max_steps):
-            print0(f"already trained {step} steps; to continue, raise --max-steps")
+        if run.is_finished(saved["step"], config.max_steps):
+            print0(f"already trained {saved['step']} steps; to continue, raise --max-steps")
             return None
     # From here on the folder changes: earlier lines of this run's log go, or an earlier run's
     # checkpoints move aside.
-    run.begin(step, description, asdict(config), continues)
+    run.begin(counters["step"], description, asdict(config), continues)
 
     # What takes time comes last: whether anything compiles, DDP's warm-up, the machine's speed.
     model.prepare(config.compile and devices.can_compile(ranks.device), config.low_memory)
@@ -938,7 +938,7 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
         tasks=tasks,
         run=run,
         meter=meter,
-        step=step,
+        step=counters["step"],
         skipped=counters["skipped"],
     )
 
@@ -947,9 +947,7 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
 # The loop
 
 
-def train(
-    training: Training, config: TrainConfig, ranks: Ranks, before_step: BeforeStep | None
-) -> None:
+def train(training: Training, config: TrainConfig, ranks: Ranks, before_step: BeforeStep) -> None:
     """Saves, evaluates, updates, logs, until max_steps. Raises Stopped after a stop signal."""
     model = training.model  # evaluated and saved
     ddp_model = training.ddp_model  # trained; it has the same weights
@@ -1093,7 +1091,7 @@ def print_plan(config: TrainConfig) -> None:
 def main(
     args: list[str] | None = None,
     model: GPT | None = None,
-    before_step: BeforeStep | None = None,
+    before_step: BeforeStep = None,
 ) -> int:
     """Reads the command line and trains. Returns the exit status: 0, or 130 / 143 after a signal.
 
@@ -1110,7 +1108,7 @@ def main(
     status = 0
     try:
         # Only one run at a time may use the folder.
-        with run_folder.lock(Path(config.log_dir), ranks.rank):
+        with lock(Path(config.log_dir), ranks.rank):
             training = set_up(config, ranks, model)
             if training is not None:
                 console.announce(

@@ -109,8 +109,8 @@ def choose_precision(
 ) -> tuple[torch.dtype, str]:
     """(dtype of matmuls, a line with device, dtype and the reason for it)
 
-    dtype: --dtype. parameters: of the model. before: the dtype of a run that is resumed, in which
-    a large model on a CPU stays."""
+    dtype: --dtype. parameters: of the model. before: the dtype of a run that is resumed, as a
+    string; a large model on a CPU stays in it."""
     chip = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
@@ -136,6 +136,8 @@ def choose_precision(
         speedup = matmul_flops(device, torch.bfloat16) / matmul_flops(device, torch.float32)
         name = "bfloat16" if speedup >= 1.3 else "float32"
         reason = f"bfloat16 matmuls are {speedup:.2g} times as fast as float32's"
+    if before not in (None, f"torch.{name}"):
+        reason += f"; {before.removeprefix('torch.')} so far"
     return getattr(torch, name), f"{device} ({chip}), {name}: {reason}"
 
 

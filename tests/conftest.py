@@ -71,6 +71,7 @@ def run_rank(
     env: dict[str, str], cwd: str, output: Path, args: list[str], disturb: Callable[[], None] | None
 ) -> None:
     import train_gpt2
+    from support import run_folder
     from support.cli import run
 
     os.environ.update(env)
@@ -78,7 +79,7 @@ def run_rank(
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    train_gpt2.run_folder.draw_curves = mock.Mock()
+    run_folder.draw_curves = mock.Mock()
     if disturb is not None:
         disturb()
     run(lambda: train_gpt2.main(args))

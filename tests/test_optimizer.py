@@ -12,7 +12,7 @@ from support.checkpoints import read_training_state
 from support.files import sha256
 from support.muon import Muon
 from support.sharding import assign_owners
-from tests.conftest import TINY, losses, read_log, train, train_on_ranks, words
+from tests.conftest import losses, read_log, train, train_on_ranks
 from train_gpt2 import GPT, GPTConfig, TrainConfig, configure_optimizer, get_lr
 
 SHAPES = {"0.c_proj.weight": (32, 32), "0.c_attn.weight": (96, 32), "1.c_proj.weight": (32, 128)}
@@ -52,21 +52,12 @@ def test_muon_equals_torchs(dtype, tolerance, monkeypatch):
         assert (p - q).norm() < tolerance * (q - s).norm()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_muon_computes_in_bfloat16_if_the_run_does_else_in_float32(dtype, text, tmp_path):
-    found = []
-
-    def before_step(step, training):
-        found.append(training.optimizer.optimizers[0].dtype)
-
-    args = ["--optimizer muon --max-steps 0 --dtype", dtype, "--data", text, "--log-dir", tmp_path]
-    train_gpt2.main([*TINY, *words(*args)], before_step=before_step)
-    assert found == [torch.bfloat16 if dtype == "bfloat16" else torch.float32]
-
-
 def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
+    """Muon computes in bfloat16 if the run does, else in float32."""
     model = GPT(GPTConfig(16, 50257, 2, 2, 16))
-    muon, adamw = configure_optimizer(model, MUON).optimizers
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        muon, adamw = configure_optimizer(model, MUON, dtype).optimizers
+        assert muon.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     names = {p: name for name, p in model.named_parameters()}
     has = [
         {names[p]: group["weight_decay"] for group in o.param_groups for p in group["params"]}
