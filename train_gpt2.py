@@ -67,8 +67,9 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head = config.n_head
-        # Query, key and value of all heads in one matmul.
+        # Query, key and value of all heads in one matmul. For Muon they are three matrices.
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_attn.split_sizes = [config.n_embd] * 3
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)  # mixes the heads
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -593,10 +594,11 @@ def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = to
         fused=True,  # one kernel for all parameters, on a CPU several times as fast as the loop
     )
     if by_muon:
-        from support.muon import Muon, Optimizers
+        from support.muon import Muon, Optimizers, find_split_sizes
 
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        muon = Muon(by_muon.items(), config.max_lr, config.weight_decay, dtype=muon_dtype)
+        sizes = find_split_sizes(model)
+        muon = Muon(by_muon.items(), config.max_lr, config.weight_decay, muon_dtype, sizes)
         optimizer = Optimizers(muon, optimizer)
     if config.shard_optimizer and dist.is_initialized():
         from support.sharding import shard_state
@@ -757,8 +759,9 @@ def restore_state(
     loader.load_state_dict(saved["loader"])
     optimizer.load_state_dict(saved["optimizer"])
     if ranks.device.type == "cpu":  # the tensors map the file, which must not stay open
-        for moments in optimizer.state.values():
-            moments.update({key: tensor.clone() for key, tensor in moments.items()})
+        for state in optimizer.state.values():  # of one parameter: moments, a number of steps
+            for name, value in state.items():
+                state[name] = value.clone() if isinstance(value, Tensor) else value
     if saved["scaler"]:  # only float16 has one
         scaler.load_state_dict(saved["scaler"])
     if ranks.rank < len(saved["random"]):  # there may be more ranks now
@@ -778,13 +781,15 @@ def new_model(config: TrainConfig, ranks: Ranks, checkpoint: Path | None = None)
         with torch.device("meta"):
             model = GPT(ranks.broadcast(None))  # rank 0's shape, from below
         return model.to_empty(device=ranks.device)
-    shape = GPTConfig(config.seq_len, VOCAB_SIZE, config.n_layer, config.n_head, config.n_embd)
     if checkpoint is not None:
         model = GPT.from_pretrained(checkpoint)  # resumed
     elif config.init != "scratch":
         model = GPT.from_pretrained(config.init)  # fine-tuned
     else:
-        model = GPT(shape)
+        # Fields of the same name, also those that a fork adds to both classes.
+        settings = asdict(config)
+        same = {f.name: settings[f.name] for f in fields(GPTConfig) if f.name in settings}
+        model = GPT(GPTConfig(block_size=config.seq_len, **same))
     shape = model.config  # that of given weights may be larger
     if shape.block_size < config.seq_len or shape.vocab_size != VOCAB_SIZE:
         problem = f"context {shape.block_size}, vocabulary {shape.vocab_size}"
@@ -866,6 +871,7 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
     if model is None:
         model = new_model(config, ranks, run.checkpoint)
     model = model.to(ranks.device)
+    torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
     precision = None
     if ranks.rank == 0:  # on a CPU it may be measured
         precision = devices.choose_precision(
@@ -910,8 +916,7 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
         if run.is_finished(saved["step"], config.max_steps):
             print0(f"already trained {saved['step']} steps; to continue, raise --max-steps")
             return None
-    # From here on the folder changes: earlier lines of this run's log go, or an earlier run's
-    # checkpoints move aside.
+    # From here on the folder changes: the log is trimmed, or earlier checkpoints move aside.
     run.begin(counters["step"], description, asdict(config), continues)
 
     # What takes time comes last: whether anything compiles, DDP's warm-up, the machine's speed.

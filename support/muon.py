@@ -18,6 +18,8 @@ import torch
 import torch.distributed
 import torch.nn.functional as F
 
+from support.errors import UserError
+
 # (a, b, c): five steps of x -> a x + b x^3 + c x^5 bring singular values near 1 (Jordan et al.).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
@@ -52,20 +54,45 @@ def orthogonalize_on_all_ranks(x: torch.Tensor) -> torch.Tensor:
     return padded[: len(x)]
 
 
+def find_split_sizes(model: torch.nn.Module) -> dict[str, list[int]]:
+    """The attribute `split_sizes` of a model's modules, by the names of their weights.
+
+    It says that the weight is several matrices, one above the other, and how many rows each has."""
+    return {
+        f"{name}.weight": module.split_sizes
+        for name, module in model.named_modules()
+        if hasattr(module, "split_sizes")
+    }
+
+
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov's momentum and decoupled weight decay, for 2-D parameters.
 
-    named_parameters: (name, parameter) pairs; the name shows which is c_attn.weight.
-    dtype: of the products in orthogonalize()."""
+    named_parameters: (name, parameter) pairs. dtype: of the products in orthogonalize().
+    split_sizes: as find_split_sizes returns them."""
 
     # Set by support/sharding.py: step() sees only the gradients of the matrices this rank owns, so
     # there is nothing to divide among the ranks.
     sharded = False
 
-    def __init__(self, named_parameters: Any, lr: float, weight_decay: float, dtype: torch.dtype):
+    def __init__(
+        self,
+        named_parameters: Any,
+        lr: float,
+        weight_decay: float,
+        dtype: torch.dtype,
+        split_sizes: dict[str, list[int]],
+    ):
+        named_parameters = list(named_parameters)
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=0.95)
-        super().__init__(list(named_parameters), defaults)
+        super().__init__(named_parameters, defaults)
         self.dtype = dtype
+        # By parameter, not by name: the names in param_groups may come from an older checkpoint.
+        self.split_sizes = {p: split_sizes.get(name, [len(p)]) for name, p in named_parameters}
+        for name, p in named_parameters:
+            sizes = self.split_sizes[p]
+            if sum(sizes) != len(p):
+                raise UserError(f"{name} has {len(p)} rows, but its split_sizes are {sizes}")
 
     @torch.no_grad()
     def step(self) -> None:
@@ -73,28 +100,26 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             lr = group["lr"]
             momentum = group["momentum"]
-            by_shape = defaultdict(list)  # (shape, matrices in a parameter) -> (parameter, update)
-            for name, p in zip(group["param_names"], group["params"], strict=True):
+            # Matrices of one shape, from parameters of one shape: (rows of the parameter, update)
+            by_shape = defaultdict(list)
+            for p in group["params"]:
                 if p.grad is None:
                     continue
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 buffer = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
                 update = p.grad.lerp(buffer, momentum)  # Nesterov's
-                matrices = 3 if name.endswith("c_attn.weight") else 1  # query, key, value
-                by_shape[p.shape, matrices].append((p, update))
-            for (shape, matrices), pairs in by_shape.items():
-                rows = shape[0] // matrices  # of one matrix
-                columns = shape[1]
-                stacked = torch.stack([update for _, update in pairs])  # (L, *shape)
-                stacked = stacked.to(self.dtype)
-                updates = make_orthogonal(stacked.view(-1, rows, columns)).view_as(stacked)
+                p.mul_(1 - lr * group["weight_decay"])
+                sizes = self.split_sizes[p]
+                for matrix, part in zip(p.split(sizes), update.split(sizes), strict=True):
+                    by_shape[matrix.shape, p.shape].append((matrix, part))
+            for (shape, _), pairs in by_shape.items():
+                stacked = torch.stack([part for _, part in pairs]).to(self.dtype)  # (L, *shape)
                 # The entries of an orthogonal matrix have a root mean square of
                 # 1 / sqrt(max(rows, columns)), AdamW's updates one of about 0.2.
-                alpha = -lr * 0.2 * math.sqrt(max(rows, columns))
-                for (p, _), update in zip(pairs, updates, strict=True):
-                    p.mul_(1 - lr * group["weight_decay"])
-                    p.add_(update, alpha=alpha)
+                alpha = -lr * 0.2 * math.sqrt(max(shape))
+                for (matrix, _), update in zip(pairs, make_orthogonal(stacked), strict=True):
+                    matrix.add_(update, alpha=alpha)
 
 
 class Optimizers:

@@ -133,7 +133,7 @@ def draw_panel(axes: Any, runs: dict[str, Curves], stream: str, x: str) -> None:
         if stream in run:
             axes.plot(*run[stream], f"C{i}", lw=1, label=name)
     axes.ticklabel_format(axis="y", scilimits=(-2, 4))
-    label_axes(axes, x, PANELS[stream])
+    label_axes(axes, x, PANELS.get(stream, stream))
 
 
 def save_curves(log_dir: Path) -> None:
@@ -150,7 +150,11 @@ def save_curves(log_dir: Path) -> None:
     draw_loss(figure.add_subplot(upper[0]), run, "tokens", baselines)
     if "hella" in curves:
         draw_hellaswag(figure.add_subplot(upper[1]), run, "tokens")
-    for place, stream in zip(below.subgridspec(1, len(PANELS)), PANELS, strict=True):
+    # Streams that this project doesn't know, such as a fork's evaluation, get a panel each.
+    drawn_elsewhere = ("train", "val", "bpb", "hella", "mfu", "ms")
+    others = [stream for stream in curves if stream not in (*PANELS, *drawn_elsewhere)]
+    streams = [*PANELS, *others]
+    for place, stream in zip(below.subgridspec(1, len(streams)), streams, strict=True):
         draw_panel(figure.add_subplot(place), run, stream, "tokens")
     with atomic_path(log_dir / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=100)

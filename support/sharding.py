@@ -73,26 +73,30 @@ class Shards:
     def gather_state(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """On rank 0 the whole state, in host memory; elsewhere this rank's shard."""
         mine = state_dict["state"]  # parameter -> {"exp_avg": tensor, …}
-        described = []
-        for i, tensors in mine.items():
-            for key, tensor in tensors.items():
-                described.append((i, key, tensor.shape, tensor.dtype))
+        described = []  # (parameter, key, value); a tensor's shape and type instead of a tensor
+        for i, values in mine.items():
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    value = torch.empty_like(value, device="meta")
+                described.append((i, key, value))
         shards: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shards, described)
 
         # All ranks loop over the same tensors in the same order. Each tensor goes to rank 0 and its
         # host before the next, so no device holds the whole state; other ranks drop what they get.
-        whole: dict[int, dict[str, torch.Tensor]] = {}
+        whole: dict[int, dict[str, Any]] = {}
         rows = [row for shard in shards for row in shard]
-        for i, key, shape, dtype in sorted(rows, key=lambda row: row[0]):
-            if self.owners[i] == self.rank:
-                tensor = mine[i][key]
-            else:
-                tensor = torch.empty(shape, dtype=dtype, device=self.parameters[i].device)
-            if self.owners[i] != 0:
-                dist.broadcast(tensor, self.owners[i])
+        for i, key, value in sorted(rows, key=lambda row: row[0]):
+            if isinstance(value, torch.Tensor):
+                if self.owners[i] == self.rank:
+                    value = mine[i][key]
+                else:
+                    value = torch.empty_like(value, device=self.parameters[i].device)
+                if self.owners[i] != 0:
+                    dist.broadcast(value, self.owners[i])
             if self.rank == 0:
-                whole.setdefault(i, {})[key] = tensor.cpu()
+                on_host = value.cpu() if isinstance(value, torch.Tensor) else value
+                whole.setdefault(i, {})[key] = on_host
         if self.rank != 0:
             return state_dict
         return state_dict | {"state": whole}

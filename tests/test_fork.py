@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,8 +13,10 @@ import train_gpt2
 from examples.document_mask import DocumentGPT
 from support.checkpoints import read_training_state, write_checksums
 from support.errors import UserError
-from tests.conftest import TINY, losses, read_log, script, train, words
-from train_gpt2 import GPT, Block, GPTConfig, TrainConfig
+from support.sharding import shard_state
+from tests.conftest import TINY, losses, read_log, script, train, train_on_ranks, words
+from tests.torture import assert_same
+from train_gpt2 import GPT, Block, GPTConfig, TrainConfig, configure_optimizer
 
 
 def with_field(cls, name, default):
@@ -77,6 +79,74 @@ def test_a_field_added_to_the_model_is_saved_with_it(text, tmp_path, monkeypatch
     train(*args, tmp_path / "resumed", "--resume")
     # Also the same masks: the training RNG is separate from that of samples, and is restored.
     assert read_log(tmp_path / "resumed", "train") == read_log(tmp_path / "straight", "train")
+
+
+class Lion(torch.optim.Optimizer):
+    """As a fork might write it: its state has a number beside the tensor."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = 0
+                    state["momentum"] = torch.zeros_like(p)
+                state["step"] += 1
+                p.sub_(state["momentum"].lerp(p.grad, 0.1).sign_(), alpha=group["lr"])
+                state["momentum"].lerp_(p.grad, 0.01)
+
+
+def use_lion():
+    def configure_optimizer(model, config, dtype):
+        optimizer = Lion(model.parameters())
+        if config.shard_optimizer:
+            shard_state(optimizer)
+        return optimizer
+
+    train_gpt2.configure_optimizer = configure_optimizer
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_optimizer_with_numbers_in_its_state_resumes(ranks, text, tmp_path, monkeypatch):
+    """On two ranks it is sharded, and its state gathered."""
+    monkeypatch.setattr(train_gpt2, "configure_optimizer", None)  # restored after the test
+    use_lion()
+    args = ["--save-every 2 --max-steps 4 --max-lr 1e-3 --resume --data", text, "--log-dir"]
+    for name in ("straight", "resumed"):
+        if ranks == 1:
+            train(*args, tmp_path / name)
+        else:
+            sharded = [*args, tmp_path / name, "--shard-optimizer"]
+            train_on_ranks(2, tmp_path, *sharded, disturb=use_lion)
+        if name == "straight":
+            shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+            shutil.rmtree(tmp_path / "resumed/step_000004")
+    assert_same(tmp_path / "straight", tmp_path / "resumed")
+    state = read_training_state(tmp_path / "resumed/step_000004")["optimizer"]["state"]
+    steps = [values["step"] for values in state.values()]
+    assert steps == [4] * len(list(GPT(GPTConfig(16, 50257, 2, 2, 16)).parameters()))
+
+
+def test_a_field_of_both_configurations_is_a_flag_of_the_model(text, tmp_path, monkeypatch):
+    fork_with_dropout(monkeypatch, 0.0)
+    monkeypatch.setattr(train_gpt2, "TrainConfig", with_field(TrainConfig, "dropout", 0.0))
+    train("--save-every 1 --max-steps 1 --dropout 0.5 --data", text, "--log-dir", tmp_path)
+    assert GPT.from_pretrained(tmp_path / "step_000001").config.dropout == 0.5
+
+
+def test_weights_of_several_matrices_must_add_up():
+    """Grouped-query attention whose split_sizes were forgotten is an error, not other maths."""
+    model = GPT(GPTConfig(16, 100, 1, 2, 16))
+    model.h[0].attn.c_attn = nn.Linear(16, 16 + 2 * 8)
+    model.h[0].attn.c_attn.split_sizes = [16, 16, 16]
+    with pytest.raises(UserError, match=r"h.0.attn.c_attn.weight has 32 rows, but its split_sizes"):
+        configure_optimizer(model, replace(TrainConfig(), optimizer="muon"))
 
 
 def test_the_example_masks_documents_and_resumes_exactly(tmp_path, monkeypatch):

@@ -64,6 +64,15 @@ def test_play_shows_the_last_run_of_a_log(tmp_path, run_play):
     assert figures == 3
 
 
+def test_the_evaluation_of_a_fork_gets_a_panel(tmp_path, monkeypatch):
+    panels = []
+    monkeypatch.setattr(plots, "draw_panel", lambda axes, run, stream, x: panels.append(stream))
+    (tmp_path / "log.txt").write_text("0 train 9.0\n0 lr 1e-3\n0 ms 5\n1 lambada 0.3\n1 val 8.0\n")
+    (tmp_path / "run.json").write_text('[{"config": {"total_batch_size": 10, "data": "edu"}}]')
+    plots.save_curves(tmp_path)
+    assert panels == ["lr", "norm", "tok_per_sec", "lambada"]
+
+
 def test_play_shows_the_reference_without_a_log(tmp_path, run_play):
     reference = tmp_path / "reference/shakespeare"
     shutil.copytree(ROOT / "reference/shakespeare", reference)

@@ -20,35 +20,37 @@ SHAPES |= {"1.c_attn.weight": (96, 32), "1.c_fc.weight": (128, 32), "2.c_fc.weig
 MUON = replace(TrainConfig(), optimizer="muon")
 
 
-def split(tensors):
+def split(tensors, sizes):
     """Tensors of SHAPES. c_attn.weight is three matrices, an MLP's of the same shape is one."""
     parts = []
     for name, tensor in zip(SHAPES, tensors, strict=True):
-        parts += tensor.chunk(3) if "c_attn" in name else [tensor]
+        parts += tensor.split(sizes) if "c_attn" in name else [tensor]
     return parts
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-5)])
-def test_muon_equals_torchs(dtype, tolerance, monkeypatch):
+@pytest.mark.parametrize("sizes", [[32, 32, 32], [64, 16, 16]])  # the latter: shared keys, values
+def test_muon_equals_torchs(dtype, tolerance, sizes, monkeypatch):
     """Ten steps. For float32, the cast to bfloat16 in torch's Muon is removed."""
     if dtype == torch.float32:
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # until torch 2.13
         monkeypatch.setattr(torch, "bfloat16", torch.float32)
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES.values()]
-    theirs = [torch.nn.Parameter(part.detach().clone()) for part in split(ours)]
-    start = [part.detach().clone() for part in split(ours)]
-    a = Muon(zip(SHAPES, ours, strict=True), lr=0.02, weight_decay=0.1, dtype=dtype)
+    theirs = [torch.nn.Parameter(part.detach().clone()) for part in split(ours, sizes)]
+    start = [part.detach().clone() for part in split(ours, sizes)]
+    splits = {name: sizes for name in SHAPES if "c_attn" in name}
+    a = Muon(zip(SHAPES, ours, strict=True), 0.02, 0.1, dtype, split_sizes=splits)
     b = torch.optim.Muon(theirs, 0.02, 0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     for _ in range(10):
         for p in ours:
             p.grad = torch.randn(p.shape)
-        for q, gradient in zip(theirs, split([p.grad for p in ours]), strict=True):
+        for q, gradient in zip(theirs, split([p.grad for p in ours], sizes), strict=True):
             q.grad = gradient.clone()
         a.step()
         b.step()
-    for p, q, s in zip(split(ours), theirs, start, strict=True):
+    for p, q, s in zip(split(ours, sizes), theirs, start, strict=True):
         assert (p - q).norm() < tolerance * (q - s).norm()
 
 

@@ -98,6 +98,8 @@ def test_a_run_continues_in_another_precision(before, after, text, tmp_path, cap
     train(*args, "--max-steps 1 --dtype", before)
     assert train(*args, "--max-steps 2 --dtype", after) == 0 and len(losses(tmp_path)) == 2
     assert f", {after}: as requested; {before} so far\n" in capsys.readouterr().out
+    first, second = (read_training_state(folder) for folder in list_checkpoints(tmp_path))
+    assert second["elapsed"] > first["elapsed"] > 0
 
 
 def truncate(path):

@@ -36,6 +36,7 @@ def show_gradients():
     def show(*args):
         places = hash(tuple(p.grad.data_ptr() for p in modules[0].parameters()))
         print("optimize_ddp", torch._dynamo.config.optimize_ddp, "gradients at", places)
+        print("seed", torch.initial_seed())
         return get_lr(*args)
 
     train_gpt2.wrap_in_ddp = wrap
@@ -54,6 +55,8 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     assert "optimize_ddp False" in texts[0]
     places = [line.split()[-1] for line in texts[0].splitlines() if "gradients at" in line]
     assert len(places) == 8 and len(set(places)) == 1  # in DDP's buckets from the first step
+    seeds = {re.search(r"seed (\d+)", output)[1] for output in texts}
+    assert len(seeds) == 3, "a fork's dropout would have the same masks on several ranks"
     expected = losses(tmp_path / "alone_12")
     assert len(expected) == 8 and expected[-1] < expected[0] - 0.5
     for name in ("alone_1", "alone_2", "three"):
