@@ -23,7 +23,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal, NamedTuple
@@ -242,15 +242,20 @@ class GPT(nn.Module):
     def from_pretrained(cls, name: str | Path) -> "GPT":
         """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …), its weights in float32."""
         names = [field.name for field in fields(GPTConfig)]
-        settings, weights = huggingface.read_pretrained(name, names)
-        with torch.device("meta"):  # allocates nothing: the files have the weights
-            model = cls(GPTConfig(**settings))
-        huggingface.load_weights(model, weights, name)
+        settings, weights, gpt2 = huggingface.read_pretrained(name, names)
+        model = cls(GPTConfig(**settings))
+        huggingface.load_weights(model, weights, name, gpt2)
         return model
 
+    @cached_property
+    def is_gpt2(self) -> bool:
+        """False if the parameters or the mathematics of this class were changed."""
+        return huggingface.is_gpt2(self)
+
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes a Hugging Face GPT-2 with its tokenizer."""
-        huggingface.write_pretrained(Path(folder), asdict(self.config), self.state_dict())
+        """Writes a Hugging Face GPT-2 with its tokenizer; a fork that is none doesn't claim so."""
+        settings = asdict(self.config)
+        huggingface.write_pretrained(Path(folder), settings, self.state_dict(), self.is_gpt2)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1069,7 +1074,7 @@ def conclude(training: Training, config: TrainConfig) -> None:
         print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
     console.print_cost(training.step, training.meter.elapsed)
     if config.save_every:
-        run.print_result(training.step, config.sample_prompt)
+        run.print_result(training.step, config.sample_prompt, training.model.is_gpt2)
     run.finish(training.step)
 
 

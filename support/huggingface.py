@@ -2,15 +2,22 @@
 
 In a Hugging Face GPT-2 parameter names begin with `transformer.` (not in OpenAI's uploads), and
 linear layers are Conv1D, whose weights are (in, out). Settings are the fields of a model's
-configuration; a field that a fork adds keeps its name."""
+configuration; a field that a fork adds keeps its name.
+
+A fork whose weights or mathematics are not GPT-2's must not pass for one, or other programs would
+run another model than was trained. Its config.json has FORK_TYPE as model_type, which transformers
+refuses, and its weights are stored as they are."""
 
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support import files
@@ -32,13 +39,89 @@ GPT2_MATHS = {  # a model that differs in any of these isn't GPT-2
     "add_cross_attention": False,
 }
 THEIR_NAMES = {"block_size": "n_positions"}  # the one setting with another name in config.json
+FORK_TYPE = "gpt2-repro-fork"
 CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # weights that are stored transposed
 
 
-def write_pretrained(folder: Path, settings: dict[str, Any], state: dict[str, Tensor]) -> None:
+def gpt2_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of a GPT-2's parameters, linear weights as (out, in)."""
+    C = config.n_embd
+    shapes = {"wte.weight": (config.vocab_size, C), "wpe.weight": (config.block_size, C)}
+    linear = {
+        "attn.c_attn": (3 * C, C),
+        "attn.c_proj": (C, C),
+        "mlp.c_fc": (4 * C, C),
+        "mlp.c_proj": (C, 4 * C),
+    }
+    for i in range(config.n_layer):
+        for name, shape in linear.items():
+            shapes[f"h.{i}.{name}.weight"] = shape
+            shapes[f"h.{i}.{name}.bias"] = shape[:1]
+    norms = [f"h.{i}.{name}" for i in range(config.n_layer) for name in ("ln_1", "ln_2")]
+    for name in (*norms, "ln_f"):
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (C,)
+    return shapes
+
+
+def gpt2_logits(state: dict[str, Tensor], n_layer: int, n_head: int, idx: Tensor) -> Tensor:
+    """GPT-2's logits (T, V) of the tokens idx (T,), spelled out once more. state: its parameters"""
+    T = len(idx)
+    causal = torch.ones(T, T, dtype=torch.bool).tril()
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ state[f"{name}.weight"].t() + state[f"{name}.bias"]
+
+    x = state["wte.weight"][idx] + state["wpe.weight"][:T]
+    C = x.size(1)
+    for i in range(n_layer):
+        qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
+        q, k, v = (part.view(T, n_head, -1).transpose(0, 1) for part in qkv.split(C, dim=1))
+        scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~causal, -math.inf)
+        y = (scores.softmax(-1) @ v).transpose(0, 1).reshape(T, C)
+        x = x + linear(y, f"h.{i}.attn.c_proj")
+        y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        x = x + linear(y, f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f") @ state["wte.weight"].t()
+
+
+def is_gpt2(model: nn.Module) -> bool:
+    """True if the parameters of a model and its mathematics are GPT-2's.
+
+    Its class computes the logits of a full context with few layers and channels, random weights
+    and in float64; they must be gpt2_logits'. This takes less than a second. It can't see what acts
+    only in training, only from the fifth layer on, only on the token 50256, or only on this one
+    object instead of its class."""
+    config = model.config
+    if {name: tuple(t.shape) for name, t in model.state_dict().items()} != gpt2_shapes(config):
+        return False
+    try:
+        small = replace(config, vocab_size=97, n_layer=min(config.n_layer, 4), n_head=2, n_embd=8)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            copy = type(model)(small).double().eval()
+            for parameter in copy.parameters():
+                nn.init.normal_(parameter, std=0.3)
+            idx = torch.randint(97, (config.block_size,))
+            logits, _ = copy(idx[None])
+            expected = gpt2_logits(copy.state_dict(), small.n_layer, small.n_head, idx)
+    except Exception:  # a fork that works with its own sizes only
+        return False
+    return logits.shape[1:] == expected.shape and bool(
+        (logits[0] - expected).abs().max() < 1e-5 * expected.std()
+    )
+
+
+def write_pretrained(
+    folder: Path, settings: dict[str, Any], state: dict[str, Tensor], gpt2: bool
+) -> None:
     """Writes config.json, model.safetensors and GPT-2's tokenizer.
 
-    settings: the fields of GPTConfig. state: weights as read_weights returns them."""
+    settings: the fields of GPTConfig. state: weights as read_weights returns them. gpt2: False for
+    a fork that is none."""
     folder.mkdir(parents=True, exist_ok=True)
     eot = EOT if settings["vocab_size"] == VOCAB_SIZE else None  # None: another vocabulary
     config = {
@@ -51,13 +134,16 @@ def write_pretrained(folder: Path, settings: dict[str, Any], state: dict[str, Te
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
     }
-    config |= GPT2_MATHS
+    config |= GPT2_MATHS if gpt2 else {"model_type": FORK_TYPE, "architectures": ["GPT"]}
     config |= {THEIR_NAMES.get(name, name): value for name, value in settings.items()}
     files.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if eot:
         write_tokenizer(folder, settings["block_size"])
     weights = {}
     for name, tensor in state.items():
+        if not gpt2:  # cloned: safetensors refuses tensors that share memory
+            weights[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
+            continue
         if CONV1D.search(name):
             tensor = tensor.t()
         weights[f"transformer.{name}"] = tensor.cpu().contiguous()
@@ -81,8 +167,10 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
         files.write_text(folder / theirs, bpe_files()[ours].read_text(encoding="utf-8"))
 
 
-def read_pretrained(name: str | Path, names: list[str]) -> tuple[dict, dict[str, Tensor]]:
-    """The settings called `names` and the weights of a GPT-2 in a folder or on the Hub."""
+def read_pretrained(name: str | Path, names: list[str]) -> tuple[dict, dict[str, Tensor], bool]:
+    """The settings called `names` and the weights of a GPT-2 in a folder or on the Hub.
+
+    Also True if it is one, False if a fork saved it."""
     folder = model_folder(name)
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -90,6 +178,10 @@ def read_pretrained(name: str | Path, names: list[str]) -> tuple[dict, dict[str,
         raw = None
     if not isinstance(raw, dict):
         raise UserError(f"{folder}: no model here (config.json is missing or damaged)")
+    theirs = {name: THEIR_NAMES.get(name, name) for name in names}
+    settings = {name: raw[key] for name, key in theirs.items() if key in raw}
+    if raw.get("model_type") == FORK_TYPE:
+        return settings, read_weights(folder, gpt2=False), False
     for key, expected in GPT2_MATHS.items():
         value = raw.get(key, expected if key != "model_type" else None)
         same = value == expected or (key == "n_inner" and value == 4 * raw.get("n_embd", 0))
@@ -100,13 +192,13 @@ def read_pretrained(name: str | Path, names: list[str]) -> tuple[dict, dict[str,
             raise UserError(f"{folder}: config.json needs {key}, a whole number from 1")
     if raw["n_embd"] % raw["n_head"]:
         raise UserError(f"{folder}: config.json has an n_embd that n_head does not divide")
-    theirs = {name: THEIR_NAMES.get(name, name) for name in names}
-    settings = {name: raw[key] for name, key in theirs.items() if key in raw}
-    return settings, read_weights(folder)
+    return settings, read_weights(folder), True
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """A folder's float32 parameters under our names, linear weights as (out, in)."""
+def read_weights(folder: Path, gpt2: bool = True) -> dict[str, Tensor]:
+    """A folder's parameters under our names, linear weights as (out, in), floats as float32.
+
+    gpt2: False if a fork saved them, whose names and layout are its own."""
     state: dict[str, Tensor] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:
@@ -114,13 +206,17 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         except safetensors.SafetensorError as error:
             raise UserError(f"{path}: damaged ({first_line(error)})") from None
         for name, tensor in part.items():
-            name = name.removeprefix("transformer.")
-            if name.endswith((".attn.bias", ".attn.masked_bias")):  # these are masks
-                continue
-            if CONV1D.search(name):
-                tensor = tensor.t()
+            if gpt2:
+                name = name.removeprefix("transformer.")
+                if name.endswith((".attn.bias", ".attn.masked_bias")):  # these are masks
+                    continue
+                if CONV1D.search(name):
+                    tensor = tensor.t()
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
             # Copied: load_file maps the file, and NFS and Windows cannot remove a mapped file.
-            state[name] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            state[name] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if not gpt2:
+        return state
     if "wte.weight" not in state:
         raise UserError(f"{folder}: no model.safetensors of a GPT-2 here")
     head = state.pop("lm_head.weight", state["wte.weight"])
@@ -129,13 +225,20 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor], name: str | Path) -> None:
-    """Makes `weights` the parameters of a model with the same shapes."""
+def load_weights(
+    model: nn.Module, weights: dict[str, Tensor], name: str | Path, gpt2: bool
+) -> None:
+    """Makes `weights` the parameters of a model with the same shapes.
+
+    gpt2: as read_pretrained returns it."""
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         problem = " ".join(str(error).split())
         raise UserError(f"{name}: weights do not match config.json: {problem}") from None
+    if not gpt2 and is_gpt2(model):
+        problem = "saved by a fork of train_gpt2.py, which computes something else"
+        raise UserError(f"{name}: {problem}; load it with that fork")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -229,19 +229,25 @@ class RunFolder:
         except OSError as error:
             warn(f"run.json: the end of the run is not recorded ({error.strerror})")
 
-    def print_result(self, step: int, prompt: str) -> None:
-        """Lists the run's outputs, and how to sample from its model."""
+    def print_result(self, step: int, prompt: str, gpt2: bool) -> None:
+        """Lists the run's outputs, and how to sample from its model.
+
+        gpt2: False for a fork whose model is none."""
         if self.ranks.rank > 0:
             return
         if (self.path / "curves.png").exists():
             print0(f"curves: {self.path / 'curves.png'}")
-        print0(f"model: {self.path}/step_{step:06d}/, in Hugging Face format")
+        kind = "in Hugging Face format"
+        if not gpt2:
+            kind = "not GPT-2's model any more: only this fork's GPT.from_pretrained loads it"
+        print0(f"model: {self.path}/step_{step:06d}/, {kind}")
         best, loss = self.best()
         if best not in (None, step):
             advice = "the loss rose afterwards: train for fewer steps, or on more text"
             print0(f"best: {self.path}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
         script = shown(run_log.ROOT / "sample.py")
-        print0(f"sample: {shlex.join(['python', script, str(self.path), prompt])}")
+        if gpt2:
+            print0(f"sample: {shlex.join(['python', script, str(self.path), prompt])}")
 
 
 def draw_curves(log_dir: Path, wait: bool) -> None:

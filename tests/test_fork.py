@@ -1,5 +1,6 @@
 """Forks: a flag or a model field added to the code breaks no checkpoint and no resume."""
 
+import json
 import os
 import shutil
 from dataclasses import make_dataclass, replace
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from torch.nn import functional as F
 
+import sample
 import train_gpt2
 from examples.document_mask import DocumentGPT
 from support.checkpoints import read_training_state, write_checksums
@@ -147,6 +150,117 @@ def test_weights_of_several_matrices_must_add_up():
     model.h[0].attn.c_attn.split_sizes = [16, 16, 16]
     with pytest.raises(UserError, match=r"h.0.attn.c_attn.weight has 32 rows, but its split_sizes"):
         configure_optimizer(model, replace(TrainConfig(), optimizer="muon"))
+
+
+class RotaryAttention(train_gpt2.CausalSelfAttention):
+    """Rotary positions, with a table that is not part of the checkpoint."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        angles = torch.outer(torch.arange(config.block_size), 1e4 ** -torch.arange(0, 1, 0.25))
+        self.register_buffer("table", angles.cos(), persistent=False)
+
+    def forward(self, x, mask=None):
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
+        turn = self.table[:T].to(x.dtype).repeat_interleave(q.size(-1) // 4, dim=1)
+        y = F.scaled_dot_product_attention(q * turn, k * turn, v, mask, is_causal=mask is None)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class RotaryGPT(GPT):
+    """Without learned positions, and with a head of its own and a buffer of booleans."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        del self.wpe
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.register_buffer("flags", torch.tensor([True, False]))
+
+    def hidden(self, idx, position=None, mask=None):
+        x = self.wte(idx)
+        for block in self.h:
+            x = block(x, mask)
+        return self.ln_f(x)
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.hidden(idx))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def flops_per_token(self, T):
+        return 6 * self.num_parameters()
+
+
+def test_another_model_says_so_and_resumes(text, tmp_path, monkeypatch, capsys):
+    """transformers refuses it by name; this fork reads every tensor as it was."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(train_gpt2, "CausalSelfAttention", RotaryAttention)
+    monkeypatch.setattr(train_gpt2, "GPT", RotaryGPT)
+    args = ["--save-every 2 --max-steps 4 --sample-every 0 --data", text, "--log-dir"]
+    train(*args, tmp_path / "straight")
+    assert "not GPT-2's model any more" in capsys.readouterr().out
+    checkpoint = tmp_path / "straight/step_000004"
+    with pytest.raises(ValueError, match="gpt2-repro-fork"):
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+    with pytest.raises(UserError, match=r"model cannot be loaded .*gpt2-repro-fork"):
+        sample.main([str(checkpoint), "ROMEO:", "--device", "cpu"])
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed/step_000004")
+    train(*args, tmp_path / "resumed", "--resume")
+    assert_same(tmp_path / "straight", tmp_path / "resumed")
+    model = RotaryGPT.from_pretrained(checkpoint)
+    assert model.flags.tolist() == [True, False] and model.h[0].attn.table.dtype == torch.float32
+
+
+class Window(train_gpt2.CausalSelfAttention):
+    """GPT-2's parameters; each token attends to the latest 12 only."""
+
+    def forward(self, x, mask=None):
+        T = x.size(1)
+        near = torch.ones(T, T, dtype=torch.bool).tril().triu(-11)
+        return super().forward(x, near if mask is None else mask & near)
+
+
+class ExactGELU(train_gpt2.MLP):
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x)))
+
+
+class LaterBlock(Block):
+    """Differs in the last layer only."""
+
+    made = 0
+
+    def __init__(self, config):
+        super().__init__(config)
+        LaterBlock.made += 1
+        self.skip = 0.1 if LaterBlock.made % config.n_layer == 0 else 0.0
+
+    def forward(self, x, mask=None):
+        return super().forward(x, mask) - self.skip * x
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [("CausalSelfAttention", Window), ("MLP", ExactGELU), ("Block", LaterBlock)],
+)
+def test_changed_mathematics_is_no_gpt2(name, change, tmp_path, monkeypatch):
+    """Though all names and shapes are. GPT-2 doesn't load it as its own."""
+    shape = GPTConfig(16, 50257, 3, 2, 16)
+    assert GPT(shape).is_gpt2
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt2, name, change)
+        model = GPT(shape)
+        assert not model.is_gpt2
+        model.save_pretrained(tmp_path)
+        x = torch.arange(16)[None]
+        assert torch.equal(GPT.from_pretrained(tmp_path)(x)[0], model(x)[0])
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gpt2-repro-fork"
+    with pytest.raises(UserError, match=r"saved by a fork of train_gpt2\.py"):
+        GPT.from_pretrained(tmp_path)
 
 
 def test_the_example_masks_documents_and_resumes_exactly(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ import train_gpt2
 from support.chunked_loss import ChunkedLoss, chunked_next_token_loss
 from support.devices import can_compile
 from support.errors import UserError
-from support.huggingface import CONV1D
+from support.huggingface import CONV1D, gpt2_logits
 from train_gpt2 import (
     GPT,
     GPTConfig,
@@ -60,6 +60,14 @@ def test_logits_and_gradients_equal_transformers(reference):
         grad = theirs_by_name[name].grad
         grad = grad.t() if CONV1D.search(name) else grad
         assert (parameter.grad - grad).norm() <= 1e-4 * grad.norm(), name
+
+
+def test_the_reference_that_forks_are_held_against_equals_transformers(reference):
+    theirs, folder = reference
+    state = GPT.from_pretrained(folder).state_dict()
+    idx = tokens(64)
+    expected = theirs(idx[None]).logits[0]
+    torch.testing.assert_close(gpt2_logits(state, 3, 4, idx), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
