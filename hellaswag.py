@@ -34,6 +34,7 @@ from support.devices import choose_device, choose_precision, round_length
 from support.errors import UserError
 from support.files import atomic_path, sha256, write_text
 from support.huggingface import find_model, load_causal_lm
+from support.ranks import Ranks
 from support.signals import until_stopped
 from support.tokenizer import VOCAB_SIZE, get_tokenizer
 
@@ -244,13 +245,14 @@ def score(
     return Score(index, losses[index], lengths[index], labels)
 
 
-def count_correct(
-    model: Any, tasks: list[Task], device: torch.device, rank: int, world_size: int
-) -> int:
-    """How many of this rank's share a GPT of train_gpt2.py gets right, by acc_norm."""
-    result = score(model.hidden, model.wte.weight, tasks, device, rank, world_size)
+def accuracy(model: Any, tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:
+    """The share of tasks that a GPT of train_gpt2.py gets right, by acc_norm. All ranks call it."""
+    head = model.wte.weight
+    with autocast, torch.compiler.set_stance("force_eager"):  # don't compile one-off shapes
+        place = {"rank": ranks.rank, "world_size": ranks.world_size}
+        result = score(model.hidden, head, tasks, ranks.device, **place)
     _, acc_norm = result.correct()
-    return acc_norm
+    return ranks.sum(acc_norm) / len(tasks)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
+import hellaswag
 from support import checkpoints, cli, console, devices, huggingface, signals, tokenizer
 from support.chunked_loss import chunked_next_token_loss
 from support.cli import print0
@@ -634,7 +635,7 @@ def get_lr(step: int, config: TrainConfig) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# Evaluation
+# Evaluation (HellaSwag: hellaswag.py)
 
 
 @torch.no_grad()
@@ -673,17 +674,6 @@ def validation_text(loader: DataLoaderLite, tokens: int) -> tokenizer.TextSize:
     """The size of the text that validation_loss predicts, in tokens, bytes and characters."""
     predicted = min(tokens, loader.total_tokens - 1) // loader.T * loader.T
     return tokenizer.text_size(loader.read(1, predicted))
-
-
-def hellaswag_accuracy(
-    model: GPT, tasks: list[Any], ranks: Ranks, autocast: torch.autocast
-) -> float:
-    """The share of HellaSwag tasks that the model gets right, by the mean loss per token."""
-    import hellaswag
-
-    with autocast, torch.compiler.set_stance("force_eager"):  # don't compile one-off shapes
-        correct = hellaswag.count_correct(model, tasks, ranks.device, ranks.rank, ranks.world_size)
-    return ranks.sum(correct) / len(tasks)
 
 
 def print_samples(
@@ -908,8 +898,6 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
     if config.eval_every:
         val_loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)
     if config.hellaswag_every:
-        import hellaswag
-
         context = model.config.block_size
         tasks = hellaswag.prepare_for_training(config.hellaswag_data, context, ranks.gather)
 
@@ -982,7 +970,7 @@ def train(training: Training, config: TrainConfig, ranks: Ranks, before_step: Be
             text = validation_text(training.val_loader, config.eval_tokens)
             run.log(step, val=loss, bpb=text.bits_per_byte(loss))
         if training.tasks and (last or step % config.hellaswag_every == 0):
-            run.log(step, hella=hellaswag_accuracy(model, training.tasks, ranks, autocast))
+            run.log(step, hella=hellaswag.accuracy(model, training.tasks, ranks, autocast))
         if config.sample_every and step > 0 and (last or step % config.sample_every == 0):
             print_samples(model, config.sample_prompt, ranks, autocast, last)
         model.train()
