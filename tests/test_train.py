@@ -48,9 +48,10 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     args = ["--total-batch-size 192 --max-steps 8 --eval-every 8 --max-lr 1e-2 --data", text]
     for B in (1, 2, 12):
         train(*args, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
-    texts = train_on_ranks(
-        3, tmp_path, *args, "--log-dir", tmp_path / "three", disturb=show_gradients
-    )
+    more = ["--sample-every 4 --log-dir", tmp_path / "three"]
+    texts = train_on_ranks(3, tmp_path, *args, *more, disturb=show_gradients)
+    # Four from each rank at step 4, two from rank 0 at the end.
+    assert [output.count(f"rank {rank} sample") for rank, output in enumerate(texts)] == [6, 4, 4]
     assert "2 x 16 tokens x 2 micro-steps x 3 ranks" in texts[0]
     assert "optimize_ddp False" in texts[0]
     places = [line.split()[-1] for line in texts[0].splitlines() if "gradients at" in line]
