@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train_gpt2
-from support import console, run_log
+from support import console, devices, run_log
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, losses, read_log, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks
@@ -41,6 +41,7 @@ def show_gradients():
 
     train_gpt2.wrap_in_ddp = wrap
     train_gpt2.get_lr = show
+    devices.matmul_flops = lambda *args: 1e9  # of each rank's device
 
 
 def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
@@ -58,6 +59,9 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     assert len(places) == 8 and len(set(places)) == 1  # in DDP's buckets from the first step
     seeds = {re.search(r"seed (\d+)", output)[1] for output in texts}
     assert len(seeds) == 3, "a fork's dropout would have the same masks on several ranks"
+    flops = GPT(GPTConfig(16, 50257, 2, 2, 16)).flops_per_token(16)
+    rates, mfu = (losses(tmp_path / "three", stream) for stream in ("tok_per_sec", "mfu"))
+    assert mfu == pytest.approx([rate * flops / 3e9 for rate in rates], abs=1e-3)
     expected = losses(tmp_path / "alone_12")
     assert len(expected) == 8 and expected[-1] < expected[0] - 0.5
     for name in ("alone_1", "alone_2", "three"):
