@@ -95,8 +95,9 @@ def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
         raise UserError("--ladder, --report and lower rungs measure one device: without torchrun")
     if config.json:
         check_writable(config.json)
-    gpu, data = uses_gpu(given), cli.shown(train_gpt2.read_config([]).data)  # a bare run's data
+    gpu = uses_gpu(given)
     preset = "gpt2" if gpu else "shakespeare"
+    data = cli.shown(train_gpt2.read_config([]).data)  # a bare run's data
     flags = ["--preset", preset, "--data", data, *OFF, *given]
     run = train_gpt2.read_config(flags)
     B = 16 if gpu else max(512 // run.seq_len, 1)
@@ -104,7 +105,6 @@ def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
 
 
 def uses_gpu(flags: list[str]) -> bool:
-    """Whether train_gpt2.py would train on a CUDA device."""
     return torch.cuda.is_available() and train_gpt2.read_config(flags).device in ("auto", "cuda")
 
 
@@ -127,7 +127,6 @@ class PlainGPT(GPT):
     """The model of the rungs below ours: it always computes all logits."""
 
     def __init__(self, config: GPTConfig, changes: list[str]):
-        """changes: the names of this rung and those before it."""
         super().__init__(config)
         self.loss_function = plain_loss
         if "padded" in changes:
@@ -141,7 +140,7 @@ class PlainGPT(GPT):
 
 
 def precision_of(run: TrainConfig) -> tuple[torch.dtype, str]:
-    """The precision in which train_gpt2.py trains such a run, and a description of the device."""
+    """As devices.choose_precision for such a run."""
     device = devices.choose_device(run.device)
     with torch.device("meta"):  # allocates nothing
         parameters = new_model(run, Ranks(0, 1, device)).num_parameters()
@@ -175,9 +174,7 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
     rank, local_rank, world_size = cli.torchrun_ranks()
     device = devices.choose_device(run.device, local_rank, world_size)
     last = WARMUP + steps
-    max_steps = last
-    if ours:
-        max_steps += 3  # one more to start the profiler, and two for it
+    profiled = 3 if ours else 0  # one more to start the profiler, and two for it
     model = None
     if not ours:
         shape = new_model(run, Ranks(0, 1, torch.device("cpu"))).config
@@ -213,7 +210,7 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # or they'd be in float32
     output = redirect_stdout(io.StringIO())
     with tempfile.TemporaryDirectory() as folder, attention, output, profiler:
-        more = ["--max-steps", str(max_steps), "--log-dir", folder]
+        more = ["--max-steps", str(last + profiled), "--log-dir", folder]
         status = train_gpt2.main([*flags, *more], model, before_step)
         if status or rank:
             sys.exit(status)  # after a signal; or not rank 0
@@ -255,7 +252,7 @@ def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
 
 
 def measure_machine(flags: list[str]) -> Row:
-    """The machine and its ceilings: products of random square matrices, and a copy."""
+    """The machine and its ceilings."""
     run = train_gpt2.read_config(flags)
     device = devices.choose_device(run.device)
     dtype, description = precision_of(run)
@@ -300,7 +297,7 @@ def job_rung(flags: list[str], rung: str, steps: int) -> Row:
 
 
 def job_run(flags: list[str], log_dir: Path) -> Row:
-    """Trains 300 steps with the largest micro-batch; continues where it was interrupted."""
+    """Trains 300 steps with the largest micro-batch."""
     tokens = 262_144 if uses_gpu(flags) else train_gpt2.read_config(flags).total_batch_size
     more = f"""--micro-batch-size 0 --total-batch-size {tokens} --max-steps 300 --warmup-steps 30
         --save-every 50 --eval-every 100 --eval-tokens {max(tokens, 4096)} --resume"""
@@ -317,7 +314,6 @@ def job_run(flags: list[str], log_dir: Path) -> Row:
 
 
 def jobs_of(config: BenchConfig, flags: list[str]) -> dict[str, Callable[[], Row]]:
-    """The jobs by name, in order."""
     names, steps = rungs_of(flags), config.steps
     ladder = {f"ladder/{name}": partial(job_rung, flags, name, steps) for name in names}
     if config.ladder:
@@ -346,7 +342,7 @@ def read_results(path: Path, of: str) -> dict[str, Row]:
 
 
 def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
-    """Runs the jobs that have no result yet; in a report each leaves a line in results.jsonl."""
+    """Runs the jobs that have no result yet."""
     began = time.monotonic()
     folder = Path(config.report)
     path = folder / "results.jsonl"

@@ -4,12 +4,11 @@
     python fineweb.py --input books/*.parquet notes.jsonl a.txt --out my_shards
     python fineweb.py --dataset roneneldan/TinyStories --out tiny    # any text dataset of the Hub
 
-A document is a row, or a whole .txt or .md file. It is stored as the token 50256 followed by the
-tokens of its text. Shard 0 is for validation: it holds a dataset's validation split if there is
-one, otherwise the first documents.
+A document is a row, or a whole .txt or .md file: the token 50256, then the tokens of its text.
+Shard 0 is for validation: a dataset's validation split if any, otherwise the first documents.
 
-manifest.json records how far into the text the last shard reaches. The same command continues from
-there and writes the same bytes for any number of workers."""
+manifest.json records how far into the text the shards reach. The same command continues there, and
+writes the same bytes for any number of workers."""
 
 import json
 import os
@@ -34,11 +33,10 @@ from support.tokenizer import EOT, SHA256, SHARD_NAME, open_shard
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"
 MAX_SHARD_SIZE = 4 * 10**9  # training numbers the tokens of a shard in 32 bits
-VERIFIED_SUFFIXES = (".npy", ".bin", ".partial")  # no manifest lists a .partial file
 
-# The state of a new folder in manifest.json: how much of the text is in its shards.
+# In manifest.json: how much of the text is in the shards; here, of a new folder.
 START = {
-    "complete": False,  # True once all of the text is
+    "complete": False,  # True once all of it is
     "position": [0, None, 0],  # before a batch of rows: stream, its dataset's state, rows so far
     "used": 0,  # tokens after `position` that are in shards already
     "skipped": 0,  # empty texts and nulls before `position`
@@ -108,8 +106,8 @@ class Folder:
         for index, shard in enumerate(self.shards):
             path = out / shard["name"]
             if not path.exists():
-                # Make it and all later ones again. The state after the shard before isn't known,
-                # so read the text from its start and drop the tokens of the earlier shards.
+                # Make it and all later ones again. Only the state after the last shard is known,
+                # so read the text from its start, and skip the tokens of the earlier ones.
                 del self.shards[index:]
                 self.manifest |= START | {"used": tokens}
                 break
@@ -122,11 +120,10 @@ class Folder:
 
     @property
     def finished(self) -> bool:
-        """True if all of the text is in shards, or --max-shards are made."""
         return self.manifest["complete"] or 0 < self.max_shards <= len(self.shards)
 
     def check(self, options: dict[str, Any]) -> None:
-        """Checks that the shards here were made with the same options."""
+        """Raises an error if the shards here were made with other options."""
         if not (self.shards or self.manifest["complete"]):
             return
         for key, now in options.items():
@@ -136,9 +133,7 @@ class Folder:
                 raise UserError(f"{self.out}: {change}; restore it or use a new --out")
 
     def begin(self, options: dict[str, Any]) -> None:
-        """Records the options and removes the partial files of a killed run.
-
-        A shard that the manifest doesn't list is an error: training would read it."""
+        """Records the options and removes the partial files of a killed run."""
         self.check(options)
         self.out.mkdir(parents=True, exist_ok=True)
         known = [shard["name"] for shard in self.shards]
@@ -147,19 +142,16 @@ class Folder:
         for path in self.out.glob(".*.partial"):
             path.unlink()
         for path in self.out.iterdir():
-            if SHARD_NAME.fullmatch(path.name) and path.name not in known:
+            if SHARD_NAME.fullmatch(path.name) and path.name not in known:  # would be trained on
                 raise UserError(f"{path}: not in {self.path.name}; remove it or use a new --out")
         self.save(options)
 
     def save(self, state: dict[str, Any]) -> None:
-        """Updates the manifest."""
         self.manifest |= state
         write_text(self.path, json.dumps(self.manifest, indent=1))
 
     def write(self, parts: list[np.ndarray], state: dict[str, Any]) -> None:
-        """Writes a shard made of `parts`, each 1-D uint16, and the state after it.
-
-        Without parts, only the state."""
+        """Writes a shard of these parts (1-D uint16), if any, and the state after it."""
         if not parts:
             self.save(state)
             return
@@ -173,7 +165,7 @@ class Folder:
         self.add(path, state)
 
     def add(self, path: Path, state: dict[str, Any]) -> None:
-        """Lists a finished shard in the manifest, with the state after it."""
+        """Lists a finished shard in the manifest."""
         tokens = open_shard(path)
         documents = int(np.count_nonzero(tokens == EOT))  # those that begin in this shard
         shard = {"name": path.name, "tokens": len(tokens), "documents": documents}
@@ -186,9 +178,9 @@ def verify(out: Path) -> None:
     """Names the files that changed or are unexpected."""
     shards = read_manifest(out / "manifest.json")["shards"]
     listed = {shard["name"]: shard["sha256"] for shard in shards}
-    found = {path.name: sha256(path) for path in out.glob("*") if path.suffix in VERIFIED_SUFFIXES}
-    differences = found.items() ^ listed.items()  # (name, checksum) on one side only
-    names = sorted({name for name, _ in differences})
+    suffixes = (".npy", ".bin", ".partial")
+    found = {path.name: sha256(path) for path in out.glob("*") if path.suffix in suffixes}
+    names = sorted({name for name, _ in found.items() ^ listed.items()})  # on one side only
     if names or not listed:
         raise UserError(f"{out}: does not match manifest.json: {', '.join(names) or 'no shards'}")
     print(f"{len(listed)} shards: all checksums match")
@@ -199,17 +191,17 @@ def cut(
 ) -> Iterator[tuple[list[np.ndarray], dict[str, Any]]]:
     """Cuts the text into shards of `size` tokens. Yields (parts of a shard, the state after it).
 
-    batches: per batch of rows, the position before it, its tokens, and its number of empty texts.
+    batches: the position before each, its tokens and its number of empty texts.
     validation: stream 0 is a validation split, all of which becomes shard 0.
     A full shard is held back until another token arrives: only the last one's state is complete."""
-    used = folder.manifest["used"]  # tokens at the start of the batches that are in shards already
+    used = folder.manifest["used"]
     skipped = folder.manifest["skipped"]
     parts: list[np.ndarray] = []
     room = size  # tokens that the shard can still take
     for position, tokens, empty_texts in batches:
         if validation and position[0] == 0:
             room = sys.maxsize
-        elif room > size:  # the validation split has ended, and with it its shard
+        elif room > size:  # the validation split has ended
             room = 0
         while used < len(tokens):
             if room == 0:
@@ -225,8 +217,7 @@ def cut(
         skipped += empty_texts
     if not (parts or folder.shards):
         raise UserError("no text in the input: nothing to tokenize")
-    if not folder.shards and room <= size:
-        # All the text fits into shard 0, which isn't a validation split: leave some for training.
+    if not folder.shards and room <= size:  # shard 0 took all the text: leave some for training
         text = np.concatenate(parts)
         tenth = max(len(text) // 10, 1)
         yield [text[:tenth]], {"used": tenth}  # position unchanged: resuming reads it all again
@@ -236,7 +227,6 @@ def cut(
 
 def make_shards(config: ShardConfig, folder: Folder) -> None:
     """Makes the shards of --input or --dataset."""
-    dataset = config.dataset or FINEWEB
     # What the shards depend on. Recorded in the manifest; must not change on resume.
     options: dict[str, Any] = {"text_column": config.text_column, "template": config.template}
     if config.input:
@@ -244,6 +234,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         opener = partial(texts.open_files, paths, config.text_column, config.template)
         options["source"] = "files"
     else:
+        dataset = config.dataset or FINEWEB
         configuration = config.config if config.dataset else config.name
         options["split"] = config.split
         options["config"] = configuration
@@ -262,7 +253,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
     if config.shard_size:
         options["shard_size"] = config.shard_size
     folder.check(options)
-    if folder.finished and options["source"] == dataset:
+    if folder.finished and options["source"] not in ("files", "folder"):
         return  # a commit doesn't change: no need to ask the Hub
     workers = config.workers or os.cpu_count() or 1
     with closing(texts.tokenized(workers, opener, folder.manifest["position"])) as batches:
@@ -283,7 +274,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
 
 
 def fetch_pretokenized(number: int, folder: Folder) -> None:
-    """Downloads the first shards of PRETOKENIZED and checks each before it appears in --out."""
+    """Downloads the first shards of PRETOKENIZED. Checks each before it appears in --out."""
     from huggingface_hub import HfApi, hf_hub_download
 
     source = f"--dataset {PRETOKENIZED}"

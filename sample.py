@@ -33,7 +33,7 @@ class SampleConfig:
 
 
 def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> None:
-    """Prints `num_samples` continuations of the prompt, streaming each one."""
+    """Prints continuations of the prompt."""
     from transformers import GenerationConfig, TextStreamer
 
     try:
@@ -42,8 +42,8 @@ def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> Non
         raise UserError(f"prompt {prompt!a}: not UTF-8") from None
     context = model.config.max_position_embeddings  # in tokens
     # Without a prompt: after <|endoftext|>, where a new document begins.
-    ids = tokenizer(prompt or tokenizer.bos_token, return_tensors="pt").input_ids  # (1, T)
-    ids = ids.to(model.device)
+    inputs = tokenizer(prompt or tokenizer.bos_token, return_tensors="pt").to(model.device)
+    ids = inputs.input_ids  # (1, T)
     length = ids.size(1)
     if length >= context:  # make room for the new tokens, but keep half a context of the prompt
         kept = max(context - config.max_new_tokens, context // 2)

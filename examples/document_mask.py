@@ -2,11 +2,10 @@
 
     python examples/document_mask.py --data my_shards --log-dir log_masked --resume
 
-It takes the flags of train_gpt2.py and resumes just as exactly. The weights keep GPT-2's names and
-shapes, so every checkpoint loads in transformers and sample.py. The mask is not exported, since
-GPT-2 in transformers has no setting for it: there, a single document gets the same logits, but
-several in one window attend to each other. Resume only with this script: train_gpt2.py would
-continue without the mask."""
+It takes the flags of train_gpt2.py and resumes as exactly, but only with this script: train_gpt2.py
+would continue without the mask. Its checkpoints load in transformers and sample.py, which have no
+such mask: there, a single document gets the same logits, but several in one window attend to each
+other."""
 
 import sys
 from pathlib import Path
@@ -25,8 +24,7 @@ class DocumentGPT(train_gpt2.GPT):
     def hidden(
         self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """As in GPT. A mask given by the caller (HellaSwag) is used unchanged."""
-        if mask is None:
+        if mask is None:  # HellaSwag gives its own
             document = (idx == train_gpt2.EOT).cumsum(1)  # (B, T) number, such as 0 0 0 1 1 2
             same_document = document[:, :, None] == document[:, None, :]  # (B, T, T)
             mask = same_document.tril()[:, None]  # causal, the same for all heads: (B, 1, T, T)

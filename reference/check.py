@@ -45,9 +45,7 @@ class CheckConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as far as its log describes it."""
-
-    config: dict[str, Any]  # may be incomplete or empty
+    config: dict[str, Any]  # as far as the log shows it
     streams: dict[str, dict[int, float]]  # stream -> step -> value
     device: str  # as in run.json, with the precision; "" if unknown
 
@@ -63,11 +61,8 @@ def read_run(path: Path) -> Run:
     lines = []  # (step, stream, value)
     if NANOGPT_LOSS.search(text):
         config = nanogpt_config(text)
-        for val_step, val, val_loss, train_step, train_loss in NANOGPT_LOSS.findall(text):
-            if val:
-                lines.append((int(val_step), "val", val_loss))
-            else:
-                lines.append((int(train_step), "train", train_loss))
+        for val_step, val, val_loss, step, loss in NANOGPT_LOSS.findall(text):
+            lines.append((int(val_step or step), val or "train", val_loss or loss))
     else:
         lines = log_lines(log)
         entries = run_entries(log.parent)

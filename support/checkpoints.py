@@ -33,10 +33,6 @@ def list_checkpoints(log_dir: Path) -> list[Path]:
     return sorted(folders, key=step_of)
 
 
-# --------------------------------------------------------------------------------------------------
-# Writing and pruning
-
-
 def write_checkpoint(
     folder: Path, save_model: Callable[[Path], None], state: dict[str, Any], card: str
 ) -> str | None:
@@ -81,14 +77,6 @@ It continues text, does not follow instructions, and may write what is false.
 """
 
 
-def best_checkpoint(log_dir: Path, losses: dict[int, float]) -> int | None:
-    """The step with the lowest of the validation losses {step: loss}; None if none has one.
-
-    Of equal ones the latest."""
-    steps = [step for step in map(step_of, list_checkpoints(log_dir)) if step in losses]
-    return min(reversed(steps), key=losses.__getitem__, default=None)
-
-
 def prune_checkpoints(
     log_dir: Path, step: int, best: int | None, keep: int, keep_every: int
 ) -> None:
@@ -124,10 +112,6 @@ def move_aside(log_dir: Path) -> Path | None:
     return aside
 
 
-# --------------------------------------------------------------------------------------------------
-# Reading
-
-
 def find_checkpoint(log_dir: Path) -> Path | None:
     """The newest intact checkpoint; None if there are none at all."""
     checkpoints = list_checkpoints(log_dir)
@@ -160,7 +144,7 @@ def read_training_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def verify_checksums(folder: Path) -> None:
-    """Checks that all files in SHA256SUMS, among them the required ones, are unchanged."""
+    """UserError unless all files in SHA256SUMS, and the required ones, are unchanged."""
     try:
         lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
         sums = {name: digest for digest, name in (line.split("  ") for line in lines)}

@@ -11,9 +11,9 @@ from torch import Tensor
 class ChunkedLoss(torch.autograd.Function):
     """train_gpt2.next_token_loss and its gradient in one pass, for 1,024 tokens at a time.
 
-    All logits of a micro-batch can be larger than GPT-2 (124M). Chunks take less memory everywhere,
-    and less time on a CPU (bench/NOTES.md). Since the gradient of a sum of losses is known, each
-    chunk computes it at once, and no logits are kept for the backward pass."""
+    Chunks take less memory everywhere, and less time on a CPU (bench/NOTES.md). Since the gradient
+    of a sum of losses is known, each chunk computes it at once, and no logits are kept for the
+    backward pass."""
 
     CHUNK = 1024  # tokens
 

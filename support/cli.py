@@ -21,9 +21,6 @@ HINTS = dict.fromkeys((errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
 HINTS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; choose a writable place")
 HINTS |= dict.fromkeys(FULL_DISK, "; free some space")
 
-# --------------------------------------------------------------------------------------------------
-# Environment and flags
-
 
 def torchrun_ranks() -> tuple[int, int, int]:
     """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) without either."""
@@ -55,10 +52,6 @@ def parse_args(config_class: type, args: Sequence[str] | None = None, **options:
         return tyro.cli(config_class, args=args, console_outputs=rank0, **options)
 
 
-# --------------------------------------------------------------------------------------------------
-# Console
-
-
 def print0(message: str, every_rank: bool = False) -> None:
     """Prints on rank 0, or on every rank. A full disk under the output doesn't end the run."""
     if every_rank or os.environ.get("RANK", "0") == "0":
@@ -82,10 +75,6 @@ def shown(path: str | Path) -> str:
     return str(path)
 
 
-# --------------------------------------------------------------------------------------------------
-# Exit
-
-
 def run(main: Callable[[], int | None]) -> None:
     """Calls main() and exits with its result, or after one `error: ` line.
 
@@ -99,7 +88,8 @@ def run(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
-        discard_stdout()
+        # Drop what is still buffered; otherwise the flush at exit fails.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
         message = message_for_user(error)
@@ -110,16 +100,26 @@ def run(main: Callable[[], int | None]) -> None:
     exit_normally(status)
 
 
+def exit_after_error(status: int, world_size: int) -> None:
+    if world_size > 1:  # a normal exit would wait for collectives that never complete
+        os._exit(status)
+    sys.exit(status)
+
+
+def exit_normally(status: int) -> None:
+    if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 def prepare_stdout() -> None:
     """Makes `> file` readable while we run, and safe for any character, even if not UTF-8."""
     if sys.stdout is None:  # the process that started us has closed it
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
-
-
-def discard_stdout() -> None:
-    """Drops what is still buffered; otherwise the flush at exit fails."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def message_for_user(error: Exception) -> str | None:
@@ -144,18 +144,3 @@ def print_error(message: str, rank: int, world_size: int, lost: bool) -> None:
         time.sleep(2)
     name = f"rank {rank}: " if rank else ""
     warn(f"{name}{message}", "error")
-
-
-def exit_after_error(status: int, world_size: int) -> None:
-    if world_size > 1:  # a normal exit would wait for collectives that never complete
-        os._exit(status)
-    sys.exit(status)
-
-
-def exit_normally(status: int) -> None:
-    if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
-        atexit._run_exitfuncs()
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)

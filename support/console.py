@@ -72,8 +72,8 @@ def announce(
 ) -> None:
     """Prints what is about to be trained.
 
-    device: with precision and reason. model: a GPT. loader: of the training data. peak: FLOP/s of
-    one device that count as 100 % MFU, and their source. checkpoint: from which the run resumes."""
+    device: with precision and reason. model: a GPT. loader: of the training data. peak: as
+    devices.peak_flops returns it. checkpoint: from which the run resumes."""
     T = loader.T
     flops = model.flops_per_token(T)
     peak_flops, source = peak

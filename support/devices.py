@@ -13,14 +13,9 @@ from torch import Tensor
 from support.cli import print0
 from support.errors import UserError, first_line
 
-# --------------------------------------------------------------------------------------------------
-# Device
-
 
 def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torch.device:
-    """The device that --device asks for. Prepares the process to use it.
-
-    auto: a CUDA GPU if there is one, then an Apple GPU, then the CPU."""
+    """The device that --device asks for; auto: the first available. Prepares the process for it."""
     present = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available() and world_size == 1,  # it has no process group
@@ -35,8 +30,9 @@ def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torc
         if local_rank >= torch.cuda.device_count():
             problem = f"{torch.cuda.device_count()} GPUs for more than {local_rank} processes"
             raise UserError(f"{problem}: lower --nproc_per_node")
-        torch.cuda.set_device(torch.device("cuda", local_rank))
-        return torch.device("cuda", local_rank)
+        chosen = torch.device("cuda", local_rank)
+        torch.cuda.set_device(chosen)
+        return chosen
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if kind == "cpu" and hasattr(libc, "mallopt"):  # glibc; musl lacks it
         # Keep the memory of freed tensors for the next ones. By default glibc returns large buffers
@@ -80,7 +76,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(device: torch.device, state: dict[str, Tensor]) -> None:
-    """Restores what random_state() returned, perhaps on another type of device."""
+    """Restores what random_state() returned, perhaps for another type of device."""
     torch.set_rng_state(state["cpu"])
     if device.type != "cpu" and device.type in state:
         torch.get_device_module(device.type).set_rng_state(state[device.type])
@@ -98,9 +94,6 @@ def peak_memory() -> int | None:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-# --------------------------------------------------------------------------------------------------
-# Precision
-
 LARGE = 50_000_000  # parameters from which a CPU may train in bfloat16
 
 
@@ -109,8 +102,7 @@ def choose_precision(
 ) -> tuple[torch.dtype, str]:
     """(dtype of matmuls, a line with device, dtype and the reason for it)
 
-    dtype: --dtype. parameters: of the model. before: the dtype of a run that is resumed, as a
-    string; a large model on a CPU stays in it."""
+    dtype: --dtype. parameters: of the model. before: str(dtype) of a run that is resumed."""
     chip = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
@@ -140,9 +132,6 @@ def choose_precision(
         reason += f"; {before.removeprefix('torch.')} so far"
     return getattr(torch, name), f"{device} ({chip}), {name}: {reason}"
 
-
-# --------------------------------------------------------------------------------------------------
-# Speed, for MFU (model FLOPs utilization) and --plan
 
 # Dense 16-bit tensor-core peaks in TFLOP/s with float32 accumulation, by torch.cuda.get_device_name
 # without the vendor. Names are exact, since variants differ (H100 NVL, H100 SXM); other chips are

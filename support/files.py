@@ -1,4 +1,4 @@
-"""Atomic writes: files and folders that appear whole or not at all. SHA-256."""
+"""Atomic writes: files and folders that appear whole or not at all, and stay until replaced."""
 
 import contextlib
 import errno
@@ -10,16 +10,13 @@ from pathlib import Path
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
 def atomic_path(path: Path | str) -> Iterator[Path]:
-    """Yields a temporary path next to `path`, then renames it to `path` after an fsync.
-
-    So `path` appears whole or not at all, and an old file stays until it is replaced."""
+    """Yields a temporary path next to `path`, then renames it to `path` after an fsync."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

@@ -1,8 +1,7 @@
 """Hugging Face: GPT-2's files written and read, models from the Hub, any causal language model.
 
 In a Hugging Face GPT-2 parameter names begin with `transformer.` (not in OpenAI's uploads), and
-linear layers are Conv1D, whose weights are (in, out). Settings are the fields of a model's
-configuration; a field that a fork adds keeps its name.
+linear layers are Conv1D, whose weights are (in, out).
 
 A fork whose weights or mathematics are not GPT-2's must not pass for one, or other programs would
 run another model than was trained. Its config.json has FORK_TYPE as model_type, which transformers
@@ -25,9 +24,6 @@ from support.checkpoints import list_checkpoints
 from support.errors import UserError, first_line
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files
 
-# --------------------------------------------------------------------------------------------------
-# GPT-2's format
-
 GPT2_MATHS = {  # a model that differs in any of these isn't GPT-2
     "model_type": "gpt2",
     "activation_function": "gelu_new",
@@ -43,62 +39,59 @@ FORK_TYPE = "gpt2-repro-fork"
 CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # weights that are stored transposed
 
 
-def gpt2_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of a GPT-2's parameters, linear weights as (out, in)."""
-    C = config.n_embd
-    shapes = {"wte.weight": (config.vocab_size, C), "wpe.weight": (config.block_size, C)}
-    linear = {
-        "attn.c_attn": (3 * C, C),
-        "attn.c_proj": (C, C),
-        "mlp.c_fc": (4 * C, C),
-        "mlp.c_proj": (C, 4 * C),
-    }
-    for i in range(config.n_layer):
-        for name, shape in linear.items():
-            shapes[f"h.{i}.{name}.weight"] = shape
-            shapes[f"h.{i}.{name}.bias"] = shape[:1]
-    norms = [f"h.{i}.{name}" for i in range(config.n_layer) for name in ("ln_1", "ln_2")]
-    for name in (*norms, "ln_f"):
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (C,)
-    return shapes
-
-
 def gpt2_logits(state: dict[str, Tensor], n_layer: int, n_head: int, idx: Tensor) -> Tensor:
-    """GPT-2's logits (T, V) of the tokens idx (T,), spelled out once more. state: its parameters"""
+    """GPT-2's logits (T, V) of a full context of tokens idx (T,), spelled out once more.
+
+    state: its parameters. An exception if their names or shapes are not GPT-2's."""
+    unused = dict(state)
     T = len(idx)
-    causal = torch.ones(T, T, dtype=torch.bool).tril()
+    causal = torch.ones(T, T, dtype=torch.bool, device=idx.device).tril()
+
+    def take(name: str, *shape: int) -> Tensor:
+        tensor = unused.pop(name)
+        if tensor.shape != shape:
+            raise ValueError(f"{name}: {tuple(tensor.shape)}")
+        return tensor
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"])
+        return F.layer_norm(x, (C,), take(f"{name}.weight", C), take(f"{name}.bias", C))
 
-    def linear(x: Tensor, name: str) -> Tensor:
-        return x @ state[f"{name}.weight"].t() + state[f"{name}.bias"]
+    def linear(x: Tensor, name: str, rows: int) -> Tensor:
+        return x @ take(f"{name}.weight", rows, x.size(1)).t() + take(f"{name}.bias", rows)
 
-    x = state["wte.weight"][idx] + state["wpe.weight"][:T]
-    C = x.size(1)
+    wte = unused.pop("wte.weight")
+    C = wte.size(1)
+    x = wte[idx] + take("wpe.weight", T, C)
     for i in range(n_layer):
-        qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
+        qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn", 3 * C)
         q, k, v = (part.view(T, n_head, -1).transpose(0, 1) for part in qkv.split(C, dim=1))
         scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~causal, -math.inf)
         y = (scores.softmax(-1) @ v).transpose(0, 1).reshape(T, C)
-        x = x + linear(y, f"h.{i}.attn.c_proj")
-        y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        x = x + linear(y, f"h.{i}.attn.c_proj", C)
+        y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc", 4 * C)
         y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-        x = x + linear(y, f"h.{i}.mlp.c_proj")
-    return norm(x, "ln_f") @ state["wte.weight"].t()
+        x = x + linear(y, f"h.{i}.mlp.c_proj", C)
+    x = norm(x, "ln_f")
+    if unused:
+        raise ValueError(f"{', '.join(unused)}: not in GPT-2")
+    return x @ wte.t()
 
 
 def is_gpt2(model: nn.Module) -> bool:
     """True if the parameters of a model and its mathematics are GPT-2's.
 
     Its class computes the logits of a full context with few layers and channels, random weights
-    and in float64; they must be gpt2_logits'. This takes less than a second. It can't see what acts
-    only in training, only from the fifth layer on, only on the token 50256, or only on this one
-    object instead of its class."""
+    and in float64; they must be gpt2_logits'. It can't see what acts only in training, only from
+    the fifth layer on, or only on the token 50256, nor other mathematics of this one object."""
     config = model.config
-    if {name: tuple(t.shape) for name, t in model.state_dict().items()} != gpt2_shapes(config):
-        return False
     try:
+        # The names and shapes of this object's parameters; meta tensors have no values.
+        if model.wte.weight.shape != (config.vocab_size, config.n_embd):
+            return False
+        shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+        idx = torch.zeros(config.block_size, dtype=torch.int64, device="meta")
+        gpt2_logits(shapes, config.n_layer, config.n_head, idx)
+        # The mathematics of its class.
         small = replace(config, vocab_size=97, n_layer=min(config.n_layer, 4), n_head=2, n_embd=8)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
@@ -108,11 +101,11 @@ def is_gpt2(model: nn.Module) -> bool:
             idx = torch.randint(97, (config.block_size,))
             logits, _ = copy(idx[None])
             expected = gpt2_logits(copy.state_dict(), small.n_layer, small.n_head, idx)
-    except Exception:  # a fork that works with its own sizes only
+        if logits.shape[1:] != expected.shape or expected.size(1) != small.vocab_size:
+            return False
+        return bool((logits[0] - expected).abs().max() < 1e-5 * expected.std())
+    except Exception:  # other parameters, or a fork that works with its own sizes only
         return False
-    return logits.shape[1:] == expected.shape and bool(
-        (logits[0] - expected).abs().max() < 1e-5 * expected.std()
-    )
 
 
 def write_pretrained(
@@ -120,8 +113,7 @@ def write_pretrained(
 ) -> None:
     """Writes config.json, model.safetensors and GPT-2's tokenizer.
 
-    settings: the fields of GPTConfig. state: weights as read_weights returns them. gpt2: False for
-    a fork that is none."""
+    settings: the fields of GPTConfig. gpt2: False for a fork that is none."""
     folder.mkdir(parents=True, exist_ok=True)
     eot = EOT if settings["vocab_size"] == VOCAB_SIZE else None  # None: another vocabulary
     config = {
@@ -192,13 +184,13 @@ def read_pretrained(name: str | Path, names: list[str]) -> tuple[dict, dict[str,
             raise UserError(f"{folder}: config.json needs {key}, a whole number from 1")
     if raw["n_embd"] % raw["n_head"]:
         raise UserError(f"{folder}: config.json has an n_embd that n_head does not divide")
-    return settings, read_weights(folder), True
+    return settings, read_weights(folder, gpt2=True), True
 
 
-def read_weights(folder: Path, gpt2: bool = True) -> dict[str, Tensor]:
+def read_weights(folder: Path, gpt2: bool) -> dict[str, Tensor]:
     """A folder's parameters under our names, linear weights as (out, in), floats as float32.
 
-    gpt2: False if a fork saved them, whose names and layout are its own."""
+    gpt2: False if a fork saved them: they keep its names and layout."""
     state: dict[str, Tensor] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:
@@ -228,9 +220,7 @@ def read_weights(folder: Path, gpt2: bool = True) -> dict[str, Tensor]:
 def load_weights(
     model: nn.Module, weights: dict[str, Tensor], name: str | Path, gpt2: bool
 ) -> None:
-    """Makes `weights` the parameters of a model with the same shapes.
-
-    gpt2: as read_pretrained returns it."""
+    """Makes `weights` the model's parameters. gpt2: as read_pretrained returns it."""
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
@@ -240,9 +230,6 @@ def load_weights(
         problem = "saved by a fork of train_gpt2.py, which computes something else"
         raise UserError(f"{name}: {problem}; load it with that fork")
 
-
-# --------------------------------------------------------------------------------------------------
-# Models by name, and other architectures
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model")
 
@@ -278,9 +265,7 @@ def find_model(name: str) -> Path:
 
 
 def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[Any, Any]:
-    """(model, tokenizer), loaded by transformers; the tokenizer is None if the folder has none.
-
-    `options` go to AutoModelForCausalLM."""
+    """(model, tokenizer), loaded by transformers; the tokenizer is None if the folder has none."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 
 from support.errors import UserError
 
-# (a, b, c): five steps of x -> a x + b x^3 + c x^5 bring singular values near 1 (Jordan et al.).
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+# Five steps of x -> a x + b x^3 + c x^5 bring singular values near 1 (Jordan et al.).
+STEPS = 5
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a, b, c
 
 
-def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
+def orthogonalize(x: torch.Tensor) -> torch.Tensor:
     """Each matrix of x (L, A, B) with its singular values brought near 1 (0.7 to 1.2)."""
     a, b, c = NEWTON_SCHULZ
     tall = x.size(1) > x.size(2)
@@ -32,7 +33,7 @@ def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
         x = x.mT
     # The Frobenius norm bounds the largest singular value, so all are at most 1 now.
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
+    for _ in range(STEPS):
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram^2
         x = torch.baddbmm(x, polynomial, x, beta=a)  # a x + polynomial @ x
@@ -40,9 +41,7 @@ def orthogonalize(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 def orthogonalize_on_all_ranks(x: torch.Tensor) -> torch.Tensor:
-    """orthogonalize() with the matrices divided among the ranks.
-
-    x (L, A, B) and the result are the same on all ranks."""
+    """orthogonalize() with the work divided among the ranks, which all pass the same x."""
     if not torch.distributed.is_initialized():
         return orthogonalize(x)
     rank = torch.distributed.get_rank()
@@ -55,9 +54,7 @@ def orthogonalize_on_all_ranks(x: torch.Tensor) -> torch.Tensor:
 
 
 def find_split_sizes(model: torch.nn.Module) -> dict[str, list[int]]:
-    """The attribute `split_sizes` of a model's modules, by the names of their weights.
-
-    It says that the weight is several matrices, one above the other, and how many rows each has."""
+    """{weight: rows of each matrix in it}, from the attribute `split_sizes` of modules."""
     return {
         f"{name}.weight": module.split_sizes
         for name, module in model.named_modules()
@@ -68,12 +65,9 @@ def find_split_sizes(model: torch.nn.Module) -> dict[str, list[int]]:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov's momentum and decoupled weight decay, for 2-D parameters.
 
-    named_parameters: (name, parameter) pairs. dtype: of the products in orthogonalize().
-    split_sizes: as find_split_sizes returns them."""
+    dtype: of the products in orthogonalize(). split_sizes: as from find_split_sizes()."""
 
-    # Set by support/sharding.py: step() sees only the gradients of the matrices this rank owns, so
-    # there is nothing to divide among the ranks.
-    sharded = False
+    sharded = False  # set by support/sharding.py: this rank sees only gradients that it owns
 
     def __init__(
         self,
@@ -84,8 +78,7 @@ class Muon(torch.optim.Optimizer):
         split_sizes: dict[str, list[int]],
     ):
         named_parameters = list(named_parameters)
-        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=0.95)
-        super().__init__(named_parameters, defaults)
+        super().__init__(named_parameters, dict(lr=lr, weight_decay=weight_decay, momentum=0.95))
         self.dtype = dtype
         # By parameter, not by name: the names in param_groups may come from an older checkpoint.
         self.split_sizes = {p: split_sizes.get(name, [len(p)]) for name, p in named_parameters}
@@ -100,7 +93,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             lr = group["lr"]
             momentum = group["momentum"]
-            # Matrices of one shape, from parameters of one shape: (rows of the parameter, update)
+            # (part of a parameter, its update), by the shapes of the part and the parameter
             by_shape = defaultdict(list)
             for p in group["params"]:
                 if p.grad is None:

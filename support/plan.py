@@ -40,8 +40,9 @@ def print_plan(
         epochs = f"{tokens / available:.3f} of {available:,} training tokens"
     peak, source = peak_flops(chosen, precision)
     rate = peak * ASSUMED_MFU / flops  # tokens per second
-    how = {"low_memory": low_memory, "compiled": compiled}
-    memory = estimate_memory(model, B, T, chosen, precision, **how)
+    memory = estimate_memory(
+        model, B, T, chosen, precision, low_memory=low_memory, compiled=compiled
+    )
     in_blocks = sum(p.numel() for p in model.h.parameters())
     projected = f"projected: {ASSUMED_MFU:.0%} of"
     rows = {

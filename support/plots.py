@@ -36,7 +36,7 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
     curves = {}
     for name, (steps, values) in streams.items():
         if x == "hours":
-            # Steps beyond the last one that was timed are put at its end.
+            # Steps after the last timed one are put at its end.
             x_values = hours[np.minimum(steps, len(hours) - 1)]
         else:
             x_values = np.array(steps) * tokens_per_step
@@ -45,7 +45,7 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
 
 
 def on_fineweb(folder: str | Path) -> bool:
-    """True if a run's data is FineWeb-Edu, by its manifest or the name of its folder."""
+    """True if a run's data is FineWeb-Edu, by the manifest or the name of the data folder."""
     data = Path(run_entries(folder)[-1]["config"]["data"])
     try:
         name = json.loads((data / "manifest.json").read_bytes())["source"]
@@ -75,7 +75,6 @@ def label_axes(axes: Any, x: str, title: str, ylabel: str = "") -> None:
 
 
 def draw_baseline(axes: Any, name: str, value: float) -> None:
-    """A horizontal line, named at its left end."""
     axes.axhline(value, color="gray", linestyle=":")
     axes.text(
         0.01,
@@ -89,9 +88,7 @@ def draw_baseline(axes: Any, name: str, value: float) -> None:
 
 
 def draw_loss(axes: Any, runs: dict[str, Curves], x: str, baselines: dict[str, float]) -> None:
-    """Training loss (raw and smoothed) and validation loss.
-
-    The y axis fits what follows the first twentieth of a run: earlier losses may be cropped."""
+    """Training loss (raw and smoothed) and validation loss; the first twentieth may be cropped."""
     highest = max(baselines.values(), default=0.0)
     for i, (name, run) in enumerate(runs.items()):
         color = f"C{i}"
@@ -128,7 +125,6 @@ def draw_hellaswag(axes: Any, runs: dict[str, Curves], x: str) -> None:
 
 
 def draw_panel(axes: Any, runs: dict[str, Curves], stream: str, x: str) -> None:
-    """A small plot of one stream of PANELS."""
     for i, (name, run) in enumerate(runs.items()):
         if stream in run:
             axes.plot(*run[stream], f"C{i}", lw=1, label=name)
@@ -144,16 +140,14 @@ def save_curves(log_dir: Path) -> None:
     run = {log_dir.name: curves}
     figure = Figure(figsize=(12, 7), layout="constrained")
     above, below = figure.add_gridspec(2, 1, height_ratios=(3, 2))
-    columns = 2 if "hella" in curves else 1
-    upper = above.subgridspec(1, columns)
+    upper = above.subgridspec(1, 2 if "hella" in curves else 1)
     baselines = VAL_BASELINES if on_fineweb(log_dir) else {}
     draw_loss(figure.add_subplot(upper[0]), run, "tokens", baselines)
     if "hella" in curves:
         draw_hellaswag(figure.add_subplot(upper[1]), run, "tokens")
     # Streams that this project doesn't know, such as a fork's evaluation, get a panel each.
-    drawn_elsewhere = ("train", "val", "bpb", "hella", "mfu", "ms")
-    others = [stream for stream in curves if stream not in (*PANELS, *drawn_elsewhere)]
-    streams = [*PANELS, *others]
+    known = (*PANELS, "train", "val", "bpb", "hella", "mfu", "ms")
+    streams = [*PANELS, *(stream for stream in curves if stream not in known)]
     for place, stream in zip(below.subgridspec(1, len(streams)), streams, strict=True):
         draw_panel(figure.add_subplot(place), run, stream, "tokens")
     with atomic_path(log_dir / "curves.png") as partial:

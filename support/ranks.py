@@ -62,9 +62,9 @@ class Ranks:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def on_rank_0(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def on_rank_0(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls function(*args) on rank 0 alone. Every rank gets the result."""
-        return self.broadcast(function(*args, **options) if self.rank == 0 else None)
+        return self.broadcast(function(*args) if self.rank == 0 else None)
 
     def sum(self, value: float) -> float:
         """The sum of `value` over the ranks, in rank order and float64.
@@ -106,9 +106,8 @@ def settle_buckets(
     """Makes DDP's buckets final before the first step, so that a resumed run sums as before.
 
     DDP rebuilds its buckets after its first backward pass, in the order in which gradients become
-    ready. That changes the order of summation, so an uninterrupted run would sum its first step
-    in another order than the rest, and a resumed one its first step after the restart. Two passes
-    over zeros settle it: the first triggers the rebuilding, the second fills the new buckets."""
+    ready, which changes the order of summation after a start or a restart. Two passes over zeros
+    settle it: the first triggers the rebuilding, the second fills the new buckets."""
     device = next(ddp_model.parameters()).device
     x = torch.zeros(B, T, dtype=torch.int64, device=device)
     gpu = [device.index] if device.type == "cuda" else []

@@ -24,12 +24,10 @@ from support.ranks import Ranks
 @contextlib.contextmanager
 def lock(log_dir: Path, rank: int) -> Iterator[None]:
     """Makes the folder and keeps other runs out of it. Removes it if nothing was written."""
-    if rank > 0:
-        yield
-        return
     new = not log_dir.exists()
-    log_dir.mkdir(parents=True, exist_ok=True)
-    if os.name == "nt":  # it has no flock
+    if rank == 0:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    if rank > 0 or os.name == "nt":  # Windows has no flock
         yield
         return
     import fcntl
@@ -73,8 +71,6 @@ class RunFolder:
     warned: bool = False
     trackers: list[Any] = field(default_factory=list)
 
-    # ---- Start -----------------------------------------------------------------------------------
-
     def find_start(self, resume: bool) -> Path | None:
         """The newest intact checkpoint to continue from, on every rank. None: start at step 0.
 
@@ -93,10 +89,7 @@ class RunFolder:
 
     def is_finished(self, step: int, max_steps: int) -> bool:
         """True if the run has completed all its steps and its last evaluation, on every rank."""
-        return self.ranks.on_rank_0(self._is_finished, step, max_steps)
-
-    def _is_finished(self, step: int, max_steps: int) -> bool:
-        entries = run_log.run_entries(self.path) or [{}]
+        entries = self.ranks.on_rank_0(run_log.run_entries, self.path) or [{}]
         return step > max_steps or step == max_steps == entries[-1].get("finished")
 
     def begin(self, step: int, device: str, config: dict[str, Any], continues: bool) -> None:
@@ -143,13 +136,10 @@ class RunFolder:
             print0(f"{self.path}/: {moved} (--resume continues a run)")
         return len(run_log.log_lines(log))
 
-    # ---- As the run goes on ----------------------------------------------------------------------
-
     def log(self, step: int, **values: float) -> None:
         """Appends values to log.txt and sends them to the trackers: log(step, stream=value, …).
 
-        Validation loss and HellaSwag are printed as well. A full disk does not end the run: lines
-        are kept until they can be written."""
+        A full disk does not end the run: lines are kept until they can be written."""
         self.latest |= values
         for stream, name in PRINTED.items():
             if stream in values:
@@ -168,8 +158,7 @@ class RunFolder:
                     self.unwritten = self.unwritten[written:]
         except OSError as error:
             if not self.warned:
-                message = f"{error.strerror}; lines are kept until they can be written"
-                warn(f"{log}: {message}")
+                warn(f"{log}: {error.strerror}; lines are kept until they can be written")
             self.warned = True
         for track in self.trackers:
             track(step, values)
@@ -203,7 +192,7 @@ class RunFolder:
         )
 
     def clean_up(self, step: int, wait: bool = False) -> None:
-        """Deletes old checkpoints and redraws curves.png, in a background process unless `wait`."""
+        """Deletes old checkpoints and redraws curves.png. wait: until it is drawn."""
         if self.ranks.rank > 0:
             return
         best, _ = self.best()
@@ -211,13 +200,15 @@ class RunFolder:
         draw_curves(self.path, wait)
 
     def best(self) -> tuple[int | None, float]:
-        """(step, validation loss) of the best checkpoint; (None, inf) if none was evaluated."""
+        """(step, validation loss) of the best checkpoint; (None, inf) if none was evaluated.
+
+        Of equal ones the latest."""
         steps, values = run_log.read_log(self.path).get("val", ([], []))
         losses = dict(zip(steps, values, strict=True))
-        step = checkpoints.best_checkpoint(self.path, losses)
+        saved = map(checkpoints.step_of, checkpoints.list_checkpoints(self.path))
+        evaluated = [step for step in saved if step in losses]
+        step = min(reversed(evaluated), key=losses.__getitem__, default=None)
         return step, losses.get(step, float("inf"))
-
-    # ---- End -------------------------------------------------------------------------------------
 
     def finish(self, step: int) -> None:
         """Records in run.json that the run has made its last evaluation."""
@@ -230,9 +221,7 @@ class RunFolder:
             warn(f"run.json: the end of the run is not recorded ({error.strerror})")
 
     def print_result(self, step: int, prompt: str, gpt2: bool) -> None:
-        """Lists the run's outputs, and how to sample from its model.
-
-        gpt2: False for a fork whose model is none."""
+        """Lists the run's outputs, and how to sample from its model. gpt2: if it is a GPT-2."""
         if self.ranks.rank > 0:
             return
         if (self.path / "curves.png").exists():
@@ -245,13 +234,13 @@ class RunFolder:
         if best not in (None, step):
             advice = "the loss rose afterwards: train for fewer steps, or on more text"
             print0(f"best: {self.path}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
-        script = shown(run_log.ROOT / "sample.py")
         if gpt2:
+            script = shown(run_log.ROOT / "sample.py")
             print0(f"sample: {shlex.join(['python', script, str(self.path), prompt])}")
 
 
 def draw_curves(log_dir: Path, wait: bool) -> None:
-    """Draws curves.png in a background process; waits for it only at the end of the run."""
+    """Draws curves.png in a background process. wait: until it is drawn."""
     command = [sys.executable, "-m", "support.plots", log_dir.resolve()]
     try:
         process = subprocess.Popen(command, cwd=run_log.ROOT, stderr=subprocess.DEVNULL)

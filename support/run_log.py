@@ -19,9 +19,6 @@ from support.files import write_text
 
 ROOT = Path(__file__).parents[1]
 
-# --------------------------------------------------------------------------------------------------
-# log.txt
-
 # How values are written; other streams have the format .6f.
 FORMATS = {"hella": ".4f", "lr": ".6e", "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f"}
 EVALUATIONS = ("val", "bpb", "hella")  # streams with a value of step s before the update of step s
@@ -65,28 +62,21 @@ def format_line(step: int, stream: str, value: float) -> str:
 def trim_log(path: Path, begin: int | None, step: int) -> tuple[int, set[str]]:
     """Removes what a run that continues from `step` will log again.
 
-    These are all its lines from `step` on, except for evaluations at `step` itself. begin: the
-    number of lines before this run; None if unknown.
-
-    Returns that number, and the streams of the evaluations at `step`."""
+    begin: the number of lines before this run; None if unknown. Returns that number, and the
+    streams of the evaluations at `step`, which stay."""
     lines = log_lines(path)
     if begin is None:
         begin = last_start(lines)
     kept = lines[:begin]
     evaluated = set()
-    for line in lines[begin:]:
-        line_step, stream, _ = line
-        if line_step < step:
-            kept.append(line)
-        elif line_step == step and stream in EVALUATIONS:
-            kept.append(line)
+    for line_step, stream, value in lines[begin:]:
+        evaluation = line_step == step and stream in EVALUATIONS
+        if evaluation:
             evaluated.add(stream)
+        if evaluation or line_step < step:
+            kept.append((line_step, stream, value))
     write_text(path, "".join(" ".join(map(str, line)) + "\n" for line in kept))
     return begin, evaluated
-
-
-# --------------------------------------------------------------------------------------------------
-# run.json
 
 
 def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:

@@ -30,8 +30,8 @@ def assign_owners(sizes: list[int], ranks: int) -> list[int]:
 def shard_state(optimizer: Any) -> None:
     """Shards the state of an optimizer, or of each one in support.muon.Optimizers.
 
-    From now on step() exchanges weights, and state_dict(), which all ranks must call, gathers the
-    whole state in rank 0's host memory. load_state_dict() takes any checkpoint, sharded or not."""
+    state_dict(), which all ranks must call, then gathers the whole state in rank 0's host memory.
+    load_state_dict() takes any checkpoint, sharded or not."""
     for part in getattr(optimizer, "optimizers", [optimizer]):
         shards = Shards(part)
         part.sharded = True  # for Muon
@@ -47,8 +47,7 @@ class Shards:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.rank = dist.get_rank()
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        sizes = [p.numel() for p in self.parameters]
-        self.owners = assign_owners(sizes, dist.get_world_size())
+        self.owners = assign_owners([p.numel() for p in self.parameters], dist.get_world_size())
         pairs = zip(self.parameters, self.owners, strict=True)
         self.others = [p for p, owner in pairs if owner != self.rank]  # owned by other ranks
         self.hidden: list[torch.Tensor | None] = []  # their gradients, during a step
@@ -64,9 +63,10 @@ class Shards:
         for p, grad in zip(self.others, self.hidden, strict=True):
             p.grad = grad  # a view of DDP's bucket, into which the next backward pass accumulates
         self.hidden = []
-        broadcasts = []  # all started before any is waited for
-        for p, owner in zip(self.parameters, self.owners, strict=True):
-            broadcasts.append(dist.broadcast(p.detach(), owner, async_op=True))
+        broadcasts = [
+            dist.broadcast(p.detach(), owner, async_op=True)
+            for p, owner in zip(self.parameters, self.owners, strict=True)
+        ]
         for work in broadcasts:
             work.wait()
 
@@ -82,8 +82,8 @@ class Shards:
         shards: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shards, described)
 
-        # All ranks loop over the same tensors in the same order. Each tensor goes to rank 0 and its
-        # host before the next, so no device holds the whole state; other ranks drop what they get.
+        # All ranks loop over the same tensors in the same order. Each goes to rank 0's host before
+        # the next, so no device holds the whole state; other ranks drop what they get.
         whole: dict[int, dict[str, Any]] = {}
         rows = [row for shard in shards for row in shard]
         for i, key, value in sorted(rows, key=lambda row: row[0]):
@@ -95,11 +95,10 @@ class Shards:
                 if self.owners[i] != 0:
                     dist.broadcast(value, self.owners[i])
             if self.rank == 0:
-                on_host = value.cpu() if isinstance(value, torch.Tensor) else value
-                whole.setdefault(i, {})[key] = on_host
-        if self.rank != 0:
-            return state_dict
-        return state_dict | {"state": whole}
+                if isinstance(value, torch.Tensor):
+                    value = value.cpu()
+                whole.setdefault(i, {})[key] = value
+        return state_dict | {"state": whole} if self.rank == 0 else state_dict
 
     def select_state(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole state."""

@@ -8,18 +8,14 @@ The sum of the losses in a weight update does the same."""
 import os
 import signal
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 # The stop signals that this process has received. Global, as signal handlers are.
 received: list[int] = []
 
 
 def collect_stop_signals() -> None:
-    """From now on stop signals are added to `received` instead of ending the process.
-
-    A second SIGINT exits at once."""
+    """From now on stop signals are only added to `received`. A second SIGINT exits at once."""
     received.clear()
 
     def note(number: int, frame: Any) -> None:
@@ -32,7 +28,7 @@ def collect_stop_signals() -> None:
             signal.signal(getattr(signal, name), note)
 
 
-def until_stopped(items: Iterable[T]) -> Iterator[T]:
+def until_stopped(items: Iterable[Any]) -> Iterator[Any]:
     """Yields `items` until this process receives a stop signal."""
     for item in items:
         if received:
@@ -41,7 +37,5 @@ def until_stopped(items: Iterable[T]) -> Iterator[T]:
 
 
 def exit_status() -> int:
-    """The status of a run that was stopped: 130 after SIGINT, 143 after other signals.
-
-    On a rank that received none itself, it is 143."""
+    """The status of a run that was stopped: 130 after SIGINT, otherwise 143."""
     return 130 if received[:1] == [signal.SIGINT] else 143

@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -34,8 +34,8 @@ class Stream(NamedTuple):
     """A file, or a split of a dataset."""
 
     name: str  # for messages
-    kind: str  # "dataset", or a file's suffix. jsonl: a row is a line; txt, md: the whole file
-    columns: list[str]  # that hold the text: one, unless a template joins several
+    kind: str  # "dataset", or a file's suffix
+    columns: list[str]  # that hold the text: one, unless a template joins several; not in txt, md
     template: str  # "" for a single column
     open: Any  # () -> datasets.IterableDataset; None outside the reader
 
@@ -72,7 +72,7 @@ def template_columns(template: str) -> list[str]:
 
 
 def find_files(patterns: tuple[str, ...]) -> list[str]:
-    """The files that --input names, in this order. A folder's or pattern's are sorted by name."""
+    """The files that --input names, in this order; those of a folder or pattern by name."""
     paths: list[str] = []
     for pattern in patterns:
         if Path(pattern).is_file():  # its name may contain [
@@ -108,7 +108,6 @@ def find_in_folder(folder: Path) -> list[str]:
 
 
 def set_up_datasets() -> None:
-    """Settings of `datasets`, for the reader process."""
     import datasets
     import fsspec.compression
     import pyarrow
@@ -126,27 +125,21 @@ def set_up_datasets() -> None:
 
 
 def facts_about(name: str, paths: list[str], commit: str | None) -> dict[str, Any]:
-    """What identifies a source, and an estimate of its tokens.
-
-    The Hub's datasets are identified by their commit, others by the names and sizes of files."""
+    """A source's commit, or its files' names and sizes; an estimate of its number of tokens."""
     import fsspec
 
     files = []
     text_bytes = 0.0
-    # Estimates: bytes of text per byte of a file, and of English per token.
+    # Estimated bytes of text per byte of a file.
     factors = {".parquet": 1.6 if commit else 3, ".gz": 4, ".zst": 4, ".zip": 4}
-    bytes_per_token = 4.5
     for path in paths:
         with explained(name):
             filesystem, _ = fsspec.core.url_to_fs(path)  # local, or the Hub
             size = filesystem.size(path)
         files.append([Path(path).name, size])
         text_bytes += size * factors.get(Path(path).suffix.lower(), 1)
-    return {
-        "commit": commit,
-        "files": [] if commit else files,
-        "tokens": int(text_bytes / bytes_per_token),
-    }
+    tokens = int(text_bytes / 4.5)  # bytes per token of English
+    return {"commit": commit, "files": [] if commit else files, "tokens": tokens}
 
 
 def parquet_options(columns: list[str]) -> dict[str, Any]:
@@ -158,14 +151,11 @@ def parquet_options(columns: list[str]) -> dict[str, Any]:
 
 
 def open_files(paths: list[str], text_column: str, template: str) -> tuple[dict, dict[int, Stream]]:
-    """-> (facts_about the files, {index: stream}).
-
-    Each file has its own stream, so that errors can name it."""
+    """-> (facts_about the files, {index: stream}), a stream per file, so errors can name it."""
     from datasets import Features, Value, load_dataset
 
     columns = template_columns(template) or [text_column or "text"]
-    whole_file = {"sample_by": "document"}  # not one row per line
-    options = {
+    options: dict[str, dict] = {
         "parquet": parquet_options(columns),
         "csv": {
             # All values are text; otherwise 007 becomes 7, and NA a null.
@@ -175,13 +165,12 @@ def open_files(paths: list[str], text_column: str, template: str) -> tuple[dict,
             "chunksize": 1000,  # rows
         },
         "jsonl": {},  # read as lines of text, which document() parses
-        "txt": whole_file,
-        "md": whole_file,
+        "txt": {"sample_by": "document"},  # not one row per line
+        "md": {"sample_by": "document"},
     }
     streams = {}
     for index, path in enumerate(paths):
         kind = SUFFIX.search(path)[1].lower()
-        has_columns = kind not in ("txt", "md")
         opener = partial(
             load_dataset,
             kind if kind in ("parquet", "csv") else "text",
@@ -190,22 +179,14 @@ def open_files(paths: list[str], text_column: str, template: str) -> tuple[dict,
             streaming=True,
             **options[kind],
         )
-        streams[index] = Stream(
-            name=path,
-            kind=kind,
-            columns=columns if has_columns else ["text"],
-            template=template if has_columns else "",
-            open=opener,
-        )
+        streams[index] = Stream(path, kind, columns, template, opener)
     return facts_about("--input", paths, None), streams
 
 
 def open_dataset(
     dataset: str, commit: str | None, config: str, split: str, text_column: str, template: str
 ) -> tuple[dict, dict[int, Stream]]:
-    """-> (facts_about the files, {0: stream of a validation split, if any, 1: of the split}).
-
-    The default commit is the newest; the other defaults are fineweb.py's."""
+    """-> (facts_about the files, {0: stream of a validation split, if any, 1: of the split})."""
     from datasets import Features, Value, load_dataset_builder
     from huggingface_hub import HfApi
 
@@ -253,17 +234,15 @@ def open_dataset(
     for index, key in splits.items():
         files += paths[key]
         opener = partial(builder.as_streaming_dataset, key)
-        streams[index] = Stream(
-            name=name, kind="dataset", columns=columns, template=template, open=opener
-        )
+        streams[index] = Stream(name, "dataset", columns, template, opener)
     return facts_about(name, files, commit), streams
 
 
 def read(connection: Connection, opener: Callable, position: list) -> None:
     """The reader process: sends the facts, (position, Stream, rows) of each batch, then None.
 
-    A position is [index of the stream, state of its dataset, number of its rows before]. Reading
-    starts at `position`. Exceptions are sent as well: receive() raises them."""
+    It starts at `position`: [index of the stream, state of its dataset, number of its rows before].
+    Exceptions are sent as well: receive() raises them."""
     start_child()
     set_up_datasets()
     try:
@@ -276,7 +255,7 @@ def read(connection: Connection, opener: Callable, position: list) -> None:
             if index > first:  # read from its start
                 state = None
                 row = 0
-            sent_stream = stream._replace(open=None)  # workers get the rows, so they open nothing
+            sent_stream = stream._replace(open=None)  # workers open nothing
             for place, rows in batches(stream, state, row):
                 connection.send(([index, *place], sent_stream, rows))
         connection.send(None)
@@ -286,11 +265,11 @@ def read(connection: Connection, opener: Callable, position: list) -> None:
 
 
 def batches(stream: Stream, state: dict | None, row: int) -> Iterator[tuple[list, list[dict]]]:
-    """Yields ([state, number of rows] before a batch, its rows), from this state and row on."""
+    """Yields ([state, number of rows] before a batch, its rows)."""
     with explained(stream.name):
         dataset = stream.open().with_format("arrow")
         dataset.load_state_dict(state)
-        columns = ["text"] if stream.kind == "jsonl" else stream.columns
+        columns = ["text"] if stream.kind in ("jsonl", "txt", "md") else stream.columns
         for table in dataset.iter(batch_size=BATCH_ROWS):
             yield [state, row], table.select(columns).to_pylist()
             state = dataset.state_dict()
@@ -332,11 +311,12 @@ def with_nulls(value: Any) -> Any:
 def document(stream: Stream, row: dict[str, Any]) -> str:
     """The text of a row, or "" if it has none."""
     if stream.kind in ("jsonl", "txt", "md"):
-        row["text"] = row["text"].removeprefix("\ufeff")  # a byte order mark
-    if stream.kind == "jsonl":
-        if not row["text"].strip():
+        text = row["text"].removeprefix("\ufeff")  # a byte order mark
+        if stream.kind != "jsonl":
+            return text
+        if not text.strip():
             return ""
-        row = json.loads(row["text"])
+        row = json.loads(text)
     values = {column: row[column] for column in stream.columns}
     if all(value is None for value in values.values()):
         return ""
@@ -362,17 +342,15 @@ def tokenize(position: list, stream: Stream, rows: list[dict]) -> tuple[list, np
     return position, np.concatenate(parts, dtype=np.uint16, casting="unsafe"), skipped
 
 
-def tokenized(workers: int, *reader_arguments: Any) -> Iterator[Any]:
-    """Starts the reader and the workers. Yields the facts, then what tokenize() returns, in order.
-
-    reader_arguments: read()'s, after the connection."""
+def tokenized(workers: int, opener: Callable, position: list) -> Iterator[Any]:
+    """Starts the reader and the workers. Yields the facts, then tokenize()'s results in order."""
     ours, theirs = multiprocessing.Pipe()
-    reader = multiprocessing.Process(target=read, args=(theirs, *reader_arguments), daemon=True)
+    reader = multiprocessing.Process(target=read, args=(theirs, opener, position), daemon=True)
     reader.start()
     theirs.close()  # now only the reader has it, so its death ends recv()
     get_tokenizer()  # forked workers inherit it; meanwhile the reader imports `datasets`
     pool = ProcessPoolExecutor(workers, initializer=start_child)
-    pending: deque = deque()  # futures
+    pending: deque[Future] = deque()
 
     def receive() -> Any:
         try:

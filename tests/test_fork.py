@@ -243,6 +243,20 @@ class LaterBlock(Block):
         return super().forward(x, mask) - self.skip * x
 
 
+def test_a_changed_object_is_no_gpt2():
+    """By its names and shapes, though its class is."""
+    for change in ("extra", "wider", "rows"):
+        model = GPT(GPTConfig(16, 100, 6, 2, 16))
+        if change == "extra":
+            model.head = nn.Linear(16, 100, bias=False)
+        elif change == "wider":
+            model.h[5].mlp.c_fc = nn.Linear(16, 96)
+            model.h[5].mlp.c_proj = nn.Linear(96, 16)
+        else:
+            model.wte = nn.Embedding(128, 16)
+        assert not model.is_gpt2, change
+
+
 @pytest.mark.parametrize(
     "name, change",
     [("CausalSelfAttention", Window), ("MLP", ExactGELU), ("Block", LaterBlock)],

@@ -96,8 +96,7 @@ def main() -> None:
         raise UserError(f"{steps} steps: must be at least 1")
     script = args.peer / "train_gpt2.py"
     peer = edited(script, steps, MICRO_STEPS)
-    # The same update in one micro-step: the difference that rounding alone makes.
-    peer_whole = edited(script, steps, 1)
+    peer_whole = edited(script, steps, 1)  # differs by rounding only
     command = f"""{ROOT}/train_gpt2.py --preset gpt2 --init gpt2 --data {SHARDS} --no-shuffle
         --total-batch-size {B * T * MICRO_STEPS} --micro-batch-size {B} --seq-len {T}
         --device cpu --dtype float32 --max-steps {steps} --warmup-steps {steps // 6}
@@ -112,11 +111,9 @@ def main() -> None:
         theirs = train("-c", peer)
         whole = train("-c", peer_whole)
     print("step  loss: theirs      ours  norm: theirs      ours")
-    for step in range(steps):
-        their_loss, their_norm = theirs[:, step]
-        our_loss, our_norm = ours[:, step]
-        losses = f"{their_loss:12.6f}  {our_loss:8.6f}"
-        print(f"{step:4}  {losses}  {their_norm:12.6f}  {our_norm:8.6f}")
+    rows = zip(theirs[0], ours[0], theirs[1], ours[1], strict=True)
+    for step, row in enumerate(rows):
+        print("{:4}  {:12.6f}  {:8.6f}  {:12.6f}  {:8.6f}".format(step, *row))
     print(f"ours and theirs: {difference(ours, theirs)}")
     print(f"theirs and theirs in one micro-step: {difference(whole, theirs)}")
 

@@ -32,7 +32,7 @@ from support.run_log import read_log
 from train_gpt2 import read_config
 
 ROOT = Path(__file__).parents[2]
-Cells = dict[int, dict[int, float]]  # training tokens -> seed -> final loss, or a share of tokens
+Cells = dict[int, dict[int, float]]  # tokens -> seed -> final loss, or a share of tokens
 Table = dict[str, Cells]  # recipe -> its row of cells
 
 
@@ -120,8 +120,8 @@ def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Tab
 def tokens_to_reach(points: dict[int, float], target: float) -> float | None:
     """The number of tokens to train a recipe for, so that it ends at the loss `target`.
 
-    points: {tokens: final loss} of its runs. Between two of them the loss is taken to be linear in
-    the logarithm of the tokens. None if the target is outside."""
+    points: {tokens: final loss} of its runs. Linear in the logarithm of the tokens between them;
+    None outside."""
     for (shorter, high), (longer, low) in pairwise(sorted(points.items())):
         if high >= target >= low:
             drop = (high - low) or 1  # 1: all three losses are equal
@@ -132,8 +132,7 @@ def tokens_to_reach(points: dict[int, float], target: float) -> float | None:
 def shares(losses: Table, name: str, baseline: str) -> Cells:
     """The share of the baseline's tokens that a recipe needs to reach the baseline's final loss.
 
-    For each length and seed of the baseline, from the recipe's runs of the same seed, since these
-    see the same documents."""
+    Compares runs of the same seed, which see the same documents."""
     found: Cells = {}
     for tokens, targets in losses[baseline].items():
         for seed, target in targets.items():
@@ -145,13 +144,12 @@ def shares(losses: Table, name: str, baseline: str) -> Cells:
 
 
 def spread(values: Collection[float]) -> str:
-    """Mean, standard deviation and (number) of the values."""
     deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.3f}{deviation} ({len(values)})"
 
 
 def table(rows: Table) -> str:
-    """A Markdown table with a row for each recipe and a column for each length."""
+    """A Markdown table: a row for each recipe, a column for each length."""
     lengths = sorted({tokens for cells in rows.values() for tokens in cells})
     titles = [f"{tokens / 1e6:.2f}M tokens" for tokens in lengths]
     lines = ["| recipe | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
@@ -185,12 +183,9 @@ def main(args: list[str] | None = None) -> None:
     print("Final validation loss, mean ± standard deviation (seeds)\n\n" + table(losses))
     compared = {}
     for baseline in baselines:
-        rows = {}
-        for name in recipes:
-            found = shares(losses, name, baseline) if name != baseline else {}
-            if found:
-                rows[name] = found
-                compared[f"{name} to {baseline}"] = found
+        rows = {name: shares(losses, name, baseline) for name in recipes if name != baseline}
+        rows = {name: found for name, found in rows.items() if found}
+        compared |= {f"{name} to {baseline}": found for name, found in rows.items()}
         print(f"Share of the tokens of {baseline} for its final loss\n\n" + table(rows))
     if compared:
         picture(compared, config.file.with_suffix(".png"))
