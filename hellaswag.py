@@ -247,7 +247,14 @@ def accuracy(model: Any, tasks: list[Task], ranks: Ranks, autocast: torch.autoca
     """The share of tasks that a GPT of train_gpt2.py gets right, by acc_norm. All ranks call it."""
     head = model.wte.weight
     with autocast, torch.compiler.set_stance("force_eager"):  # don't compile one-off shapes
-        result = score(model.hidden, head, tasks, ranks.device, ranks.rank, ranks.world_size)
+        result = score(
+            model.hidden,
+            head,
+            tasks,
+            ranks.device,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
     _, acc_norm = result.correct()
     return ranks.sum(acc_norm) / len(tasks)
 
