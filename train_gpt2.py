@@ -23,7 +23,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal, NamedTuple
@@ -38,9 +38,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import hellaswag
 from support import checkpoints, cli, console, devices, huggingface, signals, tokenizer
-from support.chunked_loss import chunked_next_token_loss
 from support.cli import print0
 from support.errors import RunError, Stopped, UserError, explain
+from support.loss import ignores_padding, in_chunks, mean_in_chunks
 from support.memory import largest_that_fits
 from support.ranks import Ranks, settle_buckets
 from support.run_folder import RunFolder, lock
@@ -126,10 +126,29 @@ def lm_head(x: Tensor, wte: Tensor, padded: bool = False) -> Tensor:
     return logits if padded else logits[..., :V]
 
 
-def next_token_loss(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, a float32 scalar. x (…, C), wte (V, C), targets (…)"""
-    logits = lm_head(x, wte, padded=True)
-    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over tokens, in nats: the loss that is reported. (N, V), (N,) -> float32 scalar"""
+    return F.cross_entropy(logits.float(), targets)
+
+
+def training_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss that training minimizes, a mean over tokens. (N, V), (N,) -> float32 scalar
+
+    Change it here (z-loss, label smoothing): every way of computing it follows, and validation and
+    HellaSwag keep cross_entropy."""
+    return cross_entropy(logits, targets)
+
+
+def next_token_loss(
+    x: Tensor,
+    wte: Tensor,
+    targets: Tensor,
+    loss_function: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+    padded: bool = True,
+) -> Tensor:
+    """The head and a loss. x (…, C), wte (V, C), targets (…) -> float32 scalar"""
+    logits = lm_head(x, wte, padded)
+    return loss_function(logits.flatten(0, -2), targets.flatten())
 
 
 class GPT(nn.Module):
@@ -138,7 +157,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # Both are set by prepare(). loss_function computes the loss without keeping all logits;
+        # Both are set by prepare(). loss_function is head and training loss without the logits;
         # low_memory recomputes blocks in the backward pass, so that no activations are stored.
         self.loss_function: Callable | None = None
         self.low_memory = False
@@ -160,15 +179,18 @@ class GPT(nn.Module):
     def prepare(self, compiled: bool = False, low_memory: bool = False) -> None:
         """Chooses how training computes; results match to within rounding.
 
-        Blocks are compiled one by one and share code. The plain loss, compiled, makes the fewest
-        passes over the logits, which is best on a GPU; the chunked one takes the least memory."""
+        Blocks are compiled one by one and share code. Head and loss, compiled, make the fewest
+        passes over the logits, which is best on a GPU; in chunks they take the least memory."""
         self.low_memory = low_memory
-        self.loss_function = chunked_next_token_loss
+        head_and_loss = partial(
+            next_token_loss, loss_function=training_loss, padded=ignores_padding(training_loss)
+        )
+        self.loss_function = in_chunks(head_and_loss)
         if compiled:
             for block in self.h:
                 block.compile(dynamic=False)  # all batches of a run have one shape
             if self.wte.weight.device.type != "cpu" and not low_memory:
-                self.loss_function = torch.compile(next_token_loss, dynamic=False)
+                self.loss_function = torch.compile(head_and_loss, dynamic=False)
 
     def hidden(
         self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None
@@ -195,16 +217,17 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """idx, targets (B, T) int64 -> logits (B, T, V), mean cross-entropy in nats.
+        """idx, targets (B, T) int64 -> logits (B, T, V), training loss.
 
-        No loss without targets; no logits if loss_function computes the loss without them."""
+        The loss is None without targets. With targets, a prepared model returns no logits."""
         x = self.hidden(idx)  # (B, T, C)
-        if targets is None:
-            return lm_head(x, self.wte.weight), None
-        if self.loss_function is not None:
+        if targets is not None and self.loss_function is not None:
             return None, self.loss_function(x, self.wte.weight, targets)
         logits = lm_head(x, self.wte.weight)
-        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss = None
+        if targets is not None:
+            loss = training_loss(logits.flatten(0, 1), targets.flatten())
+        return logits, loss
 
     @torch.no_grad()
     def generate(
@@ -642,10 +665,10 @@ def get_lr(step: int, config: TrainConfig) -> float:
 def validation_loss(
     model: GPT, loader: DataLoaderLite, tokens: int, ranks: Ranks, autocast: torch.autocast
 ) -> float:
-    """Mean loss in nats over the first `tokens` tokens of the split, all with the same weight.
+    """Mean cross-entropy in nats over the first `tokens` tokens of the split.
 
-    The ranks share the sequences and sum their losses, so that neither B nor the number of ranks
-    matters. Full batches use the compiled model if training on a GPU does."""
+    All tokens have the same weight. The ranks share the sequences and sum their losses, so that
+    neither B nor the number of ranks matters. Full batches use the compiled blocks on a GPU."""
     B = loader.B
     T = loader.T
     sequences = min(tokens, loader.total_tokens - 1) // T  # whole ones
@@ -657,12 +680,10 @@ def validation_loss(
         buffer = torch.from_numpy(loader.read(first * T, n * T + 1).astype(np.int64))
         buffer = buffer.to(ranks.device)
         x, y = buffer[:-1].view(n, T), buffer[1:].view(n, T)
-        # A smaller last batch would be compiled again, so it runs eagerly and in chunks.
-        compiled = n == B and ranks.device.type != "cpu"
-        loss_function = model.loss_function if compiled else chunked_next_token_loss
-        stance = "default" if compiled else "force_eager"
+        # A smaller last batch would be compiled again, so it runs eagerly.
+        stance = "default" if n == B and ranks.device.type != "cpu" else "force_eager"
         with autocast, torch.compiler.set_stance(stance):
-            loss = loss_function(model.hidden(x), model.wte.weight, y)
+            loss = mean_in_chunks(next_token_loss, model.hidden(x), model.wte.weight, y)
         results.append((loss, n))
     # Read the losses only now: each read waits for the device. Python's floats are float64.
     total = sum(loss.item() * n for loss, n in results)

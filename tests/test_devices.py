@@ -200,13 +200,18 @@ def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):
 
 def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monkeypatch):
     """Each overflow halves the scale; at 1 the gradient itself is not finite."""
-    loss_function = train_gpt2.chunked_next_token_loss
+    in_chunks = train_gpt2.in_chunks
 
-    def overflowing(x, wte, targets):
-        total = x.float().sum()
-        return loss_function(x, wte, targets) + 1e38 * (total - total.detach())
+    def overflowing(function):
+        loss_function = in_chunks(function)
 
-    monkeypatch.setattr(train_gpt2, "chunked_next_token_loss", overflowing)
+        def loss(x, wte, targets):
+            total = x.float().sum()
+            return loss_function(x, wte, targets) + 1e38 * (total - total.detach())
+
+        return loss
+
+    monkeypatch.setattr(train_gpt2, "in_chunks", overflowing)
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=4.0))
     with pytest.raises(RunError, match="step 2: loss 10"):
         flags = "--max-steps 4 --total-batch-size 32 --dtype float16 --data"

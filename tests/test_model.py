@@ -5,6 +5,7 @@ The loss is float32 cross-entropy over 50,257 columns, also in chunks, compiled 
 import contextlib
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,16 +15,12 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import train_gpt2
-from support.chunked_loss import ChunkedLoss, chunked_next_token_loss
+from support import loss as loss_module
 from support.devices import can_compile
 from support.errors import UserError
 from support.huggingface import CONV1D, gpt2_logits
-from train_gpt2 import (
-    GPT,
-    GPTConfig,
-    lm_head,
-    next_token_loss,
-)
+from support.loss import ChunkedLoss, CrossEntropy, ignores_padding, in_chunks, is_cross_entropy
+from train_gpt2 import GPT, GPTConfig, cross_entropy, lm_head, next_token_loss
 
 SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
 
@@ -191,7 +188,8 @@ def loss_and_gradients(function, V, dtype):
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss = function(x, wte, targets)
         with torch.no_grad():
-            assert function(x, wte, targets).item() == pytest.approx(loss.item(), abs=1e-6)
+            mean = loss_module.mean_in_chunks(function, x, wte, targets)
+            assert mean.item() == pytest.approx(loss.item(), abs=1e-6)
     (loss * 3).backward()
     assert loss.dtype == x.grad.dtype == wte.grad.dtype == torch.float32
     return loss.item(), x.grad, wte.grad
@@ -199,17 +197,45 @@ def loss_and_gradients(function, V, dtype):
 
 def plain(x, wte, targets):
     logits = x @ wte.t()
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+def smoothed(logits, targets):
+    """As a fork might train: z-loss (PaLM, section 5) and label smoothing."""
+    logits = logits.float()
+    z = logits.logsumexp(1).square().mean()
+    return F.cross_entropy(logits, targets, label_smoothing=0.1) + 1e-3 * z
+
+
+def plain_smoothed(x, wte, targets):
+    return smoothed((x @ wte.t()).flatten(0, -2), targets.flatten())
+
+
+def chunked(way):
+    """in_chunks(), computed by one of its classes whatever the function is."""
+
+    def apply(x, wte, targets):
+        return way.apply(plain, x.flatten(0, -2), wte, targets.flatten())
+
+    return apply
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("V", [1000, 1024])
-@pytest.mark.parametrize("function", [next_token_loss, chunked_next_token_loss])
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (next_token_loss, plain),
+        (chunked(CrossEntropy), plain),
+        (chunked(ChunkedLoss), plain),
+        (in_chunks(plain_smoothed), plain_smoothed),
+    ],
+)
 @pytest.mark.parametrize("padded", [False, True])
-def test_loss_and_gradients_equal_the_plain_ones(padded, function, V, dtype, monkeypatch):
+def test_loss_and_gradients_equal_the_plain_ones(padded, function, expected, V, dtype, monkeypatch):
     rtol, atol = (1e-4, 3e-7) if dtype == torch.float32 else (1e-2, 3e-6)
-    monkeypatch.setattr(ChunkedLoss, "CHUNK", 24)  # of 128 tokens: the last chunk is smaller
-    expected = loss_and_gradients(plain, V, dtype)
+    monkeypatch.setattr(loss_module, "CHUNK", 24)  # of 128 tokens: the last chunk is smaller
+    expected = loss_and_gradients(expected, V, dtype)
     if padded:
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         assert lm_head(torch.ones(1, 48), torch.ones(V, 48), padded=True).size(1) % 64 == 0
@@ -220,10 +246,29 @@ def test_loss_and_gradients_equal_the_plain_ones(padded, function, V, dtype, mon
         torch.testing.assert_close(ours, theirs, atol=100 * atol, rtol=10 * rtol)
 
 
+def test_only_plain_cross_entropy_gets_the_gradient_by_hand():
+    """A change of the loss or of the head is noticed; so is one that padding would break."""
+
+    def scaled(logits, targets):
+        return cross_entropy(logits * (1 + 1e-5), targets)
+
+    def without_eot(logits, targets):
+        return F.cross_entropy(logits.float(), targets, ignore_index=50256)
+
+    def with_softcap(x, wte, targets):
+        return cross_entropy(30 * torch.tanh(lm_head(x, wte) / 30), targets)
+
+    assert is_cross_entropy(next_token_loss) and ignores_padding(cross_entropy)
+    for change in (scaled, without_eot, smoothed):
+        assert not is_cross_entropy(partial(next_token_loss, loss_function=change))
+    assert not is_cross_entropy(with_softcap)
+    assert ignores_padding(scaled) and not ignores_padding(smoothed)
+
+
 def test_chunked_loss_of_large_logits_is_finite():
     x = torch.tensor([[[300.0], [300.0]]], requires_grad=True)
     wte = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
-    value = chunked_next_token_loss(x, wte, torch.tensor([[1, 0]]))
+    value = chunked(CrossEntropy)(x, wte, torch.tensor([[1, 0]]))
     value.backward()
     assert value.item() == pytest.approx(300.0) and x.grad.isfinite().all()
 

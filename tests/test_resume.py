@@ -20,6 +20,7 @@ import train_gpt2
 from support.checkpoints import find_checkpoint, list_checkpoints, read_training_state
 from support.errors import RunError, UserError
 from support.files import sha256
+from support.loss import CrossEntropy
 from support.run_log import run_entries
 from tests.conftest import (
     ROOT,
@@ -205,12 +206,12 @@ def test_a_crafted_training_state_executes_nothing(tmp_path):
 
 def poison(monkeypatch, *calls):
     """Makes the loss of some forward passes in training NaN, counted from 0."""
-    original, count = train_gpt2.chunked_next_token_loss, iter(range(10**9))
+    original, count = CrossEntropy.apply, iter(range(10**9))
 
     def poisoned(*args):
         return original(*args) * (torch.nan if next(count) in calls else 1)
 
-    monkeypatch.setattr(train_gpt2, "chunked_next_token_loss", poisoned)
+    monkeypatch.setattr(CrossEntropy, "apply", poisoned)
 
 
 def test_bad_steps_stop_the_run_or_are_skipped_if_allowed(text, tmp_path, monkeypatch, capsys):
@@ -235,7 +236,7 @@ def poison_rank_1(kill_at: int | None = None):
     """On rank 1 the loss of step 1 is NaN; it is killed in its forward pass number `kill_at`.
 
     There are two passes before the first step, then two per step."""
-    original = train_gpt2.chunked_next_token_loss
+    original = CrossEntropy.apply
     calls = itertools.count()
 
     def disturbed(*args):
@@ -247,7 +248,7 @@ def poison_rank_1(kill_at: int | None = None):
             os.kill(os.getpid(), signal.SIGKILL)
         return loss * (torch.nan if call == 4 else 1)
 
-    train_gpt2.chunked_next_token_loss = disturbed
+    CrossEntropy.apply = disturbed
 
 
 def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_path):
