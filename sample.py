@@ -6,16 +6,21 @@ python sample.py gpt2                                        # a hub name; asks 
 """
 
 import sys
+from codecs import getincrementaldecoder
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from tyro.conf import Positional
 
+from support import loading
 from support.cli import flag, parse_args, run, warn
 from support.devices import choose_device
 from support.errors import UserError
-from support.huggingface import find_model, load_causal_lm
+from support.tokenizer import EOT, get_tokenizer
+from train_gpt2 import GPT
 
 
 @dataclass(frozen=True)
@@ -32,35 +37,91 @@ class SampleConfig:
     device: str = "auto"  # auto, cpu, cuda or mps
 
 
-def sample(model: Any, tokenizer: Any, prompt: str, config: SampleConfig) -> None:
-    """Prints continuations of the prompt."""
+@dataclass(frozen=True)
+class Sampler:
+    """A model of either kind, and how to use it."""
+
+    context: int  # tokens
+    encode: Callable[[str], list[int]]
+    # prints the prompt idx (1, T), then each of up to n new tokens as it is sampled
+    stream: Callable[[Tensor, int, SampleConfig, int], None]  # (idx, n, config, seed)
+
+
+def gpt_sampler(model: GPT) -> Sampler:
+    """Samples with GPT.generate."""
+
+    def encode(prompt: str) -> list[int]:
+        return get_tokenizer().encode(prompt, allowed_special="all")
+
+    def stream(idx: Tensor, n: int, config: SampleConfig, seed: int) -> None:
+        generator = torch.Generator(idx.device).manual_seed(seed)
+        utf8 = getincrementaldecoder("utf-8")("replace")  # a character may span several tokens
+        tokens = [token for token in idx[0].tolist() if token != EOT]
+        print(utf8.decode(get_tokenizer().decode_bytes(tokens)), end="", flush=True)
+        for _ in range(n):
+            idx = model.generate(idx, 1, config.temperature, config.top_k, generator)
+            token = int(idx[0, -1])
+            if token == EOT:
+                break
+            text = utf8.decode(get_tokenizer().decode_single_token_bytes(token))
+            print(text, end="", flush=True)
+        print(utf8.decode(b"", final=True))
+
+    return Sampler(model.config.block_size, encode, stream)
+
+
+def transformers_sampler(model: Any, tokenizer: Any) -> Sampler:
+    """Samples with transformers."""
     from transformers import GenerationConfig, TextStreamer
 
+    def encode(prompt: str) -> list[int]:
+        return tokenizer(prompt or tokenizer.bos_token).input_ids
+
+    def stream(idx: Tensor, n: int, config: SampleConfig, seed: int) -> None:
+        generation = GenerationConfig(
+            max_new_tokens=n,
+            do_sample=config.temperature > 0,
+            temperature=config.temperature or None,  # not 0, which transformers rejects
+            top_k=config.top_k or None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id,  # GPT-2 has none; unset, transformers warns
+        )
+        torch.manual_seed(seed)
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+        model.generate(idx, generation, attention_mask=torch.ones_like(idx), streamer=streamer)
+
+    return Sampler(model.config.max_position_embeddings, encode, stream)
+
+
+def load(name: str, device: torch.device) -> Sampler:
+    model = loading.load_gpt(name, device)
+    if model is not None:
+        return gpt_sampler(model)
+    folder = loading.find_model(name)
+    model, tokenizer = loading.load_causal_lm(folder, device)
+    if tokenizer is None:
+        raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
+    return transformers_sampler(model, tokenizer)
+
+
+def sample(sampler: Sampler, prompt: str, config: SampleConfig, device: torch.device) -> None:
+    """Prints continuations of the prompt."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
         raise UserError(f"prompt {prompt!a}: not UTF-8") from None
-    context = model.config.max_position_embeddings  # in tokens
     # Without a prompt: after <|endoftext|>, where a new document begins.
-    inputs = tokenizer(prompt or tokenizer.bos_token, return_tensors="pt").to(model.device)
-    ids = inputs.input_ids  # (1, T)
-    length = ids.size(1)
+    tokens = sampler.encode(prompt) or [EOT]
+    length = len(tokens)
+    context = sampler.context
     if length >= context:  # make room for the new tokens, but keep half a context of the prompt
         kept = max(context - config.max_new_tokens, context // 2)
-        ids = ids[:, -kept:]
+        tokens = tokens[-kept:]
         warn(f"prompt of {length} tokens cut to its last {kept}; the context has {context}")
-    generation = GenerationConfig(
-        max_new_tokens=min(config.max_new_tokens, context - ids.size(1)),
-        do_sample=config.temperature > 0,
-        temperature=config.temperature or None,  # not 0, which transformers rejects
-        top_k=config.top_k or None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,  # GPT-2 has none; unset, transformers warns
-    )
+    idx = torch.tensor([tokens], device=device)  # (1, T)
+    n = min(config.max_new_tokens, context - len(tokens))
     for i in range(config.num_samples):
-        torch.manual_seed(config.seed + i)
-        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-        model.generate(ids, generation, attention_mask=torch.ones_like(ids), streamer=streamer)
+        sampler.stream(idx, n, config, config.seed + i)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -72,12 +133,9 @@ def main(args: list[str] | None = None) -> None:
     if config.temperature != 0 and not 1e-6 <= config.temperature <= 1e6:
         raise UserError(f"--temperature {config.temperature}: must be 0, or from 1e-6 to 1e6")
     device = choose_device(config.device)
-    folder = find_model(config.model)
-    model, tokenizer = load_causal_lm(folder, device)
-    if tokenizer is None:
-        raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
+    sampler = load(config.model, device)
     if config.prompt:
-        sample(model, tokenizer, config.prompt, config)
+        sample(sampler, config.prompt, config, device)
         return
     # Bytes that aren't UTF-8 are read as in an argument, where sample() reports them.
     sys.stdin.reconfigure(errors="surrogateescape")
@@ -87,7 +145,7 @@ def main(args: list[str] | None = None) -> None:
         line = sys.stdin.readline()
         if not line:  # end of the input; an empty line is "\n"
             return
-        sample(model, tokenizer, line.rstrip("\n"), config)
+        sample(sampler, line.rstrip("\n"), config, device)
 
 
 if __name__ == "__main__":

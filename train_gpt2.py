@@ -36,10 +36,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
-import hellaswag
-from support import checkpoints, cli, console, devices, huggingface, signals, tokenizer
+from support import checkpoints, cli, console, devices, hellaswag, huggingface, signals, tokenizer
 from support.cli import print0
 from support.errors import RunError, Stopped, UserError, explain
+from support.hellaswag import Packing
 from support.loss import ignores_padding, in_chunks, mean_in_chunks
 from support.memory import largest_that_fits
 from support.ranks import Ranks, settle_buckets
@@ -73,10 +73,11 @@ class CausalSelfAttention(nn.Module):
         self.c_attn.split_sizes = [config.n_embd] * 3
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)  # mixes the heads
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)  # (B, T, 3, nh, hs)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
+        mask = None if packing is None else packing.mask
         # softmax(q k^T / sqrt(hs)) v; a fused kernel never stores the (T, T) matrix.
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
@@ -104,8 +105,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), mask)  # tokens look at each other
+    def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), packing)  # tokens look at each other
         return x + self.mlp(self.ln_2(x))  # each token on its own
 
 
@@ -192,15 +193,14 @@ class GPT(nn.Module):
             if self.wte.weight.device.type != "cpu" and not low_memory:
                 self.loss_function = torch.compile(head_and_loss, dynamic=False)
 
-    def hidden(
-        self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def hidden(self, idx: Tensor, packing: Packing | None = None) -> Tensor:
         """Tokens (B, T) -> the input of the head (B, T, C)
 
-        HellaSwag packs four endings into one sequence, so it passes position (B, T) and mask
-        (B, 1, T, T) bool. Nobody else needs these: by default positions are 0 … T-1, and the mask
-        is causal."""
-        if position is None:
+        packing: position (B, T) and mask (B, 1, T, T) of HellaSwag, which packs four endings into
+        one sequence. Nobody else needs it: by default positions are 0 … T-1, the mask is causal."""
+        if packing is not None:
+            position = packing.position
+        else:
             T = idx.size(1)
             if self.config.block_size < T:
                 raise UserError(f"{T} tokens, but the model's context is {self.config.block_size}")
@@ -208,11 +208,15 @@ class GPT(nn.Module):
         x = self.wte(idx) + self.wpe(position)  # (B, T, C)
         for block in self.h:
             if self.low_memory and torch.is_grad_enabled():
-                x = recompute(block, x, mask, use_reentrant=False)
+                x = recompute(block, x, packing, use_reentrant=False)
                 torch.clear_autocast_cache()  # or 16-bit copies of all weights pile up
             else:
-                x = block(x, mask)
+                x = block(x, packing)
         return self.ln_f(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The head. (…, C) -> (…, V)"""
+        return lm_head(x, self.wte.weight)
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None
@@ -223,7 +227,7 @@ class GPT(nn.Module):
         x = self.hidden(idx)  # (B, T, C)
         if targets is not None and self.loss_function is not None:
             return None, self.loss_function(x, self.wte.weight, targets)
-        logits = lm_head(x, self.wte.weight)
+        logits = self.logits(x)
         loss = None
         if targets is not None:
             loss = training_loss(logits.flatten(0, 1), targets.flatten())
@@ -238,16 +242,22 @@ class GPT(nn.Module):
         top_k: int = 50,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continues idx (B, T) with samples of the top_k tokens. -> (B, T + max_new_tokens)"""
+        """Continues idx (B, T) with samples of the top_k tokens. -> (B, T + max_new_tokens)
+
+        temperature 0: always the likeliest token. top_k 0: all tokens."""
         block_size = self.config.block_size
+        k = min(top_k or self.config.vocab_size, self.config.vocab_size)
+        if temperature == 0:
+            k = 1
+            temperature = 1.0
         for _ in range(max_new_tokens):
             window = idx[:, -block_size:]  # what fits in the context
             end = window.size(1)
             # Padding comes after the text, where no token attends to it.
             x = self.hidden(devices.pad_length(window, block_size))[:, end - 1]  # (B, C)
-            logits = lm_head(x, self.wte.weight).float() / temperature  # (B, V)
+            logits = self.logits(x).float() / temperature  # (B, V)
             # Draw one of the k likeliest tokens, in proportion to its probability.
-            logits, candidates = logits.topk(min(top_k, logits.size(-1)))  # (B, k) each
+            logits, candidates = logits.topk(k)  # (B, k) each
             choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)  # (B, 1)
             idx = torch.cat([idx, candidates.gather(1, choice)], dim=1)
         return idx
@@ -536,11 +546,15 @@ PRESETS = {
     "gpt3": dict(seq_len=2048),  # GPT-3 Small's context
     "shakespeare": SHAKESPEARE,
 }
-# Settings fixed across resumes: others change the losses by no more than rounding.
-FIXED = (
-    "total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "optimizer", "schedule", "max_lr",
-    "min_lr", "warmup_steps", "beta2", "weight_decay", "grad_clip", "seed", "shuffle",
-)
+# What may change on resume: the length of the run, how it is computed, what is evaluated and kept.
+# All else is fixed, so that a new setting is as well.
+MAY_CHANGE = {
+    "preset", "log_dir", "resume", "max_steps", "plan", "data", "micro_batch_size",
+    "skip_bad_steps", "shard_optimizer", "warmdown_steps", "device", "dtype", "compile",
+    "low_memory", "deterministic", "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data",
+    "sample_every", "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "tensorboard",
+    "wandb",
+}
 # fmt: on
 
 
@@ -589,9 +603,13 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
 
     One that an older version of this script lacked counts as its default."""
     before = asdict(TrainConfig()) | before
-    fixed = FIXED if config.init == "scratch" else (*FIXED, "init")
-    changed = [name for name in fixed if getattr(config, name) != before[name]]
-    return [f"{cli.flag(name)} was {before[name]}, is {getattr(config, name)}" for name in changed]
+    if config.init == "scratch":  # --init may be left out
+        before["init"] = "scratch"
+    return [
+        f"{cli.flag(name)} was {before[name]}, is {value}"
+        for name, value in asdict(config).items()
+        if name not in MAY_CHANGE and value != before[name]
+    ]
 
 
 # --------------------------------------------------------------------------------------------------

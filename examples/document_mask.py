@@ -10,25 +10,26 @@ other."""
 import sys
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train_gpt2
 from support import cli
+from support.hellaswag import Packing
 
 
 class DocumentGPT(train_gpt2.GPT):
     """A GPT-2 in which each token attends to itself and to earlier tokens of its document."""
 
-    def hidden(
-        self, idx: Tensor, position: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        if mask is None:  # HellaSwag gives its own
+    def hidden(self, idx: Tensor, packing: Packing | None = None) -> Tensor:
+        if packing is None:  # HellaSwag gives its own
             document = (idx == train_gpt2.EOT).cumsum(1)  # (B, T) number, such as 0 0 0 1 1 2
             same_document = document[:, :, None] == document[:, None, :]  # (B, T, T)
             mask = same_document.tril()[:, None]  # causal, the same for all heads: (B, 1, T, T)
-        return super().hidden(idx, position, mask)
+            packing = Packing(torch.arange(idx.size(1), device=idx.device), mask)
+        return super().hidden(idx, packing)
 
 
 def main(args: list[str] | None = None) -> int:

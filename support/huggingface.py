@@ -1,4 +1,4 @@
-"""Hugging Face: GPT-2's files written and read, models from the Hub, any causal language model.
+"""Hugging Face: GPT-2's files written and read, models from the Hub.
 
 In a Hugging Face GPT-2 parameter names begin with `transformer.` (not in OpenAI's uploads), and
 linear layers are Conv1D, whose weights are (in, out).
@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support import files
-from support.checkpoints import list_checkpoints
 from support.errors import UserError, first_line
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files
 
@@ -231,9 +230,6 @@ def load_weights(
         raise UserError(f"{name}: {problem}; load it with that fork")
 
 
-TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model")
-
-
 def model_folder(name: str | Path) -> Path:
     """`name` if it exists; otherwise the Hub's model of that name, downloaded once."""
     if Path(name).exists():
@@ -251,33 +247,3 @@ def model_folder(name: str | Path) -> Path:
     except Exception as error:  # from the Hub, HTTP or a socket: no common base
         problem = f"neither a folder nor found on the Hub ({first_line(error)})"
         raise UserError(f"{name}: {problem}; offline, give a folder with the model") from None
-
-
-def find_model(name: str) -> Path:
-    """The newest checkpoint of a log folder, or the model called `name`."""
-    folder = model_folder(name)
-    if (folder / "config.json").exists():
-        return folder
-    checkpoints = list_checkpoints(folder)
-    if checkpoints:
-        return checkpoints[-1]
-    raise UserError(f"{name}: neither a model (config.json) nor a run with checkpoints (step_*)")
-
-
-def load_causal_lm(folder: Path, device: torch.device, **options: Any) -> tuple[Any, Any]:
-    """(model, tokenizer), loaded by transformers; the tokenizer is None if the folder has none."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    part, tokenizer = "model", None
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
-        model = model.to(device).eval()
-        part = "tokenizer"
-        # Without these files transformers 5 returns an empty tokenizer.
-        if any(list(folder.glob(name)) for name in TOKENIZER_FILES):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # from transformers, safetensors, tokenizers: no common base
-        raise UserError(f"{folder}: {part} cannot be loaded ({first_line(error)})") from None
-    return model, tokenizer

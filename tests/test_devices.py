@@ -9,9 +9,8 @@ import safetensors.torch
 import torch
 from torch.utils._pytree import tree_map_only
 
-import hellaswag
 import train_gpt2
-from support import console, devices, memory, ranks
+from support import console, devices, hellaswag, memory, ranks
 from support.console import Meter, duration
 from support.devices import data_sheet_flops
 from support.errors import RunError, UserError
@@ -188,7 +187,7 @@ def test_hellaswag_and_samples_have_few_shapes_on_a_gpu(monkeypatch):
                 module, "round_length", lambda n, _, device=device: round_length(n, device)
             )
         lengths.clear()
-        score = hellaswag.score(hidden, model.wte.weight, tasks, torch.device("cpu"), batch_size=2)
+        score = hellaswag.score(hidden, model.logits, tasks, torch.device("cpu"), batch_size=2)
         generator = torch.Generator().manual_seed(1)
         idx = model.generate(torch.arange(100, 250)[None], 20, generator=generator)
         assert fewest <= len(lengths) <= most
