@@ -269,7 +269,7 @@ class GPT(nn.Module):
         """Training FLOPs per token: 6 N + 12 L C T (PaLM, Chowdhery et al. 2022, appendix B).
 
         N is without position embeddings, which no matmul uses. Recomputation does not count."""
-        N = self.num_parameters() - self.wpe.weight.numel()
+        N = sum(p.numel() for name, p in self.named_parameters() if name != "wpe.weight")
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
@@ -809,12 +809,10 @@ def restore_state(
 def new_model(config: TrainConfig, ranks: Ranks, checkpoint: Path | None = None) -> GPT:
     """The model to train: from a checkpoint, from --init, or from scratch.
 
-    Only rank 0 draws or reads weights; DDP sends them to the other ranks."""
+    Only rank 0 reads weights; DDP sends them to the other ranks."""
     torch.manual_seed(config.seed)
     if ranks.rank > 0:
-        with torch.device("meta"):
-            model = GPT(ranks.broadcast(None))  # rank 0's shape, from below
-        return model.to_empty(device=ranks.device)
+        return GPT(ranks.broadcast(None))  # rank 0's shape, from below
     if checkpoint is not None:
         model = GPT.from_pretrained(checkpoint)  # resumed
     elif config.init != "scratch":
@@ -904,6 +902,8 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
     # The model, and by its size the precision, which micro-batch, optimizer and scaler depend on.
     if model is None:
         model = new_model(config, ranks, run.checkpoint)
+    if config.save_every and ranks.rank == 0 and not model.is_gpt2:
+        huggingface.check_readable(model)
     model = model.to(ranks.device)
     torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
     precision = None

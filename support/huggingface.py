@@ -10,7 +10,7 @@ refuses, and its weights are stored as they are."""
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,73 +38,103 @@ FORK_TYPE = "gpt2-repro-fork"
 CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # weights that are stored transposed
 
 
+def gpt2_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of GPT-2's parameters for a GPTConfig."""
+    C = config.n_embd
+    shapes = {"wte.weight": (config.vocab_size, C), "wpe.weight": (config.block_size, C)}
+    layers = {"ln_f": (C,)}
+    for i in range(config.n_layer):
+        layers |= {
+            f"h.{i}.ln_1": (C,),
+            f"h.{i}.attn.c_attn": (3 * C, C),
+            f"h.{i}.attn.c_proj": (C, C),
+            f"h.{i}.ln_2": (C,),
+            f"h.{i}.mlp.c_fc": (4 * C, C),
+            f"h.{i}.mlp.c_proj": (C, 4 * C),
+        }
+    for name, shape in layers.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return shapes
+
+
 def gpt2_logits(state: dict[str, Tensor], n_layer: int, n_head: int, idx: Tensor) -> Tensor:
-    """GPT-2's logits (T, V) of a full context of tokens idx (T,), spelled out once more.
-
-    state: its parameters. An exception if their names or shapes are not GPT-2's."""
-    unused = dict(state)
+    """GPT-2's logits (T, V) of tokens idx (T,), spelled out once more. state: its parameters."""
     T = len(idx)
-    causal = torch.ones(T, T, dtype=torch.bool, device=idx.device).tril()
-
-    def take(name: str, *shape: int) -> Tensor:
-        tensor = unused.pop(name)
-        if tensor.shape != shape:
-            raise ValueError(f"{name}: {tuple(tensor.shape)}")
-        return tensor
+    causal = torch.ones(T, T, dtype=torch.bool).tril()
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, (C,), take(f"{name}.weight", C), take(f"{name}.bias", C))
+        return F.layer_norm(x, x.shape[1:], state[f"{name}.weight"], state[f"{name}.bias"])
 
-    def linear(x: Tensor, name: str, rows: int) -> Tensor:
-        return x @ take(f"{name}.weight", rows, x.size(1)).t() + take(f"{name}.bias", rows)
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ state[f"{name}.weight"].t() + state[f"{name}.bias"]
 
-    wte = unused.pop("wte.weight")
-    C = wte.size(1)
-    x = wte[idx] + take("wpe.weight", T, C)
+    x = state["wte.weight"][idx] + state["wpe.weight"][:T]
     for i in range(n_layer):
-        qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn", 3 * C)
-        q, k, v = (part.view(T, n_head, -1).transpose(0, 1) for part in qkv.split(C, dim=1))
+        qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
+        q, k, v = (part.view(T, n_head, -1).transpose(0, 1) for part in qkv.chunk(3, dim=1))
         scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~causal, -math.inf)
-        y = (scores.softmax(-1) @ v).transpose(0, 1).reshape(T, C)
-        x = x + linear(y, f"h.{i}.attn.c_proj", C)
-        y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc", 4 * C)
+        y = (scores.softmax(-1) @ v).transpose(0, 1).reshape(T, -1)
+        x = x + linear(y, f"h.{i}.attn.c_proj")
+        y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
         y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-        x = x + linear(y, f"h.{i}.mlp.c_proj", C)
-    x = norm(x, "ln_f")
-    if unused:
-        raise ValueError(f"{', '.join(unused)}: not in GPT-2")
-    return x @ wte.t()
+        x = x + linear(y, f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f") @ state["wte.weight"].t()
 
 
 def is_gpt2(model: nn.Module) -> bool:
     """True if the parameters of a model and its mathematics are GPT-2's.
 
-    Its class computes the logits of a full context with few layers and channels, random weights
-    and in float64; they must be gpt2_logits'. It can't see what acts only in training, only from
-    the fifth layer on, or only on the token 50256, nor other mathematics of this one object."""
+    Its class computes logits with few layers and channels, random weights and in float64: of a
+    full context, and of a short one with 50256 in it. They must be gpt2_logits'. It can't see what
+    acts only in training or only from the fifth layer on, nor other mathematics of this object."""
     config = model.config
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if shapes != gpt2_shapes(config):
+        return False
     try:
-        # The names and shapes of this object's parameters; meta tensors have no values.
-        if model.wte.weight.shape != (config.vocab_size, config.n_embd):
-            return False
-        shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
-        idx = torch.zeros(config.block_size, dtype=torch.int64, device="meta")
-        gpt2_logits(shapes, config.n_layer, config.n_head, idx)
-        # The mathematics of its class.
-        small = replace(config, vocab_size=97, n_layer=min(config.n_layer, 4), n_head=2, n_embd=8)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            copy = type(model)(small).double().eval()
-            for parameter in copy.parameters():
-                nn.init.normal_(parameter, std=0.3)
-            idx = torch.randint(97, (config.block_size,))
-            logits, _ = copy(idx[None])
-            expected = gpt2_logits(copy.state_dict(), small.n_layer, small.n_head, idx)
-        if logits.shape[1:] != expected.shape or expected.size(1) != small.vocab_size:
-            return False
-        return bool((logits[0] - expected).abs().max() < 1e-5 * expected.std())
+        small = replace(config, n_layer=min(config.n_layer, 4), n_head=2, n_embd=8)
+        sizes = [dict(vocab_size=97, block_size=config.block_size)]
+        sizes.append(dict(vocab_size=VOCAB_SIZE, block_size=16))
+        return all(computes_gpt2(type(model), replace(small, **size)) for size in sizes)
     except Exception:  # other parameters, or a fork that works with its own sizes only
         return False
+
+
+@torch.no_grad()
+def computes_gpt2(model_class: type[nn.Module], config: Any) -> bool:
+    """True if a model with random weights has gpt2_logits' logits for random tokens."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(config).double().eval()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        idx = torch.randint(config.vocab_size, (config.block_size,))
+        idx[len(idx) // 2] = config.vocab_size - 1  # <|endoftext|> of the whole vocabulary
+    logits, _ = model(idx[None])  # (1, T, V)
+    expected = gpt2_logits(model.state_dict(), config.n_layer, config.n_head, idx)
+    if logits.shape[1:] != expected.shape:
+        return False
+    return bool((logits[0] - expected).abs().max() < 1e-5 * expected.std())
+
+
+def check_readable(model: nn.Module) -> None:
+    """UserError if a checkpoint of a fork's model could not be loaded into a new one.
+
+    Called before training: hours later would be too late. GPT-2's own can always be loaded."""
+    try:
+        saved = json.loads(json.dumps(asdict(model.config)))
+        copy = type(model)(type(model.config)(**saved))
+    except Exception as error:
+        problem = f"its config {model.config} does not make it again ({first_line(error)})"
+        raise UserError(f"checkpoints of this model could not be read: {problem}") from None
+    ours, theirs = (
+        {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in m.state_dict().items()}
+        for m in (model, copy)
+    )
+    if ours != theirs:
+        different = sorted({name for name, _ in ours.items() ^ theirs.items()})
+        problem = f"a new one with its config has other {', '.join(different)}"
+        raise UserError(f"checkpoints of this model could not be read: {problem}")
 
 
 def write_pretrained(

@@ -1,26 +1,175 @@
-"""Forks: a flag or a model field added to the code breaks no checkpoint and no resume."""
+"""Forks: the changes of docs/forking.md, applied as they are printed there, and others."""
 
+import importlib.util
 import json
 import os
+import re
 import shutil
+import sys
 from dataclasses import make_dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-import sample
+import support.loading
 import train_gpt2
-from examples.document_mask import DocumentGPT
 from support.checkpoints import read_training_state, write_checksums
 from support.errors import UserError
 from support.hellaswag import Packing
 from support.sharding import shard_state
-from tests.conftest import TINY, losses, read_log, script, train, train_on_ranks, words
+from support.tokenizer import get_tokenizer
+from tests.conftest import ROOT, losses, read_log, train, train_on_ranks, words
 from tests.torture import assert_same
 from train_gpt2 import GPT, Block, GPTConfig, TrainConfig, configure_optimizer
+
+TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"
+
+
+def read_changes():
+    """{heading: diff} of docs/forking.md"""
+    text = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## (.*?)\n.*?```diff\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    return dict(sections)
+
+
+CHANGES = read_changes()
+
+
+def changed_source(diff):
+    """train_gpt2.py with a diff applied, each hunk of which must fit in exactly one place."""
+    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
+        lines = [line or " " for line in hunk.splitlines()]
+        before = "".join(f"{line[1:]}\n" for line in lines if line[0] != "+")
+        after = "".join(f"{line[1:]}\n" for line in lines if line[0] != "-")
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
+    return source
+
+
+def use_fork(folder, name, put=sys.modules.__setitem__):
+    """Makes the changed script the module `train_gpt2`, and has the tools import it again."""
+    path = folder / "train_gpt2.py"
+    path.write_text(changed_source(CHANGES[name]), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("train_gpt2", path)
+    module = importlib.util.module_from_spec(spec)
+    put("train_gpt2", module)
+    spec.loader.exec_module(module)
+    for tool in ("support.loading", "sample", "hellaswag"):
+        spec = importlib.util.find_spec(tool)
+        copy = importlib.util.module_from_spec(spec)
+        put(tool, copy)
+        spec.loader.exec_module(copy)
+        if tool == "support.loading":  # also an attribute of its package
+            support.loading = copy
+    return module
+
+
+@pytest.fixture
+def fork(tmp_path, monkeypatch):
+    """fork(name): train_gpt2 with the change of docs/forking.md that has this heading."""
+    folder = tmp_path / "fork"
+    folder.mkdir()
+    monkeypatch.setattr(support, "loading", support.loading)  # restored after the test
+
+    def make(name):
+        return use_fork(folder, name, lambda *args: monkeypatch.setitem(sys.modules, *args))
+
+    return make
+
+
+SMALL = "--n-layer 2 --n-head 4 --n-embd 32 --seq-len 64 --micro-batch-size 1 --optimizer muon"
+EVALUATED = "--save-every 2 --max-steps 4 --eval-every 2 --hellaswag-every 4 --hellaswag-data"
+FLAGS = {
+    "Lion": "--optimizer lion --max-lr 1e-3",
+    "Dropout": "--dropout 0.2",
+    "Grouped-query attention": "--n-kv-head 2",
+}
+STAYS_GPT2 = {"Dropout", "Lion", "Another evaluation", "z-loss and label smoothing"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_trains_resumes_samples_and_scores(name, fork, text, tmp_path, capsys):
+    """All by its own code. The unchanged one loads what is a GPT-2, and refuses the rest."""
+    changed = fork(name)
+    args = [SMALL, EVALUATED, TASKS, FLAGS.get(name, ""), "--data", text, "--log-dir"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    train(*args, straight)
+    shutil.copytree(straight, resumed)
+    shutil.rmtree(resumed / "step_000004")
+    train(*args, resumed, "--resume")
+    assert_same(straight, resumed)
+
+    last = straight / "step_000004"
+    kind = json.loads((last / "config.json").read_text())["model_type"]
+    assert kind == ("gpt2" if name in STAYS_GPT2 else "gpt2-repro-fork")
+    note = "not GPT-2's model any more" in capsys.readouterr().out
+    assert note == (name not in STAYS_GPT2)
+    if name in STAYS_GPT2:
+        GPT.from_pretrained(last)
+    else:
+        with pytest.raises(UserError, match=r"saved by a fork|do not match config"):
+            GPT.from_pretrained(last)
+
+    model = changed.GPT.from_pretrained(last).eval()
+    prompt = get_tokenizer().encode_ordinary("ROMEO:")
+    generator = torch.Generator().manual_seed(7)
+    idx = model.generate(torch.tensor([prompt]), 8, temperature=0.9, top_k=0, generator=generator)
+    options = "ROMEO: --max-new-tokens 8 --temperature 0.9 --top-k 0 --seed 7 --device cpu"
+    sys.modules["sample"].main(words(straight, options))
+    assert capsys.readouterr().out == get_tokenizer().decode(idx[0].tolist()) + "\n"
+    sys.modules["hellaswag"].main(["-m", str(straight), "-d", "cpu", "--data", str(TASKS)])
+    acc_norm = capsys.readouterr().out.split("acc_norm: ")[1]
+    assert float(acc_norm) == pytest.approx(losses(straight, "hella")[-1], abs=1e-4)
+
+
+def test_rotary_positions_are_relative_and_packed_ones_their_own(fork):
+    """Shifted positions change nothing; a packed ending has the logits of the unpacked one."""
+    changed = fork("Rotary positions")
+    torch.manual_seed(0)
+    model = changed.GPT(GPTConfig(32, 100, 2, 2, 32))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    idx = torch.randint(100, (1, 16))
+    causal = torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()
+    expected = model.hidden(idx)
+    shifted = model.hidden(idx, Packing(torch.arange(5, 21)[None], causal))
+    torch.testing.assert_close(shifted, expected, atol=1e-4, rtol=1e-4)
+    stretched = model.hidden(idx, Packing(2 * torch.arange(16)[None], causal))
+    assert not torch.allclose(stretched, expected, atol=1e-2)
+
+
+def test_the_training_loss_counts_in_every_way_of_computing_it(fork, text, tmp_path):
+    """Chunked, with --low-memory, compiled or plain; never in the validation loss."""
+    changed = fork("z-loss and label smoothing")
+    torch.manual_seed(0)
+    model = changed.GPT(GPTConfig(16, 50257, 1, 2, 16))
+    idx, targets = torch.randint(50257, (2, 2, 16))
+    logits, expected = model(idx, targets)
+    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert expected > plain + 1e-3
+    model.prepare()
+    none, loss = model(idx, targets)
+    assert none is None and loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    for way in ("", "--low-memory"):
+        train("--max-steps 1 --eval-every 1 --data", text, way, "--log-dir", tmp_path / f"log{way}")
+    (first,), (val, _) = losses(tmp_path / "log"), losses(tmp_path / "log", "val")
+    assert losses(tmp_path / "log--low-memory") == [first]
+    train("--max-steps 1 --eval-every 1 --data", text, "--log-dir", tmp_path / "same")
+    assert first > val + 1e-3
+
+
+def test_documents_in_one_window_do_not_see_each_other(fork):
+    changed = fork("Attention within documents")
+    torch.manual_seed(0)
+    model = changed.GPT(GPTConfig(16, 50257, 2, 2, 16))
+    x = torch.arange(32).view(2, 16)
+    x[:, 6:] = torch.tensor([50256, *range(9)])  # two texts before the same document
+    a, b = model.hidden(x)
+    torch.testing.assert_close(a[6:], b[6:])
+    assert not torch.allclose(a[:6], b[:6])
 
 
 def with_field(cls, name, default):
@@ -136,13 +285,6 @@ def test_an_optimizer_with_numbers_in_its_state_resumes(text, tmp_path, monkeypa
         assert gathered[i]["momentum"].shape == state["momentum"].shape
 
 
-def test_a_field_of_both_configurations_is_a_flag_of_the_model(text, tmp_path, monkeypatch):
-    fork_with_dropout(monkeypatch, 0.0)
-    monkeypatch.setattr(train_gpt2, "TrainConfig", with_field(TrainConfig, "dropout", 0.0))
-    train("--save-every 1 --max-steps 1 --dropout 0.5 --data", text, "--log-dir", tmp_path)
-    assert GPT.from_pretrained(tmp_path / "step_000001").config.dropout == 0.5
-
-
 def test_weights_of_several_matrices_must_add_up():
     """Grouped-query attention whose split_sizes were forgotten is an error, not other maths."""
     model = GPT(GPTConfig(16, 100, 1, 2, 16))
@@ -152,67 +294,61 @@ def test_weights_of_several_matrices_must_add_up():
         configure_optimizer(model, replace(TrainConfig(), optimizer="muon"))
 
 
-class RotaryAttention(train_gpt2.CausalSelfAttention):
-    """Rotary positions, with a table that is not part of the checkpoint."""
+class UntiedGPT(GPT):
+    """A head of its own, a buffer of booleans, and one that is not part of the checkpoint."""
 
     def __init__(self, config):
         super().__init__(config)
-        angles = torch.outer(torch.arange(config.block_size), 1e4 ** -torch.arange(0, 1, 0.25))
-        self.register_buffer("table", angles.cos(), persistent=False)
-
-    def forward(self, x, packing=None):
-        B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
-        turn = self.table[:T].to(x.dtype).repeat_interleave(q.size(-1) // 4, dim=1)
-        y = F.scaled_dot_product_attention(q * turn, k * turn, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
-
-
-class RotaryGPT(GPT):
-    """Without learned positions, and with a head of its own and a buffer of booleans."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        del self.wpe
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("table", torch.arange(8.0), persistent=False)
 
-    def hidden(self, idx, packing=None):
-        x = self.wte(idx)
-        for block in self.h:
-            x = block(x, packing)
-        return self.ln_f(x)
+    def logits(self, x):
+        return self.head(x)
 
     def forward(self, idx, targets=None):
-        logits = self.head(self.hidden(idx))
+        logits = self.logits(self.hidden(idx) + self.table.sum() * self.flags.sum())
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def flops_per_token(self, T):
-        return 6 * self.num_parameters()
 
-
-def test_another_model_says_so_and_resumes(text, tmp_path, monkeypatch, capsys):
-    """transformers refuses it by name; this fork reads every tensor as it was."""
+def test_every_tensor_of_another_model_is_saved_as_it_is(text, tmp_path, monkeypatch):
+    """transformers refuses it by name; it resumes to the same bytes."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(train_gpt2, "CausalSelfAttention", RotaryAttention)
-    monkeypatch.setattr(train_gpt2, "GPT", RotaryGPT)
-    args = ["--save-every 2 --max-steps 4 --sample-every 0 --data", text, "--log-dir"]
+    monkeypatch.setattr(train_gpt2, "GPT", UntiedGPT)
+    args = ["--save-every 2 --max-steps 4 --data", text, "--log-dir"]
     train(*args, tmp_path / "straight")
-    assert "not GPT-2's model any more" in capsys.readouterr().out
     checkpoint = tmp_path / "straight/step_000004"
     with pytest.raises(ValueError, match="gpt2-repro-fork"):
         AutoModelForCausalLM.from_pretrained(checkpoint)
-    with pytest.raises(UserError, match=r"model cannot be loaded .*gpt2-repro-fork"):
-        sample.main([str(checkpoint), "ROMEO:", "--device", "cpu"])
     shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed/step_000004")
     train(*args, tmp_path / "resumed", "--resume")
     assert_same(tmp_path / "straight", tmp_path / "resumed")
-    model = RotaryGPT.from_pretrained(checkpoint)
-    assert model.flags.tolist() == [True, False] and model.h[0].attn.table.dtype == torch.float32
+    model = UntiedGPT.from_pretrained(checkpoint)
+    assert model.flags.tolist() == [True, False] and model.table.sum() == 28
+
+
+class UnreadableGPT(GPT):
+    """Its number of layers depends on something that is not in its config."""
+
+    extra = 1
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.more = nn.ModuleList(nn.Linear(4, 4) for _ in range(UnreadableGPT.extra))
+        UnreadableGPT.extra += 1
+
+
+def test_a_model_that_could_not_be_read_back_is_refused_before_training(
+    text, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train_gpt2, "GPT", UnreadableGPT)
+    with pytest.raises(UserError, match=r"could not be read: .* has other more\.1\.bias, more\.1"):
+        train("--save-every 2 --max-steps 4 --data", text, "--log-dir", tmp_path / "log")
+    assert not (tmp_path / "log").exists()
 
 
 class Window(train_gpt2.CausalSelfAttention):
@@ -275,24 +411,3 @@ def test_changed_mathematics_is_no_gpt2(name, change, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gpt2-repro-fork"
     with pytest.raises(UserError, match=r"saved by a fork of train_gpt2\.py"):
         GPT.from_pretrained(tmp_path)
-
-
-def test_the_example_masks_documents_and_resumes_exactly(tmp_path, monkeypatch):
-    tokens = np.random.default_rng(0).integers(0, 50256, 4000)
-    tokens[::10] = 50256
-    for split in ("train", "val"):
-        np.save(tmp_path / f"x_{split}_000000.npy", tokens.astype(np.uint16))
-    args = ["--max-steps 4 --save-every 2 --data", tmp_path, "--log-dir", tmp_path / "log"]
-    done = script("examples/document_mask.py", *TINY, *words(*args))
-    assert done.returncode == 0, done.stderr
-    straight = (tmp_path / "log/step_000004").rename(tmp_path / "straight")
-    monkeypatch.setattr(train_gpt2, "GPT", DocumentGPT)
-    train(*args, "--resume")
-    weights = (folder / "model.safetensors" for folder in (straight, tmp_path / "log/step_000004"))
-    assert len({path.read_bytes() for path in weights}) == 1
-    assert '"step": 2' in (tmp_path / "log/run.json").read_text(), "not resumed"
-    x = torch.arange(32).view(2, 16)
-    x[:, 6:] = torch.tensor([50256, *range(9)])  # two texts before the same document
-    (a, b), (c, d) = (cls.from_pretrained(straight)(x)[0].detach() for cls in (DocumentGPT, GPT))
-    torch.testing.assert_close(a[6:], b[6:])
-    assert not torch.allclose(a[:6], b[:6]) and not torch.allclose(c[6:], d[6:], atol=1e-4)
