@@ -26,7 +26,7 @@ import numpy as np
 from support import texts
 from support.cli import flag, parse_args, run, torchrun_ranks
 from support.errors import UserError
-from support.files import atomic_path, sha256, write_text
+from support.files import atomic_path, locked, sha256, write_text
 from support.texts import explained
 from support.tokenizer import EOT, SHA256, SHARD_NAME, open_shard
 
@@ -304,14 +304,15 @@ def main(args: list[str] | None = None) -> None:
     if torchrun_ranks()[2] > 1:
         raise UserError("fineweb.py uses all cores by itself: start it without torchrun")
     out = Path(config.out)
-    if config.verify:
-        verify(out)
-        return
-    folder = Folder(out, config.max_shards)
-    if config.pretokenized:
-        fetch_pretokenized(config.pretokenized, folder)
-    else:
-        make_shards(config, folder)
+    with locked(out, f"{out}: another fineweb.py uses it; wait for it or choose another --out"):
+        if config.verify:
+            verify(out)
+            return
+        folder = Folder(out, config.max_shards)
+        if config.pretokenized:
+            fetch_pretokenized(config.pretokenized, folder)
+        else:
+            make_shards(config, folder)
     tokens = sum(shard["tokens"] for shard in folder.shards)
     documents = sum(shard["documents"] for shard in folder.shards)
     print(f"{out}: {len(folder.shards)} shards, {tokens:,} tokens, {documents:,} documents")

@@ -374,3 +374,4 @@ def tokenized(workers: int, opener: Callable, position: list) -> Iterator[Any]:
     finally:
         pool.shutdown(cancel_futures=True)
         reader.kill()
+        reader.join()  # a fork holds the lock of --out

@@ -31,7 +31,7 @@ from tqdm import tqdm
 import fineweb
 from support import texts
 from support.errors import UserError
-from support.files import sha256
+from support.files import locked, sha256
 from support.tokenizer import EOT, get_tokenizer, tokenize_text
 from tests.conftest import RANK, ROOT, posix, script
 
@@ -326,6 +326,29 @@ def test_mistakes(monkeypatch):
         monkeypatch.setenv(name, value)
     assert "without torchrun" in refused("--input", path)
     assert not shard_paths()
+
+
+def test_one_process_at_a_time_writes_into_a_folder():
+    """The others read nothing and remove nothing; a folder that stays empty is removed."""
+    path = write("a.txt", b"some text")
+    write("out/.x.npy.1.partial", b"of the other")
+    write("out/manifest.json", b"half")
+    with locked(Path("out"), ""):
+        before = contents()
+        for args in (["--input", path], ["--pretokenized", 1], ["--verify"]):
+            assert refused(*args) == (
+                "out: another fineweb.py uses it; wait for it or choose another --out"
+            )
+        assert contents() == before
+    with locked(Path("new"), ""):
+        with pytest.raises(UserError), locked(Path("new"), ""):
+            pass
+        assert os.path.exists("new")
+    assert not os.path.exists("new")
+    os.remove("out/manifest.json")
+    make("--input", path)  # a killed run's partial files are removed
+    assert not list(Path("out").glob(".*"))
+    make("--verify")
 
 
 def test_full_disks(monkeypatch):
