@@ -61,13 +61,19 @@ def explained(
 
 def template_columns(template: str) -> list[str]:
     """The columns that a template names; [] if it is empty."""
-    remedy = "put column names in braces, like {text}"
+    columns = []
+    remedy = "put column names in braces, like {text} or {translation[en]}"
     with explained(f"--template {template!r}", "invalid", remedy):
-        parts = string.Formatter().parse(template)
-        fields = [field for _, field, _, _ in parts if field is not None]  # None: plain text
-        if template and not (fields and all(fields)):
+        for _, field, spec, _ in string.Formatter().parse(template):
+            if field is None:  # plain text
+                continue
+            # Not {text.upper}: attributes are Python's, not the data's.
+            match = re.fullmatch(r"([^.[]+)(\[[^]]+\])*", field)
+            if not match or "{" in spec:
+                raise ValueError("neither a column nor an item of one")
+            columns.append(match[1])  # {a[b]} reads column a
+        if template and not columns:
             raise ValueError("no column")
-    columns = [re.split(r"[.\[]", field)[0] for field in fields]  # {a[b]} reads column a
     return list(dict.fromkeys(columns))  # each once
 
 

@@ -305,6 +305,10 @@ COMMANDS = {
     "--input": "--input: has no value",
     "--template {a} --text-column a": "--text-column and --template: choose one",
     "--template text": "--template 'text': invalid (ValueError: no column); put column names",
+    "--template {text.__class__}": "invalid (ValueError: neither a column nor an item of one)",
+    "--template {a[b].upper}": "neither a column nor",
+    "--template {a:{b.upper}}": "neither a column nor",
+    "--template {}": "neither a column nor",
     "--template {text": "--template '{text': invalid (ValueError: expected '}' before",
 }
 
