@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,12 @@ class Folder:
             return
         for key, now in options.items():
             then = self.manifest.get(key)
+            if key == "files" and then and len(then[0]) == 2:  # as in earlier versions
+                now = [[Path(path).name, size] for path, size, _ in now]
             if now != then:
+                if key == "files":  # the first that differs
+                    pairs = zip_longest(then or [], now, fillvalue="none")
+                    then, now = next(pair for pair in pairs if pair[0] != pair[1])
                 change = f"started with {key} {then!r:.300}, now {now!r:.300}"
                 raise UserError(f"{self.out}: {change}; restore it or use a new --out")
 

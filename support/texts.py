@@ -3,6 +3,7 @@
 Only the reader imports `datasets`, which takes a second."""
 
 import glob
+import hashlib
 import json
 import multiprocessing
 import os
@@ -131,21 +132,27 @@ def set_up_datasets() -> None:
 
 
 def facts_about(name: str, paths: list[str], commit: str | None) -> dict[str, Any]:
-    """A source's commit, or its files' names and sizes; an estimate of its number of tokens."""
+    """A source's commit, or what identifies its files; an estimate of its number of tokens."""
     import fsspec
 
     files = []
     text_bytes = 0.0
     # Estimated bytes of text per byte of a file.
     factors = {".parquet": 1.6 if commit else 3, ".gz": 4, ".zst": 4, ".zip": 4}
-    for path in paths:
-        with explained(name):
-            filesystem, _ = fsspec.core.url_to_fs(path)  # local, or the Hub
+    with explained(name):
+        for path in paths:
+            filesystem, path = fsspec.core.url_to_fs(path)  # local, or the Hub
             size = filesystem.size(path)
-        files.append([Path(path).name, size])
-        text_bytes += size * factors.get(Path(path).suffix.lower(), 1)
+            text_bytes += size * factors.get(Path(path).suffix.lower(), 1)
+            if not commit:
+                ends = filesystem.head(path, 1 << 20) + filesystem.tail(path, 1 << 20)
+                files.append([path, size, hashlib.sha256(ends).hexdigest()[:16]])
+        if files:  # they may move together
+            parent = os.path.commonpath([os.path.dirname(path) for path, _, _ in files])
+            for file in files:
+                file[0] = Path(file[0]).relative_to(parent).as_posix()
     tokens = int(text_bytes / 4.5)  # bytes per token of English
-    return {"commit": commit, "files": [] if commit else files, "tokens": tokens}
+    return {"commit": commit, "files": files, "tokens": tokens}
 
 
 def parquet_options(columns: list[str]) -> dict[str, Any]:

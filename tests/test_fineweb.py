@@ -254,10 +254,35 @@ def test_a_changed_command_or_input_is_refused(source):
         assert "started with shard_size 10, now 11" in refused(*args, "--shard-size", 11)
         assert "text_column 'text', now 'body'" in refused(*args, "--text-column", "body")
         added = write(folder / "c.jsonl", line)
-        assert "['c.jsonl', 42]" in refused(*args)
+        assert "started with files 'none', now ['c.jsonl', 42, " in refused(*args)
         added.unlink()
         assert (contents(), os.stat("out").st_mtime_ns) == before
         folder = folder.rename("moved")
+
+
+def test_files_are_told_apart_by_folder_order_and_both_ends():
+    """In manifests of earlier versions by name and size alone."""
+    paths = []
+    for folder in "pq":
+        rows = json_lines([f"in {folder}"] * 9)
+        paths.append(write(f"{folder}/x.jsonl", rows + b"\n" + b" " * (1 << 20) + b"\n" + rows))
+    args = ["--shard-size", 20, "--input"]
+    make(*args, *paths, "--max-shards", 2)
+    before = contents()
+    line = refused(*args, *reversed(paths))
+    assert "started with files ['p/x.jsonl', " in line and "now ['q/x.jsonl', " in line
+    whole = paths[1].read_bytes()
+    for edited in (whole.replace(b"q", b"r", 1), whole[:-20] + whole[-20:].replace(b"q", b"r")):
+        paths[1].write_bytes(edited)
+        assert "started with files ['q/x.jsonl', " in refused(*args, *paths)
+    paths[1].write_bytes(whole)
+    assert contents() == before
+    manifest = read_manifest()
+    old = {"files": [[Path(name).name, size] for name, size, _ in manifest["files"]]}
+    Path("out/manifest.json").write_text(json.dumps(manifest | old))
+    make(*args, *paths)
+    assert shard_tokens() == expected_tokens(["in p"] * 18 + ["in q"] * 18)
+    assert read_manifest()["files"] == manifest["files"]
 
 
 def test_verify(capsys):
