@@ -75,6 +75,10 @@ class ShardConfig:
                 problems.append(f"{' and '.join(given)}: choose one")
         if (self.config or self.split) and not self.dataset:
             problems.append("--config and --split need --dataset")
+        folder = Path(self.dataset).resolve()
+        inside = Path(self.out).resolve().is_relative_to(folder)
+        if self.dataset and folder.is_dir() and inside:  # shards would count as its files
+            problems.append(f"--out {self.out}: inside --dataset {self.dataset}")
         if problems:
             raise UserError("; ".join(problems))
         texts.template_columns(self.template)

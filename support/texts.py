@@ -13,7 +13,7 @@ import string
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -41,11 +41,18 @@ class Stream(NamedTuple):
     open: Any  # () -> datasets.IterableDataset; None outside the reader
 
 
+REMEDIES = {  # by a pattern in a library's message
+    "BuilderConfig|available configs": "choose one with --config (for FineWeb-Edu --name)",
+    "Couldn't cast|too big": "read its files with --input, which infers no types",
+    "FieldRef|KeyError|'encode'|indices|subscriptable": "correct it, --text-column or --template",
+    "StopIteration": "remove the empty file",
+    "too much memory for decoding": "decompress it first",
+}
+
+
 @contextmanager
 def explained(
-    name: str,
-    problem: str = "cannot be read",
-    remedy: str = "correct it or choose another --text-column",
+    name: str, problem: str = "cannot be read", remedy: str = "correct it"
 ) -> Iterator[None]:
     """Turns any library exception into a UserError; their types share no base class."""
     try:
@@ -57,7 +64,8 @@ def explained(
                 "check names and network and run the same command again; if it is private or "
                 "gated, request access on its Hub page and log in with `hf auth login`"
             )
-        raise UserError(f"{name}: {problem} ({line}); {remedy}") from None
+        fitting = (known for pattern, known in REMEDIES.items() if re.search(pattern, line))
+        raise UserError(f"{name}: {problem} ({line}); {next(fitting, remedy)}") from None
 
 
 def template_columns(template: str) -> list[str]:
@@ -90,6 +98,8 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
             found = sorted(glob.glob(pattern, recursive=True))
         paths += found or [pattern]  # the pattern: reported below
     for path in paths:
+        if "::" in os.path.abspath(path):
+            raise UserError(f"--input {path}: `datasets` splits paths at '::'; rename it")
         if not (SUFFIX.search(path) and Path(path).is_file()):
             kinds = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
             raise UserError(f"--input {path}: no such file, or not {kinds}")
@@ -98,20 +108,28 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
 
 def find_in_folder(folder: Path) -> list[str]:
     """The usable files of a folder and its subfolders, by name. Prints what else it skips."""
-    paths = []
-    skipped: Counter = Counter()  # number of files by suffix
+    files = visible_files(folder)
+    usable = [path for path in files if path.is_file() and SUFFIX.search(path.name)]
+    print_skipped(folder, set(files) - set(usable))
+    return [str(path) for path in usable]
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """A folder's files by name, with those of subfolders, and links to folders (not followed)."""
+    found = []
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if hidden or path.name == "README.md":
-            continue
-        if path.is_file() and SUFFIX.search(path.name):
-            paths.append(str(path))
-        elif path.is_symlink() or not path.is_dir():  # rglob doesn't follow links to folders
-            skipped[path.suffix or path.name] += 1
-    if skipped:
-        counts = ", ".join(f"{number} {kind}" for kind, number in skipped.items())
-        print(f"{folder}: skipped {counts}")
-    return paths
+        if not hidden and path.name != "README.md" and (path.is_symlink() or not path.is_dir()):
+            found.append(path)
+    return found
+
+
+def print_skipped(folder: Path, files: Iterable[Path]) -> None:
+    """Counts skipped files by suffix."""
+    numbers = Counter(path.suffix or path.name for path in files)
+    if numbers:
+        counts = ", ".join(f"{number} {kind}" for kind, number in sorted(numbers.items()))
+        print(f"{folder}: skipped {counts}", flush=True)
 
 
 def set_up_datasets() -> None:
@@ -203,14 +221,22 @@ def open_dataset(
     from datasets import Features, Value, load_dataset_builder
     from huggingface_hub import HfApi
 
-    folder = os.path.abspath(dataset) if Path(dataset).is_dir() else ""
+    folder = os.path.realpath(dataset) if Path(dataset).is_dir() else ""
     name = folder or f"--dataset {dataset}"
-    with explained(name):
+    if re.search(r"[*?[]|::", folder):
+        raise UserError(f"{name}: `datasets` can't read paths with * ? [ or '::'; rename it")
+    with explained(name, remedy="correct its README.md or its files"):
         if not (commit or folder):
             commit = HfApi().dataset_info(dataset).sha
         builder = load_dataset_builder(folder or dataset, config or None, revision=commit)
     data_files = builder.config.data_files or {}
     paths = {str(key): files for key, files in data_files.items()}  # split -> its files
+    if folder:
+        known = {os.path.realpath(path) for files in paths.values() for path in files}
+        others = [path for path in visible_files(Path(folder)) if path.is_file()]
+        print_skipped(
+            Path(folder), [path for path in others if os.path.realpath(path) not in known]
+        )
 
     if not split:
         split = next(iter(paths)) if len(paths) == 1 else "train"
@@ -229,15 +255,26 @@ def open_dataset(
         if features is None:  # not declared: infer the columns and types from the first row
             first = next(rows.with_format("arrow").iter(1))
             features = Features.from_arrow_schema(first.schema)
-    string_types = (Value("string"), Value("large_string"))
-    # A template formats values of any type.
-    usable = [key for key, feature in features.items() if template or feature in string_types]
-    default = usable[0] if len(usable) == 1 else "text"
+    string_types = [Value(kind) for kind in ("string", "large_string", "string_view")]
+    strings = [key for key, feature in features.items() if feature in string_types]
+    # Null in all of the first rows: text may follow. And any value of a .csv is text.
+    others = [key for key, feature in features.items() if feature == Value("null")]
+    if builder.name == "csv" and text_column in set(features) - set(strings):
+        others.append(text_column)
+    usable = features if template else strings + others  # a template formats values of any type
+    default = strings[0] if "text" not in usable and len(strings) == 1 else "text"
     columns = template_columns(template) or [text_column or default]
-    if not set(columns) <= set(usable):
-        choices = ", ".join(usable) or "no column of strings"
-        raise UserError(f"{name}: no text in {', '.join(columns)}; choose from: {choices}")
-
+    missing = [column for column in columns if column not in usable]
+    if missing:
+        kinds = {key: getattr(value, "dtype", "nested") for key, value in features.items()}
+        found = ", ".join(f"{key} ({kind})" for key, kind in kinds.items()) or "none"
+        remedy = "--text-column takes a string, --template any"
+        if folder and set(missing) & set(features):
+            remedy += "; --input infers no types"
+        raise UserError(f"{name}: no text in {', '.join(missing)}; its columns: {found}; {remedy}")
+    features = Features(features | dict.fromkeys(others, Value("string")))
+    if builder.info.features:
+        builder.info.features = features
     if builder.name == "parquet":
         vars(builder.config).update(parquet_options(columns))
     if builder.name == "csv":  # keep these types: otherwise inferred again every 10,000 rows
@@ -321,6 +358,11 @@ def with_nulls(value: Any) -> Any:
     return value
 
 
+def integer(digits: str) -> int | str:
+    """An integer in JSON. Python converts no more than 4,300 digits, which take long."""
+    return int(digits) if len(digits) <= 4300 else digits
+
+
 def document(stream: Stream, row: dict[str, Any]) -> str:
     """The text of a row, or "" if it has none."""
     if stream.kind in ("jsonl", "txt", "md"):
@@ -329,7 +371,7 @@ def document(stream: Stream, row: dict[str, Any]) -> str:
             return text
         if not text.strip():
             return ""
-        row = json.loads(text)
+        row = json.loads(text, parse_int=integer)
     values = {column: row[column] for column in stream.columns}
     if all(value is None for value in values.values()):
         return ""

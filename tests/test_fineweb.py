@@ -316,10 +316,18 @@ FILES = {  # name: (content, message); the name precedes it
     "ragged.csv": (b"text,n\na,1\nb, c,2\n", "cannot be read (ParserError"),
     "utf.txt": (b"abc\xff", "cannot be read (UnicodeDecodeError"),
     "half.jsonl": (b'{"text": "a"}\n{"text', "row 2 has no text (JSONDecodeError"),
-    "key.jsonl": (b'{"body": "a"}', "row 1 has no text (KeyError: 'text')"),
+    "key.jsonl": (
+        b'{"body": "a"}',
+        "row 1 has no text (KeyError: 'text'); correct it, --text-column",
+    ),
     "number.jsonl": (b'{"text": 5}', "row 1 has no text"),
     "surrogate.jsonl": (b'{"text": "\\ud83d"}', "row 1 has no text (UnicodeEncodeError"),
     "half.txt.gz": (gzip.compress(b"text" * 99)[:-9], "cannot be read"),
+    "window.txt.zst": (
+        b"\x28\xb5\x2f\xfd\x00\xa8\x09\0\0a",  # of 2 GiB
+        "cannot be read (OSError: ZSTD decompress failed: Frame requires too much memory for "
+        "decoding); decompress it first",
+    ),
     "half.txt.zst": (zstd(b"text" * 99)[:-9], "cannot be read"),
 }
 COMMANDS = {
@@ -351,6 +359,14 @@ def test_mistakes(monkeypatch):
         assert message in refused(*command.split())
     path = write("empty.jsonl", b'{"text": ""}\n{"text": null}')
     assert "nothing to tokenize" in refused("--input", path)
+    os.mkdir("in")
+    for out in ("in", "in/a/b"):  # its shards would count as the dataset's files
+        line = refused("--dataset", "in", "--out", out)
+        assert line == f"--out {out}: inside --dataset in" and not os.listdir("in")
+    for name in ("d[1]", "d*", "d?", "d::e"):
+        write(f"{name}/a.jsonl", b'{"text": "a"}')
+        assert f"{name}: `datasets` can't read" in refused("--dataset", name)
+    assert "--input d::e/a.jsonl: `datasets` splits" in refused("--input", "d::e")
     for name, value in (RANK | {"WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
     assert "without torchrun" in refused("--input", path)
@@ -448,8 +464,8 @@ def test_csv_columns_neither_shift_nor_depend_on_each_other(source):
     for name, more in (("wide", ",more"), ("changing", "")):
         lines = [f"t{i},{'x' if i > 10_500 else i}{more}" for i in range(10_600)]
         write(f"{name}/a.csv", "\n".join(["text,n", *lines]).encode())
-        make(source, name, "--text-column", "text", "--out", name)
-        assert shard_tokens(name) == expected_tokens([f"t{i}" for i in range(10_600)])
+        make(source, name, "--text-column", "text", "--out", f"{name}_out")
+        assert shard_tokens(f"{name}_out") == expected_tokens([f"t{i}" for i in range(10_600)])
 
 
 @pytest.mark.parametrize("source", ["--input", "--dataset"])
@@ -462,6 +478,47 @@ def test_nulls_in_templates_are_empty(source):
     make(source, "in", "--template", "{t[en]}|{t[de][x]}|{s:.1f}|{u!s}")
     assert shard_tokens() == expected_tokens(["|y|1.2|a", "|||b", "c|||"])
     assert read_manifest()["skipped"] == 1
+
+
+def test_types_that_load_dataset_infers():
+    """Null in all of the first rows; --text-column in a .csv; a rare type of string; dates."""
+    view = pa.table({"text": pa.array(["v"]).cast(pa.string_view()), "n": [1]})
+    pq.write_table(view, file := io.BytesIO())
+    jsonl = {"a.jsonl": b'{"text": null, "note": "n"}', "b.jsonl": b'{"text": "b", "note": "n"}'}
+    for name, files, flags, documents in [
+        ("nulls", jsonl, [], ["b"]),
+        ("nulls", jsonl, ["--text-column", "note"], ["n", "n"]),
+        ("csv", {"a.csv": b"text,n\n007,1\n,2\n"}, ["--text-column", "text"], ["007"]),
+        ("view", {"a.parquet": file.getvalue()}, [], ["v"]),
+        ("only", {"a.jsonl": b'{"story": "s", "note": null}'}, [], ["s"]),
+        ("keys", {"a.jsonl": b'{"text": "a", "n": 1}', "b.jsonl": b'{"n": 2}'}, [], ["a"]),
+    ]:
+        out = f"{name}{len(flags)}"
+        make("--dataset", write_folder(name, files), *flags, "--out", out)
+        assert shard_tokens(out) == expected_tokens(documents)
+    write("dates/a.jsonl", b'{"text": "2024-01-01"}')
+    for flags in ([], ["--text-column", "text"]):
+        line = refused("--dataset", "dates", *flags)
+        assert line.endswith(
+            "no text in text; its columns: text (timestamp[s]); --text-column takes a string, "
+            "--template any; --input infers no types"
+        )
+    write("keys/c.jsonl", b'{"text": "c", "m": 3}')
+    line = refused("--dataset", "keys", "--out", "none")
+    assert "CastError" in line and line.endswith(
+        "; read its files with --input, which infers no types"
+    )
+    make("--input", "dates")
+    assert shard_tokens() == expected_tokens(["2024-01-01"])
+
+
+def test_numbers_of_any_length():
+    """Python's int() takes 4,300 digits."""
+    path = write("a.jsonl", b'{"text": "a", "n": 7}\n{"text": "b", "n": %s}' % (b"9" * 5000))
+    make("--input", path)
+    assert shard_tokens() == expected_tokens("ab")
+    make("--input", path, "--template", "{n:>3}", "--out", "two")
+    assert shard_tokens("two") == expected_tokens(["  7", "9" * 5000])
 
 
 def test_training_has_text():
@@ -484,17 +541,19 @@ def test_a_text_makes_about_ten_shards():
     assert 9 < len(shard_paths()) < 18
 
 
-def test_which_files_of_a_folder_are_read(capsys):
-    """Hidden ones are not; what else is skipped is counted."""
+def test_which_files_of_a_folder_are_read(capfd):
+    """Hidden ones are not; what else is skipped is counted. With --dataset only one kind is."""
     names = "a.txt b.TXT c/d.JSONL.gz .hid/e.txt c/.f.txt g.pdf c/h.pdf i.json README.md Makefile"
     files = {name: name.encode() for name in names.split()}
     folder = write_folder("in", files | {"c/d.JSONL.gz": gzip.compress(b'{"text": "d"}')})
     (folder / "link").symlink_to(write("other/j.txt", b"j").parent.absolute())
     make("--input", folder)
     assert shard_tokens() == expected_tokens(["a.txt", "b.TXT", "d"])
-    output = capsys.readouterr().out
-    for part in ("1 Makefile", "2 .pdf", "1 .json", "1 link"):
-        assert part in output
+    assert "in: skipped 1 .json, 2 .pdf, 1 Makefile, 1 link\n" in capfd.readouterr().out
+    files = {"a.jsonl": b"{}", "test/b.csv": b"text\nb\n", "train/c.csv": b"text\nc\n"}
+    make("--dataset", write_folder("mixed", files | {".d/e.txt": b""}), "--out", "mixed_out")
+    assert shard_tokens("mixed_out") == expected_tokens("c")
+    assert "mixed: skipped 1 .jsonl\n" in capfd.readouterr().out  # another split's is not
     assert "--input : no such file" in refused("--input", "")
 
 
@@ -525,10 +584,14 @@ def test_configurations_splits_and_columns():
     assert shard_tokens("two") == expected_tokens(["f"])  # the only column of strings
     assert "started with split 'odd', now ''" in refused(*dataset, "two", "--out", "two")
     for args, message in {
-        "three": "BuilderConfig 'three' not found. Available: ['one', 'two']",
+        "three": "not found. Available: ['one', 'two']); choose one with --config",
         "two": "no split 'train'; --split names one of: odd, validation",
-        "two --split odd --text-column n": "no text in n; choose from: story",
-        "one --template {x}": "no text in x; choose from: text",
+        "two --split odd --text-column n": (
+            "no text in n; its columns: n (int64), story (string); --text-column takes a string, "
+            "--template any; --input infers no types"
+        ),
+        "one --template {x}": "no text in x; its columns: text (string); --text-column takes a "
+        "string, --template any",
     }.items():
         assert message in refused(*dataset, *args.split(), "--out", "none")
     available = "Please pick one among the available configs: ['one', 'two']"
@@ -537,7 +600,10 @@ def test_configurations_splits_and_columns():
     message = refused("--dataset", bad, "--out", "damaged")
     assert "cannot be read" in message and "network" not in message
     os.mkdir("empty")
-    assert "doesn't contain any data files" in refused("--dataset", "empty", "--out", "none")
+    line = refused("--dataset", "empty", "--out", "none")
+    assert "doesn't contain any data files" in line and "; correct its README.md or" in line
+    write("empty/a.jsonl", b"")
+    assert "; remove the empty file" in refused("--dataset", "empty", "--out", "none")
     assert not os.path.exists("none")
 
 
