@@ -534,6 +534,9 @@ def test_training_has_text():
     assert contents() == contents("whole")
     make(*args, "--out", "exact", "--shard-size", len(tokens))
     assert len(shard_paths("exact")) == 2
+    path = write("nine.txt", b"a b c d e f g h")
+    make("--input", path, "--shard-size", 100, "--out", "nine")
+    assert [len(np.load(path)) for path in shard_paths("nine")] == [1, 8]
 
 
 def test_a_text_makes_about_ten_shards():
