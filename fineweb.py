@@ -91,10 +91,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
         with explained(str(path), remedy="move it and its shards away"):
             manifest |= json.loads(path.read_text(encoding="utf-8"))
             # Earlier versions had no row in the position, and [nulls, empty texts] skipped.
-            manifest["position"] = [*manifest["position"], 0][:3]
+            stream, state, row = [*manifest["position"], 0][:3]
+            manifest["position"] = [stream, state, row]
             manifest["skipped"] = int(np.sum(manifest["skipped"]))
-            if any(len(shard) != 4 for shard in manifest["shards"]):
-                raise ValueError("incomplete")
+            if min(stream, row, manifest["used"], manifest["skipped"]) < 0:
+                raise ValueError("negative")
+            for shard in manifest["shards"]:
+                whole = set(shard) == {"name", "tokens", "documents", "sha256"}
+                if not (whole and SHARD_NAME.fullmatch(shard["name"])):
+                    raise ValueError("incomplete")
     return manifest
 
 

@@ -157,7 +157,7 @@ def dataset(kind):
     return files | {f"validation/0.{kind}": FORMATS[kind](SPLITS["validation"])}
 
 
-def test_shards_hold_tiktokens_tokens_for_any_workers_and_batches(monkeypatch):
+def test_shards_hold_tiktokens_tokens_for_any_workers_and_batches(monkeypatch, capsys):
     files = {"a [1].jsonl": json_lines(DOCUMENTS), "e.csv.gz": gzip.compress(csv(DOCUMENTS))}
     for name in ("b.parquet", "b.jsonl.gz", "b.jsonl.zst", "e.csv"):
         files[name] = FORMATS[name[2:]](DOCUMENTS)
@@ -172,9 +172,12 @@ def test_shards_hold_tiktokens_tokens_for_any_workers_and_batches(monkeypatch):
         assert read_manifest(out)["skipped"] == 13  # .csv has no nulls
         made.append(contents(out))
         assert made[-1].pop("manifest.json") and made[-1] == made[0]
+        tokens = expected_tokens([*DOCUMENTS * 6, EVERY_PLANE, "", "a\nb\n"])
+        numbers = f"{len(tokens):,} tokens, {tokens.count(EOT)} documents\n13 empty texts skipped\n"
+        assert capsys.readouterr().out.endswith(f"{out}: {len(made[-1])} shards, {numbers}")
     *whole, _ = map(np.load, shard_paths(out))
     assert {(shard.dtype, shard.shape) for shard in whole} == {(np.dtype("<u2"), (3000,))}
-    assert shard_tokens(out) == expected_tokens([*DOCUMENTS * 6, EVERY_PLANE, "", "a\nb\n"])
+    assert shard_tokens(out) == tokens
 
 
 @pytest.mark.parametrize(
@@ -297,9 +300,15 @@ def test_verify(capsys):
         ("x_train_000001.npy", b"", "does not match manifest.json: x_train_000001.npy"),
         ("manifest.json", b'{"complete": ', "manifest.json: cannot be read"),
         ("manifest.json", b'{"shards": 5}', "manifest.json: cannot be read (TypeError"),
+        ("manifest.json", b"null", "manifest.json: cannot be read (TypeError"),
+        ("manifest.json", b'{"position": [0]}', "manifest.json: cannot be read (ValueError"),
+        ("manifest.json", b'{"used": -1}', "manifest.json: cannot be read (ValueError: negative"),
+        ("manifest.json", b'{"shards": [{"name": "x"}]}', "cannot be read (ValueError: incomplete"),
+        ("manifest.json", b'{"shards": ["name"]}', "cannot be read (ValueError: incomplete"),
         ("manifest.json", b"{}", f"does not match manifest.json: {shard}, "),
     ]:
-        folder = shutil.copytree("out", f"{name}{content[-5:]}")
+        shutil.rmtree("copy", ignore_errors=True)
+        folder = shutil.copytree("out", "copy")
         write(f"{folder}/{name}", content)
         assert message in refused("--verify", "--out", folder)
 
