@@ -13,7 +13,7 @@ import string
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -93,43 +93,39 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
         if Path(pattern).is_file():  # its name may contain [
             found = [pattern]
         elif pattern and Path(pattern).is_dir():
-            found = find_in_folder(Path(pattern))
+            found = find_in_folder(Path(pattern), is_text)
         else:
             found = sorted(glob.glob(pattern, recursive=True))
         paths += found or [pattern]  # the pattern: reported below
     for path in paths:
         if "::" in os.path.abspath(path):
             raise UserError(f"--input {path}: `datasets` splits paths at '::'; rename it")
-        if not (SUFFIX.search(path) and Path(path).is_file()):
+        if not is_text(Path(path)):
             kinds = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
             raise UserError(f"--input {path}: no such file, or not {kinds}")
     return paths
 
 
-def find_in_folder(folder: Path) -> list[str]:
+def is_text(path: Path) -> bool:
+    return path.is_file() and SUFFIX.search(path.name) is not None
+
+
+def find_in_folder(folder: Path, usable: Callable[[Path], Any]) -> list[str]:
     """The usable files of a folder and its subfolders, by name. Prints what else it skips."""
-    files = visible_files(folder)
-    usable = [path for path in files if path.is_file() and SUFFIX.search(path.name)]
-    print_skipped(folder, set(files) - set(usable))
-    return [str(path) for path in usable]
-
-
-def visible_files(folder: Path) -> list[Path]:
-    """A folder's files by name, with those of subfolders, and links to folders (not followed)."""
-    found = []
+    paths = []
+    skipped: Counter = Counter()  # number of files by suffix
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and path.name != "README.md" and (path.is_symlink() or not path.is_dir()):
-            found.append(path)
-    return found
-
-
-def print_skipped(folder: Path, files: Iterable[Path]) -> None:
-    """Counts skipped files by suffix."""
-    numbers = Counter(path.suffix or path.name for path in files)
-    if numbers:
-        counts = ", ".join(f"{number} {kind}" for kind, number in sorted(numbers.items()))
+        if hidden or path.name == "README.md":
+            continue
+        if usable(path):
+            paths.append(str(path))
+        elif path.is_symlink() or not path.is_dir():  # rglob doesn't follow links to folders
+            skipped[path.suffix or path.name] += 1
+    if skipped:
+        counts = ", ".join(f"{number} {kind}" for kind, number in skipped.items())
         print(f"{folder}: skipped {counts}", flush=True)
+    return paths
 
 
 def set_up_datasets() -> None:
@@ -233,10 +229,7 @@ def open_dataset(
     paths = {str(key): files for key, files in data_files.items()}  # split -> its files
     if folder:
         known = {os.path.realpath(path) for files in paths.values() for path in files}
-        others = [path for path in visible_files(Path(folder)) if path.is_file()]
-        print_skipped(
-            Path(folder), [path for path in others if os.path.realpath(path) not in known]
-        )
+        find_in_folder(Path(folder), lambda path: path.is_dir() or os.path.realpath(path) in known)
 
     if not split:
         split = next(iter(paths)) if len(paths) == 1 else "train"
