@@ -75,9 +75,8 @@ class ShardConfig:
                 problems.append(f"{' and '.join(given)}: choose one")
         if (self.config or self.split) and not self.dataset:
             problems.append("--config and --split need --dataset")
-        folder = Path(self.dataset).resolve()
-        inside = Path(self.out).resolve().is_relative_to(folder)
-        if self.dataset and folder.is_dir() and inside:  # shards would count as its files
+        inside = Path(self.out).resolve().is_relative_to(Path(self.dataset).resolve())
+        if self.dataset and inside:  # the next run would take the shards for its files
             problems.append(f"--out {self.out}: inside --dataset {self.dataset}")
         if problems:
             raise UserError("; ".join(problems))
@@ -150,7 +149,6 @@ class Folder:
     def begin(self, options: dict[str, Any]) -> None:
         """Records the options and removes the partial files of a killed run."""
         self.check(options)
-        self.out.mkdir(parents=True, exist_ok=True)
         known = [shard["name"] for shard in self.shards]
         if self.path.exists():  # a run killed before it listed its last shard: written again
             known.append(self.next_name)

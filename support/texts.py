@@ -266,7 +266,7 @@ def open_dataset(
             remedy += "; --input infers no types"
         raise UserError(f"{name}: no text in {', '.join(missing)}; its columns: {found}; {remedy}")
     features = Features(features | dict.fromkeys(others, Value("string")))
-    if builder.info.features:
+    if others and builder.info.features:
         builder.info.features = features
     if builder.name == "parquet":
         vars(builder.config).update(parquet_options(columns))
