@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import numpy as np
 from support import texts
 from support.cli import flag, parse_args, run, torchrun_ranks
 from support.errors import UserError
-from support.files import atomic_path, sha256, write_text
+from support.files import atomic_path, locked, sha256, write_text
 from support.texts import explained
 from support.tokenizer import EOT, SHA256, SHARD_NAME, open_shard
 
@@ -74,6 +75,9 @@ class ShardConfig:
                 problems.append(f"{' and '.join(given)}: choose one")
         if (self.config or self.split) and not self.dataset:
             problems.append("--config and --split need --dataset")
+        inside = Path(self.out).resolve().is_relative_to(Path(self.dataset).resolve())
+        if self.dataset and inside:  # the next run would take the shards for its files
+            problems.append(f"--out {self.out}: inside --dataset {self.dataset}")
         if problems:
             raise UserError("; ".join(problems))
         texts.template_columns(self.template)
@@ -86,10 +90,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
         with explained(str(path), remedy="move it and its shards away"):
             manifest |= json.loads(path.read_text(encoding="utf-8"))
             # Earlier versions had no row in the position, and [nulls, empty texts] skipped.
-            manifest["position"] = [*manifest["position"], 0][:3]
+            stream, state, row = [*manifest["position"], 0][:3]
+            manifest["position"] = [stream, state, row]
             manifest["skipped"] = int(np.sum(manifest["skipped"]))
-            if any(len(shard) != 4 for shard in manifest["shards"]):
-                raise ValueError("incomplete")
+            if min(stream, row, manifest["used"], manifest["skipped"]) < 0:
+                raise ValueError("negative")
+            for shard in manifest["shards"]:
+                whole = set(shard) == {"name", "tokens", "documents", "sha256"}
+                if not (whole and SHARD_NAME.fullmatch(shard["name"])):
+                    raise ValueError("incomplete")
     return manifest
 
 
@@ -128,14 +137,18 @@ class Folder:
             return
         for key, now in options.items():
             then = self.manifest.get(key)
+            if key == "files" and then and len(then[0]) == 2:  # as in earlier versions
+                now = [[Path(path).name, size] for path, size, _ in now]
             if now != then:
+                if key == "files":  # the first that differs
+                    pairs = zip_longest(then or [], now, fillvalue="none")
+                    then, now = next(pair for pair in pairs if pair[0] != pair[1])
                 change = f"started with {key} {then!r:.300}, now {now!r:.300}"
                 raise UserError(f"{self.out}: {change}; restore it or use a new --out")
 
     def begin(self, options: dict[str, Any]) -> None:
         """Records the options and removes the partial files of a killed run."""
         self.check(options)
-        self.out.mkdir(parents=True, exist_ok=True)
         known = [shard["name"] for shard in self.shards]
         if self.path.exists():  # a run killed before it listed its last shard: written again
             known.append(self.next_name)
@@ -304,14 +317,15 @@ def main(args: list[str] | None = None) -> None:
     if torchrun_ranks()[2] > 1:
         raise UserError("fineweb.py uses all cores by itself: start it without torchrun")
     out = Path(config.out)
-    if config.verify:
-        verify(out)
-        return
-    folder = Folder(out, config.max_shards)
-    if config.pretokenized:
-        fetch_pretokenized(config.pretokenized, folder)
-    else:
-        make_shards(config, folder)
+    with locked(out, f"{out}: another fineweb.py uses it; wait for it or choose another --out"):
+        if config.verify:
+            verify(out)
+            return
+        folder = Folder(out, config.max_shards)
+        if config.pretokenized:
+            fetch_pretokenized(config.pretokenized, folder)
+        else:
+            make_shards(config, folder)
     tokens = sum(shard["tokens"] for shard in folder.shards)
     documents = sum(shard["documents"] for shard in folder.shards)
     print(f"{out}: {len(folder.shards)} shards, {tokens:,} tokens, {documents:,} documents")

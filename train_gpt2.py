@@ -351,7 +351,7 @@ class DataLoaderLite:
         self.position = 0  # in the sequence, of the next micro-batch of all ranks
         # The files, and their tokens, 1-D uint16, memory-mapped.
         self.paths, self.shards = tokenizer.open_split(Path(data), split)
-        self.passages = Path(data).suffix == ".txt"
+        self.passages = Path(data).is_file()  # a .txt
         self.lengths = np.array([len(shard) for shard in self.shards])
         self.total_tokens = int(self.lengths.sum())
         if self.total_tokens <= T:

@@ -1,4 +1,6 @@
-"""Atomic writes: files and folders that appear whole or not at all, and stay until replaced."""
+"""Atomic writes: files and folders that appear whole or not at all, and stay until replaced.
+
+And a lock, so that only one process at a time writes into a folder."""
 
 import contextlib
 import errno
@@ -7,6 +9,37 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from support.errors import UserError
+
+
+@contextlib.contextmanager
+def locked(folder: Path, problem: str) -> Iterator[None]:
+    """Makes a folder and locks it, or raises UserError(problem) if another process has.
+
+    Afterwards, removes the folder if it is new and nothing was written."""
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    if os.name == "nt":  # no flock, and folders can't be opened
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            new = False
+            raise UserError(problem) from None
+        except OSError:  # a network mount without locks
+            pass
+        yield
+    finally:
+        if new:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+        os.close(descriptor)
 
 
 def sha256(path: Path) -> str:

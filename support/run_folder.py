@@ -5,11 +5,9 @@ the same methods, which tell them what rank 0 found or do nothing."""
 
 import contextlib
 import json
-import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,35 +15,15 @@ from typing import Any
 from support import checkpoints, run_log
 from support.cli import print0, shown, warn
 from support.errors import UserError
-from support.files import fsync, remove, write_text
+from support.files import fsync, locked, remove, write_text
 from support.ranks import Ranks
 
 
-@contextlib.contextmanager
-def lock(log_dir: Path, rank: int) -> Iterator[None]:
+def lock(log_dir: Path, rank: int) -> contextlib.AbstractContextManager:
     """Makes the folder and keeps other runs out of it. Removes it if nothing was written."""
-    new = not log_dir.exists()
-    if rank == 0:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    if rank > 0 or os.name == "nt":  # Windows has no flock
-        yield
-        return
-    import fcntl
-
-    folder = os.open(log_dir, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{log_dir}: another run uses it; choose another --log-dir") from None
-        except OSError:  # a network mount without locks
-            pass
-        yield
-    finally:
-        os.close(folder)
-        if new:
-            with contextlib.suppress(OSError):  # it is not empty
-                log_dir.rmdir()
+    if rank > 0:
+        return contextlib.nullcontext()
+    return locked(log_dir, f"{log_dir}: another run uses it; choose another --log-dir")
 
 
 PRINTED = {"val": "validation loss", "hella": "HellaSwag"}  # streams, as the console has them

@@ -3,6 +3,7 @@
 Only the reader imports `datasets`, which takes a second."""
 
 import glob
+import hashlib
 import json
 import multiprocessing
 import os
@@ -40,11 +41,18 @@ class Stream(NamedTuple):
     open: Any  # () -> datasets.IterableDataset; None outside the reader
 
 
+REMEDIES = {  # by a pattern in a library's message
+    "BuilderConfig|available configs": "choose one with --config (for FineWeb-Edu --name)",
+    "Couldn't cast|too big": "read its files with --input, which infers no types",
+    "FieldRef|KeyError|'encode'|indices|subscriptable": "correct it, --text-column or --template",
+    "StopIteration": "remove the empty file",
+    "too much memory for decoding": "decompress it first",
+}
+
+
 @contextmanager
 def explained(
-    name: str,
-    problem: str = "cannot be read",
-    remedy: str = "correct it or choose another --text-column",
+    name: str, problem: str = "cannot be read", remedy: str = "correct it"
 ) -> Iterator[None]:
     """Turns any library exception into a UserError; their types share no base class."""
     try:
@@ -56,18 +64,25 @@ def explained(
                 "check names and network and run the same command again; if it is private or "
                 "gated, request access on its Hub page and log in with `hf auth login`"
             )
-        raise UserError(f"{name}: {problem} ({line}); {remedy}") from None
+        fitting = (known for pattern, known in REMEDIES.items() if re.search(pattern, line))
+        raise UserError(f"{name}: {problem} ({line}); {next(fitting, remedy)}") from None
 
 
 def template_columns(template: str) -> list[str]:
     """The columns that a template names; [] if it is empty."""
-    remedy = "put column names in braces, like {text}"
+    columns = []
+    remedy = "put column names in braces, like {text} or {translation[en]}"
     with explained(f"--template {template!r}", "invalid", remedy):
-        parts = string.Formatter().parse(template)
-        fields = [field for _, field, _, _ in parts if field is not None]  # None: plain text
-        if template and not (fields and all(fields)):
+        for _, field, spec, _ in string.Formatter().parse(template):
+            if field is None:  # plain text
+                continue
+            # Not {text.upper}: attributes are Python's, not the data's.
+            match = re.fullmatch(r"([^.[]+)(\[[^]]+\])*", field)
+            if not match or "{" in spec:
+                raise ValueError("neither a column nor an item of one")
+            columns.append(match[1])  # {a[b]} reads column a
+        if template and not columns:
             raise ValueError("no column")
-    columns = [re.split(r"[.\[]", field)[0] for field in fields]  # {a[b]} reads column a
     return list(dict.fromkeys(columns))  # each once
 
 
@@ -78,18 +93,24 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
         if Path(pattern).is_file():  # its name may contain [
             found = [pattern]
         elif pattern and Path(pattern).is_dir():
-            found = find_in_folder(Path(pattern))
+            found = find_in_folder(Path(pattern), is_text)
         else:
             found = sorted(glob.glob(pattern, recursive=True))
         paths += found or [pattern]  # the pattern: reported below
     for path in paths:
-        if not (SUFFIX.search(path) and Path(path).is_file()):
+        if "::" in os.path.abspath(path):
+            raise UserError(f"--input {path}: `datasets` splits paths at '::'; rename it")
+        if not is_text(Path(path)):
             kinds = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
             raise UserError(f"--input {path}: no such file, or not {kinds}")
     return paths
 
 
-def find_in_folder(folder: Path) -> list[str]:
+def is_text(path: Path) -> bool:
+    return path.is_file() and SUFFIX.search(path.name) is not None
+
+
+def find_in_folder(folder: Path, usable: Callable[[Path], Any]) -> list[str]:
     """The usable files of a folder and its subfolders, by name. Prints what else it skips."""
     paths = []
     skipped: Counter = Counter()  # number of files by suffix
@@ -97,13 +118,13 @@ def find_in_folder(folder: Path) -> list[str]:
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if hidden or path.name == "README.md":
             continue
-        if path.is_file() and SUFFIX.search(path.name):
+        if usable(path):
             paths.append(str(path))
         elif path.is_symlink() or not path.is_dir():  # rglob doesn't follow links to folders
             skipped[path.suffix or path.name] += 1
     if skipped:
         counts = ", ".join(f"{number} {kind}" for kind, number in skipped.items())
-        print(f"{folder}: skipped {counts}")
+        print(f"{folder}: skipped {counts}", flush=True)
     return paths
 
 
@@ -125,21 +146,27 @@ def set_up_datasets() -> None:
 
 
 def facts_about(name: str, paths: list[str], commit: str | None) -> dict[str, Any]:
-    """A source's commit, or its files' names and sizes; an estimate of its number of tokens."""
+    """A source's commit, or what identifies its files; an estimate of its number of tokens."""
     import fsspec
 
     files = []
     text_bytes = 0.0
     # Estimated bytes of text per byte of a file.
     factors = {".parquet": 1.6 if commit else 3, ".gz": 4, ".zst": 4, ".zip": 4}
-    for path in paths:
-        with explained(name):
-            filesystem, _ = fsspec.core.url_to_fs(path)  # local, or the Hub
+    with explained(name):
+        for path in paths:
+            filesystem, path = fsspec.core.url_to_fs(path)  # local, or the Hub
             size = filesystem.size(path)
-        files.append([Path(path).name, size])
-        text_bytes += size * factors.get(Path(path).suffix.lower(), 1)
+            text_bytes += size * factors.get(Path(path).suffix.lower(), 1)
+            if not commit:
+                ends = filesystem.head(path, 1 << 20) + filesystem.tail(path, 1 << 20)
+                files.append([path, size, hashlib.sha256(ends).hexdigest()[:16]])
+        if files:  # they may move together
+            parent = os.path.commonpath([os.path.dirname(path) for path, _, _ in files])
+            for file in files:
+                file[0] = Path(file[0]).relative_to(parent).as_posix()
     tokens = int(text_bytes / 4.5)  # bytes per token of English
-    return {"commit": commit, "files": [] if commit else files, "tokens": tokens}
+    return {"commit": commit, "files": files, "tokens": tokens}
 
 
 def parquet_options(columns: list[str]) -> dict[str, Any]:
@@ -190,14 +217,19 @@ def open_dataset(
     from datasets import Features, Value, load_dataset_builder
     from huggingface_hub import HfApi
 
-    folder = os.path.abspath(dataset) if Path(dataset).is_dir() else ""
+    folder = os.path.realpath(dataset) if Path(dataset).is_dir() else ""
     name = folder or f"--dataset {dataset}"
-    with explained(name):
+    if re.search(r"[*?[]|::", folder):
+        raise UserError(f"{name}: `datasets` can't read paths with * ? [ or '::'; rename it")
+    with explained(name, remedy="correct its README.md or its files"):
         if not (commit or folder):
             commit = HfApi().dataset_info(dataset).sha
         builder = load_dataset_builder(folder or dataset, config or None, revision=commit)
     data_files = builder.config.data_files or {}
     paths = {str(key): files for key, files in data_files.items()}  # split -> its files
+    if folder:
+        known = {os.path.realpath(path) for files in paths.values() for path in files}
+        find_in_folder(Path(folder), lambda path: path.is_dir() or os.path.realpath(path) in known)
 
     if not split:
         split = next(iter(paths)) if len(paths) == 1 else "train"
@@ -216,15 +248,26 @@ def open_dataset(
         if features is None:  # not declared: infer the columns and types from the first row
             first = next(rows.with_format("arrow").iter(1))
             features = Features.from_arrow_schema(first.schema)
-    string_types = (Value("string"), Value("large_string"))
-    # A template formats values of any type.
-    usable = [key for key, feature in features.items() if template or feature in string_types]
-    default = usable[0] if len(usable) == 1 else "text"
+    string_types = [Value(kind) for kind in ("string", "large_string", "string_view")]
+    strings = [key for key, feature in features.items() if feature in string_types]
+    # Null in all of the first rows: text may follow. And any value of a .csv is text.
+    others = [key for key, feature in features.items() if feature == Value("null")]
+    if builder.name == "csv" and text_column in set(features) - set(strings):
+        others.append(text_column)
+    usable = features if template else strings + others  # a template formats values of any type
+    default = strings[0] if "text" not in usable and len(strings) == 1 else "text"
     columns = template_columns(template) or [text_column or default]
-    if not set(columns) <= set(usable):
-        choices = ", ".join(usable) or "no column of strings"
-        raise UserError(f"{name}: no text in {', '.join(columns)}; choose from: {choices}")
-
+    missing = [column for column in columns if column not in usable]
+    if missing:
+        kinds = {key: getattr(value, "dtype", "nested") for key, value in features.items()}
+        found = ", ".join(f"{key} ({kind})" for key, kind in kinds.items()) or "none"
+        remedy = "--text-column takes a string, --template any"
+        if folder and set(missing) & set(features):
+            remedy += "; --input infers no types"
+        raise UserError(f"{name}: no text in {', '.join(missing)}; its columns: {found}; {remedy}")
+    features = Features(features | dict.fromkeys(others, Value("string")))
+    if others and builder.info.features:
+        builder.info.features = features
     if builder.name == "parquet":
         vars(builder.config).update(parquet_options(columns))
     if builder.name == "csv":  # keep these types: otherwise inferred again every 10,000 rows
@@ -308,6 +351,11 @@ def with_nulls(value: Any) -> Any:
     return value
 
 
+def integer(digits: str) -> int | str:
+    """An integer in JSON. Python converts no more than 4,300 digits, which take long."""
+    return int(digits) if len(digits) <= 4300 else digits
+
+
 def document(stream: Stream, row: dict[str, Any]) -> str:
     """The text of a row, or "" if it has none."""
     if stream.kind in ("jsonl", "txt", "md"):
@@ -316,7 +364,7 @@ def document(stream: Stream, row: dict[str, Any]) -> str:
             return text
         if not text.strip():
             return ""
-        row = json.loads(text)
+        row = json.loads(text, parse_int=integer)
     values = {column: row[column] for column in stream.columns}
     if all(value is None for value in values.values()):
         return ""
@@ -374,3 +422,4 @@ def tokenized(workers: int, opener: Callable, position: list) -> Iterator[Any]:
     finally:
         pool.shutdown(cancel_futures=True)
         reader.kill()
+        reader.join()  # a fork holds the lock of --out

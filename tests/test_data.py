@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support import tokenizer
@@ -65,6 +65,7 @@ def encode(text):
     return [token for piece in tokenizer.encode(text) for token in piece.tolist()]
 
 
+@example("\n\n\x1ca", 1)  # not whitespace to GPT-2
 @given(st.text(letters, max_size=60), st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
 def test_a_long_text_in_pieces_has_the_same_tokens(text, size):
@@ -78,6 +79,11 @@ def test_a_million_spaces(space):
     """tiktoken overflows its stack on a million characters of whitespace followed by text."""
     text = "start" + space * 1_000_000 + "end"
     assert get_tokenizer().decode(encode(text)) == text
+
+
+def test_printed_samples_hold_no_control_characters():
+    text = tokenizer.printable(encode("a\x1b[31mb\r\nc\0\x9b\u202ed\n世🙂"))
+    assert text == "a [31mb\nc   d\n世🙂"
 
 
 def write_shards(folder: Path, shards: list[list[int]], split: str = "train") -> list[np.ndarray]:
@@ -194,6 +200,13 @@ def test_text_is_split_nine_to_one_and_shuffled_by_passages(tmp_path):
     assert sorted(order) == list(range(len(passages))) != order
 
 
+def test_a_folder_named_like_a_text_is_shuffled_by_documents(tmp_path):
+    """Each shorter than a passage."""
+    write_shards(tmp_path / "a.txt", [[5] * 8])
+    tokens = DataLoaderLite(tmp_path / "a.txt", "train", 1, 1).read(0, 40)
+    assert (tokens[::5] == EOT).all() and (np.diff(tokens[1::5].astype(int)) != 4).any()
+
+
 def saved(array):
     return lambda path: np.save(path, array)
 
@@ -213,12 +226,15 @@ SPOILED = {
     "empty": (0, saved(np.zeros(0, np.uint16)), "0 values"),
     "0-d": (0, saved(np.uint16(9)), "1 values, 0-D"),
     "vocabulary": (0, saved(np.full(99, 50257, np.uint16)), "token 50257"),
+    "first page": (0, saved(np.r_[50257, [0] * 2048].astype(np.uint16)), "token 50257"),
+    "last page": (0, saved(np.r_[[0] * 2048, 50257].astype(np.uint16)), "token 50257"),
     "pickle": (0, saved(np.array([{}], object)), "not a whole shard"),
     "half-written": (0, renamed(".x.npy.1.partial"), "half written"),
     "name": (0, renamed("tokens.npy"), "not named like NAME"),
     "bin truncated": (2, rewritten(lambda b: b[:-2]), "its header has .* 18 tokens"),
     "bin header": (2, rewritten(lambda b: b[:512]), "not a whole shard"),
     "bin magic": (2, rewritten(lambda b: b"\0" * 4 + b[4:]), "its header has magic 0"),
+    "bin version": (2, rewritten(lambda b: b[:4] + b"\2" + b[5:]), "its header has .* version 2"),
 }
 
 

@@ -31,7 +31,7 @@ from tqdm import tqdm
 import fineweb
 from support import texts
 from support.errors import UserError
-from support.files import sha256
+from support.files import locked, sha256
 from support.tokenizer import EOT, get_tokenizer, tokenize_text
 from tests.conftest import RANK, ROOT, posix, script
 
@@ -157,7 +157,7 @@ def dataset(kind):
     return files | {f"validation/0.{kind}": FORMATS[kind](SPLITS["validation"])}
 
 
-def test_shards_hold_tiktokens_tokens_for_any_workers_and_batches(monkeypatch):
+def test_shards_hold_tiktokens_tokens_for_any_workers_and_batches(monkeypatch, capsys):
     files = {"a [1].jsonl": json_lines(DOCUMENTS), "e.csv.gz": gzip.compress(csv(DOCUMENTS))}
     for name in ("b.parquet", "b.jsonl.gz", "b.jsonl.zst", "e.csv"):
         files[name] = FORMATS[name[2:]](DOCUMENTS)
@@ -172,9 +172,12 @@ def test_shards_hold_tiktokens_tokens_for_any_workers_and_batches(monkeypatch):
         assert read_manifest(out)["skipped"] == 13  # .csv has no nulls
         made.append(contents(out))
         assert made[-1].pop("manifest.json") and made[-1] == made[0]
+        tokens = expected_tokens([*DOCUMENTS * 6, EVERY_PLANE, "", "a\nb\n"])
+        numbers = f"{len(tokens):,} tokens, {tokens.count(EOT)} documents\n13 empty texts skipped\n"
+        assert capsys.readouterr().out.endswith(f"{out}: {len(made[-1])} shards, {numbers}")
     *whole, _ = map(np.load, shard_paths(out))
     assert {(shard.dtype, shard.shape) for shard in whole} == {(np.dtype("<u2"), (3000,))}
-    assert shard_tokens(out) == expected_tokens([*DOCUMENTS * 6, EVERY_PLANE, "", "a\nb\n"])
+    assert shard_tokens(out) == tokens
 
 
 @pytest.mark.parametrize(
@@ -254,10 +257,35 @@ def test_a_changed_command_or_input_is_refused(source):
         assert "started with shard_size 10, now 11" in refused(*args, "--shard-size", 11)
         assert "text_column 'text', now 'body'" in refused(*args, "--text-column", "body")
         added = write(folder / "c.jsonl", line)
-        assert "['c.jsonl', 42]" in refused(*args)
+        assert "started with files 'none', now ['c.jsonl', 42, " in refused(*args)
         added.unlink()
         assert (contents(), os.stat("out").st_mtime_ns) == before
         folder = folder.rename("moved")
+
+
+def test_files_are_told_apart_by_folder_order_and_both_ends():
+    """In manifests of earlier versions by name and size alone."""
+    paths = []
+    for folder in "pq":
+        rows = json_lines([f"in {folder}"] * 9)
+        paths.append(write(f"{folder}/x.jsonl", rows + b"\n" + b" " * (1 << 20) + b"\n" + rows))
+    args = ["--shard-size", 20, "--input"]
+    make(*args, *paths, "--max-shards", 2)
+    before = contents()
+    line = refused(*args, *reversed(paths))
+    assert "started with files ['p/x.jsonl', " in line and "now ['q/x.jsonl', " in line
+    whole = paths[1].read_bytes()
+    for edited in (whole.replace(b"q", b"r", 1), whole[:-20] + whole[-20:].replace(b"q", b"r")):
+        paths[1].write_bytes(edited)
+        assert "started with files ['q/x.jsonl', " in refused(*args, *paths)
+    paths[1].write_bytes(whole)
+    assert contents() == before
+    manifest = read_manifest()
+    old = {"files": [[Path(name).name, size] for name, size, _ in manifest["files"]]}
+    Path("out/manifest.json").write_text(json.dumps(manifest | old))
+    make(*args, *paths)
+    assert shard_tokens() == expected_tokens(["in p"] * 18 + ["in q"] * 18)
+    assert read_manifest()["files"] == manifest["files"]
 
 
 def test_verify(capsys):
@@ -272,9 +300,15 @@ def test_verify(capsys):
         ("x_train_000001.npy", b"", "does not match manifest.json: x_train_000001.npy"),
         ("manifest.json", b'{"complete": ', "manifest.json: cannot be read"),
         ("manifest.json", b'{"shards": 5}', "manifest.json: cannot be read (TypeError"),
+        ("manifest.json", b"null", "manifest.json: cannot be read (TypeError"),
+        ("manifest.json", b'{"position": [0]}', "manifest.json: cannot be read (ValueError"),
+        ("manifest.json", b'{"used": -1}', "manifest.json: cannot be read (ValueError: negative"),
+        ("manifest.json", b'{"shards": [{"name": "x"}]}', "cannot be read (ValueError: incomplete"),
+        ("manifest.json", b'{"shards": ["name"]}', "cannot be read (ValueError: incomplete"),
         ("manifest.json", b"{}", f"does not match manifest.json: {shard}, "),
     ]:
-        folder = shutil.copytree("out", f"{name}{content[-5:]}")
+        shutil.rmtree("copy", ignore_errors=True)
+        folder = shutil.copytree("out", "copy")
         write(f"{folder}/{name}", content)
         assert message in refused("--verify", "--out", folder)
 
@@ -291,10 +325,18 @@ FILES = {  # name: (content, message); the name precedes it
     "ragged.csv": (b"text,n\na,1\nb, c,2\n", "cannot be read (ParserError"),
     "utf.txt": (b"abc\xff", "cannot be read (UnicodeDecodeError"),
     "half.jsonl": (b'{"text": "a"}\n{"text', "row 2 has no text (JSONDecodeError"),
-    "key.jsonl": (b'{"body": "a"}', "row 1 has no text (KeyError: 'text')"),
+    "key.jsonl": (
+        b'{"body": "a"}',
+        "row 1 has no text (KeyError: 'text'); correct it, --text-column",
+    ),
     "number.jsonl": (b'{"text": 5}', "row 1 has no text"),
     "surrogate.jsonl": (b'{"text": "\\ud83d"}', "row 1 has no text (UnicodeEncodeError"),
     "half.txt.gz": (gzip.compress(b"text" * 99)[:-9], "cannot be read"),
+    "window.txt.zst": (
+        b"\x28\xb5\x2f\xfd\x00\xa8\x09\0\0a",  # of 2 GiB
+        "cannot be read (OSError: ZSTD decompress failed: Frame requires too much memory for "
+        "decoding); decompress it first",
+    ),
     "half.txt.zst": (zstd(b"text" * 99)[:-9], "cannot be read"),
 }
 COMMANDS = {
@@ -305,6 +347,10 @@ COMMANDS = {
     "--input": "--input: has no value",
     "--template {a} --text-column a": "--text-column and --template: choose one",
     "--template text": "--template 'text': invalid (ValueError: no column); put column names",
+    "--template {text.__class__}": "invalid (ValueError: neither a column nor an item of one)",
+    "--template {a[b].upper}": "neither a column nor",
+    "--template {a:{b.upper}}": "neither a column nor",
+    "--template {}": "neither a column nor",
     "--template {text": "--template '{text': invalid (ValueError: expected '}' before",
 }
 
@@ -322,10 +368,43 @@ def test_mistakes(monkeypatch):
         assert message in refused(*command.split())
     path = write("empty.jsonl", b'{"text": ""}\n{"text": null}')
     assert "nothing to tokenize" in refused("--input", path)
+    os.mkdir("in")
+    # Its shards would count as the dataset's files; so would those named like one of the Hub.
+    for name, out in (("in", "in"), ("in", "in/a/b"), ("me/hub", "me/hub")):
+        assert refused("--dataset", name, "--out", out) == f"--out {out}: inside --dataset {name}"
+    assert not os.listdir("in")
+    for name in ("d[1]", "d*", "d?", "d::e"):
+        write(f"{name}/a.jsonl", b'{"text": "a"}')
+        assert f"{name}: `datasets` can't read" in refused("--dataset", name)
+    assert "--input d::e/a.jsonl: `datasets` splits" in refused("--input", "d::e")
     for name, value in (RANK | {"WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
     assert "without torchrun" in refused("--input", path)
     assert not shard_paths()
+
+
+def test_one_process_at_a_time_writes_into_a_folder():
+    """The others read nothing and remove nothing; a folder that stays empty is removed."""
+    path = write("a.txt", b"some text")
+    write("out/.x.npy.1.partial", b"of the other")
+    write("out/manifest.json", b"half")
+    with locked(Path("out"), ""):
+        before = contents()
+        for args in (["--input", path], ["--pretokenized", 1], ["--verify"]):
+            assert refused(*args) == (
+                "out: another fineweb.py uses it; wait for it or choose another --out"
+            )
+        assert contents() == before
+    with locked(Path("new"), ""):
+        seen = mock.patch.object(Path, "exists", return_value=False)  # both make it
+        with seen, pytest.raises(UserError), locked(Path("new"), ""):
+            pass
+        assert os.path.exists("new")
+    assert not os.path.exists("new")
+    os.remove("out/manifest.json")
+    make("--input", path)  # a killed run's partial files are removed
+    assert not list(Path("out").glob(".*"))
+    make("--verify")
 
 
 def test_full_disks(monkeypatch):
@@ -396,8 +475,8 @@ def test_csv_columns_neither_shift_nor_depend_on_each_other(source):
     for name, more in (("wide", ",more"), ("changing", "")):
         lines = [f"t{i},{'x' if i > 10_500 else i}{more}" for i in range(10_600)]
         write(f"{name}/a.csv", "\n".join(["text,n", *lines]).encode())
-        make(source, name, "--text-column", "text", "--out", name)
-        assert shard_tokens(name) == expected_tokens([f"t{i}" for i in range(10_600)])
+        make(source, name, "--text-column", "text", "--out", f"{name}_out")
+        assert shard_tokens(f"{name}_out") == expected_tokens([f"t{i}" for i in range(10_600)])
 
 
 @pytest.mark.parametrize("source", ["--input", "--dataset"])
@@ -410,6 +489,47 @@ def test_nulls_in_templates_are_empty(source):
     make(source, "in", "--template", "{t[en]}|{t[de][x]}|{s:.1f}|{u!s}")
     assert shard_tokens() == expected_tokens(["|y|1.2|a", "|||b", "c|||"])
     assert read_manifest()["skipped"] == 1
+
+
+def test_types_that_load_dataset_infers():
+    """Null in all of the first rows; --text-column in a .csv; a rare type of string; dates."""
+    view = pa.table({"text": pa.array(["v"]).cast(pa.string_view()), "n": [1]})
+    pq.write_table(view, file := io.BytesIO())
+    jsonl = {"a.jsonl": b'{"text": null, "note": "n"}', "b.jsonl": b'{"text": "b", "note": "n"}'}
+    for name, files, flags, documents in [
+        ("nulls", jsonl, [], ["b"]),
+        ("nulls", jsonl, ["--text-column", "note"], ["n", "n"]),
+        ("csv", {"a.csv": b"text,n\n007,1\n,2\n"}, ["--text-column", "text"], ["007"]),
+        ("view", {"a.parquet": file.getvalue()}, [], ["v"]),
+        ("only", {"a.jsonl": b'{"story": "s", "note": null}'}, [], ["s"]),
+        ("keys", {"a.jsonl": b'{"text": "a", "n": 1}', "b.jsonl": b'{"n": 2}'}, [], ["a"]),
+    ]:
+        out = f"{name}{len(flags)}"
+        make("--dataset", write_folder(name, files), *flags, "--out", out)
+        assert shard_tokens(out) == expected_tokens(documents)
+    write("dates/a.jsonl", b'{"text": "2024-01-01"}')
+    for flags in ([], ["--text-column", "text"]):
+        line = refused("--dataset", "dates", *flags)
+        assert line.endswith(
+            "no text in text; its columns: text (timestamp[s]); --text-column takes a string, "
+            "--template any; --input infers no types"
+        )
+    write("keys/c.jsonl", b'{"text": "c", "m": 3}')
+    line = refused("--dataset", "keys", "--out", "none")
+    assert "CastError" in line and line.endswith(
+        "; read its files with --input, which infers no types"
+    )
+    make("--input", "dates")
+    assert shard_tokens() == expected_tokens(["2024-01-01"])
+
+
+def test_numbers_of_any_length():
+    """Python's int() takes 4,300 digits."""
+    path = write("a.jsonl", b'{"text": "a", "n": 7}\n{"text": "b", "n": %s}' % (b"9" * 5000))
+    make("--input", path)
+    assert shard_tokens() == expected_tokens("ab")
+    make("--input", path, "--template", "{n:>3}", "--out", "two")
+    assert shard_tokens("two") == expected_tokens(["  7", "9" * 5000])
 
 
 def test_training_has_text():
@@ -425,6 +545,9 @@ def test_training_has_text():
     assert contents() == contents("whole")
     make(*args, "--out", "exact", "--shard-size", len(tokens))
     assert len(shard_paths("exact")) == 2
+    path = write("nine.txt", b"a b c d e f g h")
+    make("--input", path, "--shard-size", 100, "--out", "nine")
+    assert [len(np.load(path)) for path in shard_paths("nine")] == [1, 8]
 
 
 def test_a_text_makes_about_ten_shards():
@@ -432,17 +555,19 @@ def test_a_text_makes_about_ten_shards():
     assert 9 < len(shard_paths()) < 18
 
 
-def test_which_files_of_a_folder_are_read(capsys):
-    """Hidden ones are not; what else is skipped is counted."""
+def test_which_files_of_a_folder_are_read(capfd):
+    """Hidden ones are not; what else is skipped is counted. With --dataset only one kind is."""
     names = "a.txt b.TXT c/d.JSONL.gz .hid/e.txt c/.f.txt g.pdf c/h.pdf i.json README.md Makefile"
     files = {name: name.encode() for name in names.split()}
     folder = write_folder("in", files | {"c/d.JSONL.gz": gzip.compress(b'{"text": "d"}')})
     (folder / "link").symlink_to(write("other/j.txt", b"j").parent.absolute())
     make("--input", folder)
     assert shard_tokens() == expected_tokens(["a.txt", "b.TXT", "d"])
-    output = capsys.readouterr().out
-    for part in ("1 Makefile", "2 .pdf", "1 .json", "1 link"):
-        assert part in output
+    assert "in: skipped 1 Makefile, 2 .pdf, 1 .json, 1 link\n" in capfd.readouterr().out
+    files = {"a.jsonl": b"{}", "test/b.csv": b"text\nb\n", "train/c.csv": b"text\nc\n"}
+    make("--dataset", write_folder("mixed", files | {".d/e.txt": b""}), "--out", "mixed_out")
+    assert shard_tokens("mixed_out") == expected_tokens("c")
+    assert "mixed: skipped 1 .jsonl\n" in capfd.readouterr().out  # another split's is not
     assert "--input : no such file" in refused("--input", "")
 
 
@@ -473,19 +598,27 @@ def test_configurations_splits_and_columns():
     assert shard_tokens("two") == expected_tokens(["f"])  # the only column of strings
     assert "started with split 'odd', now ''" in refused(*dataset, "two", "--out", "two")
     for args, message in {
-        "three": "BuilderConfig 'three' not found. Available: ['one', 'two']",
+        "three": "not found. Available: ['one', 'two']); choose one with --config",
         "two": "no split 'train'; --split names one of: odd, validation",
-        "two --split odd --text-column n": "no text in n; choose from: story",
-        "one --template {x}": "no text in x; choose from: text",
+        "two --split odd --text-column n": (
+            "no text in n; its columns: n (int64), story (string); --text-column takes a string, "
+            "--template any; --input infers no types"
+        ),
+        "one --template {x}": "no text in x; its columns: text (string); --text-column takes a "
+        "string, --template any$",
     }.items():
-        assert message in refused(*dataset, *args.split(), "--out", "none")
+        line = refused(*dataset, *args.split(), "--out", "none")
+        assert message in f"{line}$"
     available = "Please pick one among the available configs: ['one', 'two']"
     assert available in refused(*dataset[:-1], "--out", "none")
     bad = write("bad/a.parquet", damaged).parent
     message = refused("--dataset", bad, "--out", "damaged")
     assert "cannot be read" in message and "network" not in message
     os.mkdir("empty")
-    assert "doesn't contain any data files" in refused("--dataset", "empty", "--out", "none")
+    line = refused("--dataset", "empty", "--out", "none")
+    assert "doesn't contain any data files" in line and "; correct its README.md or" in line
+    write("empty/a.jsonl", b"")
+    assert "; remove the empty file" in refused("--dataset", "empty", "--out", "none")
     assert not os.path.exists("none")
 
 
