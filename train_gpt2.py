@@ -566,6 +566,8 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
 
     One that an older version of this script lacked counts as its default."""
     before = asdict(TrainConfig()) | before
+    before["init"] = cli.shown(before["init"])  # as run.json has it
+    config = replace(config, init=cli.shown(config.init))
     fixed = FIXED if config.init == "scratch" else (*FIXED, "init")
     changed = [name for name in fixed if getattr(config, name) != before[name]]
     return [f"{cli.flag(name)} was {before[name]}, is {getattr(config, name)}" for name in changed]
@@ -1106,7 +1108,8 @@ def main(
     status = 0
     try:
         # Only one run at a time may use the folder.
-        with lock(Path(config.log_dir), ranks.rank):
+        log_dir = Path(config.log_dir)
+        with lock(log_dir, ranks.rank), cli.unprinted_to(log_dir / "unprinted.txt"):
             training = set_up(config, ranks, model)
             if training is not None:
                 console.announce(
