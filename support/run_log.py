@@ -13,9 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from support.cli import shown
+from support.cli import shown, warn
 from support.errors import UserError
-from support.files import write_text
+from support.files import sha256, write_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,29 +50,44 @@ def log_lines(path: Path) -> list[Line]:
 
 
 def last_start(lines: list[Line]) -> int:
-    """The index of the last run's first line. Steps only fall where a run starts."""
-    falls = [i for i in range(1, len(lines)) if lines[i][0] < lines[i - 1][0]]
-    return falls[-1] if falls else 0
+    """The index of the last run's first line.
+
+    Only where a run starts do steps fall, or does a stream have a second value of one step."""
+    start, latest, seen = 0, 0, {}  # seen: {stream: its latest step}
+    for i, (step, stream, _) in enumerate(lines):
+        if step < latest or seen.get(stream) == step:
+            start, seen = i, {}
+        latest = seen[stream] = step
+    return start
 
 
 def format_line(step: int, stream: str, value: float) -> str:
     return f"{step} {stream} {value:{FORMATS.get(stream, '.6f')}}\n"
 
 
-def trim_log(path: Path, begin: int | None, step: int) -> tuple[int, set[str]]:
+def end_log(path: Path) -> int:
+    """Ends a line that a kill cut short, or the next one would be lost. Returns the lines."""
+    content = path.read_bytes() if path.exists() else b""
+    if content and not content.endswith(b"\n"):
+        with open(path, "ab") as file:
+            file.write(b" cut short\n")  # makes it malformed, so it is skipped
+    return len(log_lines(path))
+
+
+def trim_log(path: Path, begin: int | None, step: int) -> tuple[int, dict[str, float]]:
     """Removes what a run that continues from `step` will log again.
 
     begin: the number of lines before this run; None if unknown. Returns that number, and the
-    streams of the evaluations at `step`, which stay."""
+    evaluations at `step`, which stay: {stream: value}."""
     lines = log_lines(path)
     if begin is None:
         begin = last_start(lines)
     kept = lines[:begin]
-    evaluated = set()
+    evaluated = {}
     for line_step, stream, value in lines[begin:]:
         evaluation = line_step == step and stream in EVALUATIONS
         if evaluation:
-            evaluated.add(stream)
+            evaluated[stream] = float(value)
         if evaluation or line_step < step:
             kept.append((line_step, stream, value))
     write_text(path, "".join(" ".join(map(str, line)) + "\n" for line in kept))
@@ -83,11 +98,17 @@ def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
     """The entries of run.json, oldest first; [] without one."""
     path = Path(log_dir) / "run.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
     except ValueError:
-        raise UserError(f"{path}: not JSON; move it away") from None
+        entries = None
+    starts = entries if isinstance(entries, list) else [None]
+    if not all(
+        isinstance(start, dict) and isinstance(start.get("config"), dict) for start in starts
+    ):
+        raise UserError(f"{path}: not a list of a run's starts; move it away")
+    return entries
 
 
 def git(*command: str) -> str:
@@ -98,19 +119,15 @@ def git(*command: str) -> str:
     return ""
 
 
-def add_entry(
-    log_dir: Path, entries: list[dict[str, Any]], config: dict[str, Any], **more: Any
-) -> list[dict[str, Any]]:
-    """Adds an entry about this start to run.json. Returns all `entries`, this one last.
-
-    Also keeps train_gpt2.py in the log folder if it differs from its commit."""
+def new_entry(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """An entry of run.json about this start."""
     versions = {name: version(name) for name in ("torch", "numpy", "tiktoken", "safetensors")}
     # The commit, with a + if files have changed since.
     commit = git("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*")
     for name, value in config.items():
         if isinstance(value, str):
             config = config | {name: shown(value)}  # the folder may be published: no local paths
-    entry = {
+    return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": [shown(word) for word in sys.argv],
         "git_commit": commit or None,
@@ -118,11 +135,25 @@ def add_entry(
         **more,
         "config": config,
     }
+
+
+def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
+    write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
+
+
+def record_start(log_dir: Path, entries: list[dict[str, Any]]) -> None:
+    """Writes run.json, and train_gpt2.py into the log folder if it differs from its commit.
+
+    A train_gpt2.py there that is not of an earlier start, by its checksum, is the user's."""
     script = ROOT / "train_gpt2.py"
     copy = log_dir / script.name
-    copy.unlink(missing_ok=True)  # that of an earlier start
-    if git("status", "--porcelain", script.name):
+    ours = not copy.exists() or sha256(copy) in [entry.get("script") for entry in entries]
+    if not ours:
+        warn(f"{copy}: not from an earlier run, so it stays; this run keeps no copy of its script")
+    elif git("status", "--porcelain", script.name):
+        entries[-1]["script"] = sha256(script)
+    write_entries(log_dir, entries)  # first: a copy must not be without its checksum
+    if ours:
+        copy.unlink(missing_ok=True)
+    if "script" in entries[-1]:
         write_text(copy, script.read_text(encoding="utf-8"))
-    entries = [*entries, entry]
-    write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
-    return entries
