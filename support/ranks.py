@@ -77,8 +77,8 @@ class Ranks:
 def torchrun_job() -> str:
     """The name of the torchrun that started this process; "" without torchrun.
 
-    It is in its error file, …/RUN-ID_RANDOM/attempt_N/RANK/error.json: a run id may be used again,
-    but the random part is new for every torchrun."""
+    It is in the path of its error file, …/RUN-ID_RANDOM/attempt_N/RANK/error.json. A run id may be
+    used again; the random part is new for every torchrun."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     job = error_file.parent.parent.parent.name
@@ -91,10 +91,9 @@ def join_process_group(rank: int, world_size: int, device: torch.device) -> None
     patience = timedelta(hours=1)  # ranks may wait for rank 0's files
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=patience))
-    except (RuntimeError, ValueError, OverflowError) as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        remedy = "set another MASTER_PORT or MASTER_ADDR"
-        raise UserError(f"ranks can't meet at {place}: {first_line(error)}; {remedy}") from None
+    except (RuntimeError, ValueError) as error:
+        problem = "MASTER_PORT={MASTER_PORT}: ".format_map(os.environ) + first_line(error)
+        raise UserError(f"{problem}; set another one") from None
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # torchrun (2.13) keeps one store across restarts, with the addresses of lost ranks in it.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -5,6 +5,7 @@ the lines that it will write again. run.json is a list with one entry per start.
 several runs, one after the other; readers want the last one."""
 
 import contextlib
+import hashlib
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 from support.cli import shown, warn
 from support.errors import UserError
-from support.files import sha256, write_text
+from support.files import atomic_path, sha256, write_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -99,16 +100,13 @@ def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
     path = Path(log_dir) / "run.json"
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
+        if type(entries) is list and all(type(entry["config"]) is dict for entry in entries):
+            return entries
     except FileNotFoundError:
         return []
-    except ValueError:
-        entries = None
-    starts = entries if isinstance(entries, list) else [None]
-    if not all(
-        isinstance(start, dict) and isinstance(start.get("config"), dict) for start in starts
-    ):
-        raise UserError(f"{path}: not a list of a run's starts; move it away")
-    return entries
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise UserError(f"{path}: not a list of a run's starts; move it away")
 
 
 def git(*command: str) -> str:
@@ -144,16 +142,18 @@ def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
 def record_start(log_dir: Path, entries: list[dict[str, Any]]) -> None:
     """Writes run.json, and train_gpt2.py into the log folder if it differs from its commit.
 
-    A train_gpt2.py there that is not of an earlier start, by its checksum, is the user's."""
-    script = ROOT / "train_gpt2.py"
-    copy = log_dir / script.name
+    A train_gpt2.py there is the user's, unless its checksum is that of an earlier start's copy."""
+    script = (ROOT / "train_gpt2.py").read_bytes()
+    copy = log_dir / "train_gpt2.py"
     ours = not copy.exists() or sha256(copy) in [entry.get("script") for entry in entries]
-    if not ours:
-        warn(f"{copy}: not from an earlier run, so it stays; this run keeps no copy of its script")
-    elif git("status", "--porcelain", script.name):
-        entries[-1]["script"] = sha256(script)
-    write_entries(log_dir, entries)  # first: a copy must not be without its checksum
-    if ours:
+    changed = ours and git("status", "--porcelain", copy.name)
+    if changed:
+        entries[-1]["script"] = hashlib.sha256(script).hexdigest()
+    write_entries(log_dir, entries)  # before the copy, which must not be without its checksum
+    if changed:
+        with atomic_path(copy) as partial:
+            partial.write_bytes(script)
+    elif ours:
         copy.unlink(missing_ok=True)
-    if "script" in entries[-1]:
-        write_text(copy, script.read_text(encoding="utf-8"))
+    else:
+        warn(f"{copy}: not from an earlier run: it stays, and this run's script is not kept")

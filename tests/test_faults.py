@@ -204,7 +204,7 @@ def test_a_restart_by_torchrun_resumes_what_its_own_job_began(start, log, monkey
         for name, value in (RANK | {"MASTER_PORT": str(port)}).items():
             monkeypatch.setenv(name, value)
         free.listen()
-        with pytest.raises(UserError, match=f"ranks can't meet at localhost:{port}: .*; set anoth"):
+        with pytest.raises(UserError, match=f"MASTER_PORT={port}: .*; set another"):
             start(flags)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/some/where/else/by/hand/error.json")
     for _ in range(2):
