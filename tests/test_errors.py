@@ -123,7 +123,7 @@ cli.run(main)
 def test_a_training_run_outlives_the_reader_of_its_output(tmp_path):
     (tmp_path / "run.py").write_text(KEPT)
     command = f"set -o pipefail; {sys.executable} run.py | head -n 1"
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True}
     done = subprocess.run(["bash", "-c", command], **options)
     assert (done.returncode, done.stdout, done.stderr) == (2, "line 0\n", "error: too bad\n")

@@ -148,16 +148,18 @@ BREAK = {errno.EPIPE: os.pipe, errno.EIO: os.openpty, errno.EAGAIN: os.pipe}
 
 
 @pytest.mark.parametrize("number", BREAK)
-def test_no_error_of_stdout_ends_a_run(number, start, at_step, log, monkeypatch):
+def test_no_error_of_the_output_ends_a_run(number, start, at_step, log, monkeypatch):
     """A reader or a terminal that left, a pipe that is full."""
     reader, writer = BREAK[number]()
     at_step(1, lambda: fill(writer) if number == errno.EAGAIN else os.close(reader))
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", os.fdopen(writer, "w", closefd=False))
+        for stream in ("stdout", "stderr"):
+            patch.setattr(sys, stream, os.fdopen(writer, "w", closefd=False))
+        at_step(2, lambda: cli.warn("be careful"))
         assert start("--max-steps 3 --save-every 3") == 0
     assert steps_of(log) == [3]
     kept = (log / "unprinted.txt").read_text()
-    assert kept.startswith("step     1/3 loss ") and "\nstep     2/3" in kept
+    assert kept.startswith("step     1/3 loss ") and "\nwarning: be careful\nstep     2/3" in kept
     assert kept.splitlines()[-1].startswith("sample: ")
 
 
@@ -365,6 +367,9 @@ def test_a_tracker_that_cannot_start_costs_nothing(start, log, monkeypatch, caps
     assert "earlier_*" not in capsys.readouterr().out
     start("--max-steps 1 --resume")
     assert "log/: no checkpoint but those of earlier runs in earlier_*/" in capsys.readouterr().out
+    (log / "earlier_1/step_000001").rename(log / "step_000001")
+    start("--max-steps 2 --resume")
+    assert "earlier_*" not in capsys.readouterr().out
 
 
 def test_tensorboard_has_what_the_log_has(start, log, monkeypatch):
@@ -425,6 +430,9 @@ def test_a_restart_overwrites_its_log_also_with_an_absolute_init(start, log, tmp
     for folder in (tmp_path / "model", "model", tmp_path / "model"):
         start(f"--init {folder} --max-steps 1 --resume")
     assert len(losses(log)) == 1 and run_entries(log)[-1]["config"]["init"] == "model"
+    for folder in (tmp_path / "model", "model"):  # a checkpoint has the path as it was given
+        start(f"--init {folder} --max-steps 2 --save-every 2 --resume")
+    assert len(losses(log)) == 2
 
 
 @pytest.mark.parametrize(
