@@ -603,11 +603,13 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
 
     One that an older version of this script lacked counts as its default."""
     before = asdict(TrainConfig()) | before
+    before["init"] = cli.shown(before["init"])  # as run.json has it
+    now = asdict(config) | {"init": cli.shown(config.init)}
     if config.init == "scratch":  # --init may be left out
         before["init"] = "scratch"
     return [
         f"{cli.flag(name)} was {before[name]}, is {value}"
-        for name, value in asdict(config).items()
+        for name, value in now.items()
         if name not in MAY_CHANGE and value != before[name]
     ]
 
@@ -1145,7 +1147,8 @@ def main(
     status = 0
     try:
         # Only one run at a time may use the folder.
-        with lock(Path(config.log_dir), ranks.rank):
+        log_dir = Path(config.log_dir)
+        with lock(log_dir, ranks.rank), cli.unprinted_to(log_dir / "unprinted.txt"):
             training = set_up(config, ranks, model)
             if training is not None:
                 console.announce(

@@ -2,6 +2,7 @@
 
 They appear whole or not at all; damage is detected by the checksums. Bad files raise UserError."""
 
+import contextlib
 import re
 import shlex
 from collections.abc import Callable
@@ -43,7 +44,9 @@ def write_checkpoint(
         with atomic_path(folder) as partial:
             save_model(partial)
             torch.save(state, partial / "training_state.pt")
-            (partial / "README.md").write_text(card, encoding="utf-8")
+            with contextlib.suppress(OSError):  # a checkpoint does without
+                # Arguments may be bytes that are not UTF-8.
+                (partial / "README.md").write_text(card, encoding="utf-8", errors="replace")
             write_checksums(partial)
     except (OSError, RuntimeError, SafetensorError) as error:
         # torch.save reports a full disk as a RuntimeError of its writer; others are bugs.

@@ -8,31 +8,30 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from support.errors import LostRank, RunError, UserError
+from support.errors import LostRank, RunError, UserError, first_line
 from support.signals import received
 
 # System errors that the user can fix, with a hint where the system's own message has none.
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 HINTS = dict.fromkeys((errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "")
 HINTS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; choose a writable place")
-HINTS |= dict.fromkeys(FULL_DISK, "; free some space")
+HINTS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space")
 
 
 def torchrun_ranks() -> tuple[int, int, int]:
     """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) without either."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 0, 0, 1
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
     found = {name: os.environ.get(name, "") for name in names}
-    numbers = [int(found[name]) for name in names[:3] if found[name].isdecimal()]
-    if len(numbers) < 3 or numbers[0] >= numbers[2] or not all(found.values()):
+    numbers = [int(found[name]) for name in names[:4] if found[name].isdecimal()]
+    if len(numbers) < 4 or numbers[0] >= numbers[2] or not all(found.values()):
         values = ", ".join(f"{name}={value}" for name, value in found.items())
         raise UserError(f"{values}: start with torchrun, which sets them all, or unset them")
-    return tuple(numbers)
+    return tuple(numbers[:3])
 
 
 def flag(field_name: str) -> str:
@@ -53,19 +52,66 @@ def parse_args(config_class: type, args: Sequence[str] | None = None, **options:
 
 
 def print0(message: str, every_rank: bool = False) -> None:
-    """Prints on rank 0, or on every rank. A full disk under the output doesn't end the run."""
+    """Prints on rank 0, or on every rank."""
     if every_rank or os.environ.get("RANK", "0") == "0":
-        try:
-            print(message, flush=True)
-        except OSError as error:
-            if error.errno not in FULL_DISK:
-                raise
+        print(message, flush=True)
 
 
 def warn(message: str, label: str = "warning") -> None:
     """Prints to stderr. A warning that can't be printed is dropped: it must not end the run."""
     with contextlib.suppress(OSError):
         print(f"{label}: {message}", file=sys.stderr, flush=True)
+
+
+class KeptOutput:
+    """A stream that appends to a file what it can't print, e.g. when the terminal is closed."""
+
+    def __init__(self, stream: TextIO, path: Path):
+        self.stream = stream
+        self.path = path
+        self.text = ""  # since the last flush
+        self.failed = False
+
+    def write(self, text: str) -> int:
+        self.text += text
+        if "\n" in text:
+            self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        text, self.text = self.text, ""
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except Exception:
+            self.failed = True
+            self.keep(text)
+
+    def keep(self, text: str) -> None:
+        with (
+            contextlib.suppress(OSError),
+            open(self.path, "a", encoding="utf-8", errors="replace") as file,
+        ):
+            file.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def unprinted_to(path: Path) -> Iterator[None]:
+    """Inside, no error of stdout or stderr ends a run: `path` takes what can't be printed."""
+    out, err = KeptOutput(sys.stdout, path), KeptOutput(sys.stderr, path)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            yield
+        except Exception as error:
+            if err.failed or out.failed:  # run() may not be able to print it either
+                out.keep(f"error: {first_line(error)}\n")
+            raise
+        finally:
+            out.flush()
+            err.flush()
 
 
 def shown(path: str | Path) -> str:
@@ -88,8 +134,6 @@ def run(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
-        # Drop what is still buffered; otherwise the flush at exit fails.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
         message = message_for_user(error)
@@ -109,8 +153,6 @@ def exit_after_error(status: int, world_size: int) -> None:
 def exit_normally(status: int) -> None:
     if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
         atexit._run_exitfuncs()
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
 
@@ -120,6 +162,15 @@ def prepare_stdout() -> None:
     if sys.stdout is None:  # the process that started us has closed it
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    atexit.register(flush_stdout)
+
+
+def flush_stdout() -> None:
+    """At exit drops what can't be printed, since Python would exit with status 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def message_for_user(error: Exception) -> str | None:

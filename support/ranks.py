@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from support import signals
 from support.cli import torchrun_ranks
 from support.devices import choose_device
-from support.errors import Stopped, UserError
+from support.errors import Stopped, UserError, explain, first_line
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,11 @@ class Ranks:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matmul
             torch.use_deterministic_algorithms(True)
         if "RANK" in os.environ:
-            join_process_group(rank, world_size, chosen)
-        job = ""
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            # torchrun's …/JOB/attempt_N/RANK/error.json. Unlike the run id, which may be used
-            # again, JOB differs from that of every earlier torchrun.
-            error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-            job = error_file.parent.parent.parent.name
-        return cls(rank, world_size, chosen, job)
+            try:
+                join_process_group(rank, world_size, chosen)
+            except RuntimeError as error:
+                raise explain(error, str(chosen), B=0) from None
+        return cls(rank, world_size, chosen, torchrun_job())
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, in rank order."""
@@ -77,13 +74,29 @@ class Ranks:
         return sum(value for value, _ in pairs)
 
 
+def torchrun_job() -> str:
+    """The name of the torchrun that started this process; "" without torchrun.
+
+    It is in the path of its error file, …/RUN-ID_RANDOM/attempt_N/RANK/error.json. A run id may be
+    used again; the random part is new for every torchrun."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    job = error_file.parent.parent.parent.name
+    # Without RANK the variables are left over from somewhere else.
+    return job if "RANK" in os.environ and job.startswith(f"{run_id}_") else ""
+
+
 def join_process_group(rank: int, world_size: int, device: torch.device) -> None:
     """Joins torchrun's process group. Checks that all ranks use the same kind of device."""
     patience = timedelta(hours=1)  # ranks may wait for rank 0's files
-    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    except (RuntimeError, ValueError) as error:
+        problem = "MASTER_PORT={MASTER_PORT}: ".format_map(os.environ) + first_line(error)
+        raise UserError(f"{problem}; set another one") from None
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # torchrun (2.13) keeps one store across restarts, with the addresses of lost ranks in it.
-        restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"restart_{restart}", store)
     store.set(f"device/{rank}", device.type)
     first = store.get("device/0").decode()

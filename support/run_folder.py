@@ -4,7 +4,7 @@ The formats are in run_log.py and checkpoints.py. Only rank 0 reads and writes; 
 the same methods, which tell them what rank 0 found or do nothing."""
 
 import contextlib
-import json
+import os
 import shlex
 import subprocess
 import sys
@@ -15,12 +15,17 @@ from typing import Any
 from support import checkpoints, run_log
 from support.cli import print0, shown, warn
 from support.errors import UserError
-from support.files import fsync, locked, remove, write_text
+from support.files import fsync, locked, remove
 from support.ranks import Ranks
+from support.trackers import start_trackers
 
 
 def lock(log_dir: Path, rank: int) -> contextlib.AbstractContextManager:
     """Makes the folder and keeps other runs out of it. Removes it if nothing was written."""
+    if log_dir.exists() and log_dir.samefile(run_log.ROOT):
+        raise UserError(f"--log-dir {log_dir}: the repository itself; choose another folder")
+    if str(log_dir).encode(errors="ignore") != os.fsencode(log_dir):
+        raise UserError(f"--log-dir {str(log_dir)!a}: not UTF-8, so PyTorch could not read it")
     if rank > 0:
         return contextlib.nullcontext()
     return locked(log_dir, f"{log_dir}: another run uses it; choose another --log-dir")
@@ -43,7 +48,7 @@ class RunFolder:
     entries: list[dict[str, Any]] = field(default_factory=list)  # of run.json
     start_step: int = 0
     saved_step: int | None = None  # the step of the checkpoint that is up to date
-    evaluated: set[str] = field(default_factory=set)  # streams that log.txt has at start_step
+    evaluated: dict[str, float] = field(default_factory=dict)  # log.txt has them at start_step
     latest: dict[str, float] = field(default_factory=dict)  # the latest value of each stream
     unwritten: bytes = b""  # lines of the log that a full disk did not take
     warned: bool = False
@@ -63,7 +68,11 @@ class RunFolder:
             return None
         if entries:
             self.last_config = entries[-1]["config"]
-        return checkpoints.find_checkpoint(self.path)
+        checkpoint = checkpoints.find_checkpoint(self.path)
+        if checkpoint is None and any(self.path.glob("earlier_*")):
+            advice = "to resume one, move it back"
+            print0(f"{self.path}/: no checkpoint but those of earlier runs in earlier_*/; {advice}")
+        return checkpoint
 
     def is_finished(self, step: int, max_steps: int) -> bool:
         """True if the run has completed all its steps and its last evaluation, on every rank."""
@@ -80,39 +89,39 @@ class RunFolder:
             self.saved_step = step
         if self.ranks.rank > 0:
             return
-        lines_before = 0  # in log.txt, before this run
-        if any(self.path.iterdir()):
-            lines_before = self._tidy(step, continues)
-        self.entries = run_log.add_entry(
-            self.path,
-            self.entries,
+        earlier = run_log.run_entries(self.path)
+        entry = run_log.new_entry(
             config,
-            log_lines=lines_before,
+            log_lines=0,
             job=self.ranks.job,
             step=step,
             device=device,
             world_size=self.ranks.world_size,
         )
-        if config["tensorboard"] or config["wandb"]:
-            from support.trackers import start_trackers
+        self.entries = [*earlier, entry]
+        # Before anything moves: they may be not installed, or without a network.
+        self.trackers = start_trackers(self.path, self.entries, step)
+        entry["log_lines"] = self._tidy(step, continues, earlier)
+        run_log.record_start(self.path, self.entries)
+        if self.evaluated:  # TensorBoard drops what it has of this step
+            for track in self.trackers:
+                track(step, self.evaluated)
 
-            self.trackers = start_trackers(self.path, self.entries, step)
-
-    def _tidy(self, step: int, continues: bool) -> int:
+    def _tidy(self, step: int, continues: bool, earlier: list[dict[str, Any]]) -> int:
         """Prepares a folder that was used before. Returns the lines in log.txt before this run."""
-        for remainder in self.path.glob(".*.partial"):  # of a killed process
-            remove(remainder)
-        self.entries = run_log.run_entries(self.path)
+        for name in ("step_*", "run.json", "log.txt", "train_gpt2.py", "curves.png"):
+            for remainder in self.path.glob(f".{name}.*.partial"):  # of a killed process
+                remove(remainder)
         log = self.path / "log.txt"
         if continues:
-            begin = self.entries[-1].get("log_lines") if self.entries else None
+            begin = earlier[-1].get("log_lines") if earlier else None
             begin, self.evaluated = run_log.trim_log(log, begin, step)
             return begin
         aside = checkpoints.move_aside(self.path)
         if aside is not None:
             moved = f"an earlier run's checkpoints moved to {aside}/"
             print0(f"{self.path}/: {moved} (--resume continues a run)")
-        return len(run_log.log_lines(log))
+        return run_log.end_log(log)
 
     def log(self, step: int, **values: float) -> None:
         """Appends values to log.txt and sends them to the trackers: log(step, stream=value, …).
@@ -194,7 +203,7 @@ class RunFolder:
             return
         self.entries[-1]["finished"] = step
         try:
-            write_text(self.path / "run.json", json.dumps(self.entries, indent=2) + "\n")
+            run_log.write_entries(self.path, self.entries)
         except OSError as error:
             warn(f"run.json: the end of the run is not recorded ({error.strerror})")
 

@@ -5,6 +5,7 @@ the lines that it will write again. run.json is a list with one entry per start.
 several runs, one after the other; readers want the last one."""
 
 import contextlib
+import hashlib
 import json
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from support.cli import shown
+from support.cli import shown, warn
 from support.errors import UserError
-from support.files import write_text
+from support.files import atomic_path, sha256, write_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,29 +51,44 @@ def log_lines(path: Path) -> list[Line]:
 
 
 def last_start(lines: list[Line]) -> int:
-    """The index of the last run's first line. Steps only fall where a run starts."""
-    falls = [i for i in range(1, len(lines)) if lines[i][0] < lines[i - 1][0]]
-    return falls[-1] if falls else 0
+    """The index of the last run's first line.
+
+    Only where a run starts do steps fall, or does a stream have a second value of one step."""
+    start, latest, seen = 0, 0, {}  # seen: {stream: its latest step}
+    for i, (step, stream, _) in enumerate(lines):
+        if step < latest or seen.get(stream) == step:
+            start, seen = i, {}
+        latest = seen[stream] = step
+    return start
 
 
 def format_line(step: int, stream: str, value: float) -> str:
     return f"{step} {stream} {value:{FORMATS.get(stream, '.6f')}}\n"
 
 
-def trim_log(path: Path, begin: int | None, step: int) -> tuple[int, set[str]]:
+def end_log(path: Path) -> int:
+    """Ends a line that a kill cut short, or the next one would be lost. Returns the lines."""
+    content = path.read_bytes() if path.exists() else b""
+    if content and not content.endswith(b"\n"):
+        with open(path, "ab") as file:
+            file.write(b" cut short\n")  # makes it malformed, so it is skipped
+    return len(log_lines(path))
+
+
+def trim_log(path: Path, begin: int | None, step: int) -> tuple[int, dict[str, float]]:
     """Removes what a run that continues from `step` will log again.
 
     begin: the number of lines before this run; None if unknown. Returns that number, and the
-    streams of the evaluations at `step`, which stay."""
+    evaluations at `step`, which stay: {stream: value}."""
     lines = log_lines(path)
     if begin is None:
         begin = last_start(lines)
     kept = lines[:begin]
-    evaluated = set()
+    evaluated = {}
     for line_step, stream, value in lines[begin:]:
         evaluation = line_step == step and stream in EVALUATIONS
         if evaluation:
-            evaluated.add(stream)
+            evaluated[stream] = float(value)
         if evaluation or line_step < step:
             kept.append((line_step, stream, value))
     write_text(path, "".join(" ".join(map(str, line)) + "\n" for line in kept))
@@ -83,11 +99,14 @@ def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
     """The entries of run.json, oldest first; [] without one."""
     path = Path(log_dir) / "run.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if type(entries) is list and all(type(entry["config"]) is dict for entry in entries):
+            return entries
     except FileNotFoundError:
         return []
-    except ValueError:
-        raise UserError(f"{path}: not JSON; move it away") from None
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise UserError(f"{path}: not a list of a run's starts; move it away")
 
 
 def git(*command: str) -> str:
@@ -98,19 +117,15 @@ def git(*command: str) -> str:
     return ""
 
 
-def add_entry(
-    log_dir: Path, entries: list[dict[str, Any]], config: dict[str, Any], **more: Any
-) -> list[dict[str, Any]]:
-    """Adds an entry about this start to run.json. Returns all `entries`, this one last.
-
-    Also keeps train_gpt2.py in the log folder if it differs from its commit."""
+def new_entry(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """An entry of run.json about this start."""
     versions = {name: version(name) for name in ("torch", "numpy", "tiktoken", "safetensors")}
     # The commit, with a + if files have changed since.
     commit = git("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*")
     for name, value in config.items():
         if isinstance(value, str):
             config = config | {name: shown(value)}  # the folder may be published: no local paths
-    entry = {
+    return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": [shown(word) for word in sys.argv],
         "git_commit": commit or None,
@@ -118,11 +133,27 @@ def add_entry(
         **more,
         "config": config,
     }
-    script = ROOT / "train_gpt2.py"
-    copy = log_dir / script.name
-    copy.unlink(missing_ok=True)  # that of an earlier start
-    if git("status", "--porcelain", script.name):
-        write_text(copy, script.read_text(encoding="utf-8"))
-    entries = [*entries, entry]
+
+
+def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
     write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
-    return entries
+
+
+def record_start(log_dir: Path, entries: list[dict[str, Any]]) -> None:
+    """Writes run.json, and train_gpt2.py into the log folder if it differs from its commit.
+
+    A train_gpt2.py there is the user's, unless its checksum is that of an earlier start's copy."""
+    script = (ROOT / "train_gpt2.py").read_bytes()
+    copy = log_dir / "train_gpt2.py"
+    ours = not copy.exists() or sha256(copy) in [entry.get("script") for entry in entries]
+    changed = ours and git("status", "--porcelain", copy.name)
+    if changed:
+        entries[-1]["script"] = hashlib.sha256(script).hexdigest()
+    write_entries(log_dir, entries)  # before the copy, which must not be without its checksum
+    if changed:
+        with atomic_path(copy) as partial:
+            partial.write_bytes(script)
+    elif ours:
+        copy.unlink(missing_ok=True)
+    else:
+        warn(f"{copy}: not from an earlier run: it stays, and this run's script is not kept")

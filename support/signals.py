@@ -1,9 +1,9 @@
 """Stop signals: a run saves and exits between two updates, or two batches of an evaluation.
 
-They are SIGINT (Ctrl-C), SIGTERM, and SIGUSR1, which Slurm can send before a time limit. Since only
-some ranks may receive one, the ranks agree before they stop: each evaluates with until_stopped(),
-which ends early after a signal, and then calls Ranks.sum(), which raises Stopped on all of them.
-The sum of the losses in a weight update does the same."""
+They are SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal closes), and SIGUSR1, which Slurm can send
+before a time limit. Since only some ranks may receive one, the ranks agree before they stop: each
+evaluates with until_stopped(), which ends early after a signal, and then calls Ranks.sum(), which
+raises Stopped on all of them. The sum of the losses in a weight update does the same."""
 
 import os
 import signal
@@ -23,9 +23,13 @@ def collect_stop_signals() -> None:
             os._exit(130)
         received.append(number)
 
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-        if hasattr(signal, name):  # Windows lacks SIGUSR1
-            signal.signal(getattr(signal, name), note)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if os.name != "nt":
+        numbers.append(signal.SIGUSR1)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, note)
 
 
 def until_stopped(items: Iterable[Any]) -> Iterator[Any]:

@@ -13,7 +13,8 @@ Tracker = Callable[[int, dict[str, float]], object]  # called with (step, {strea
 def start_trackers(log_dir: Path, entries: list[dict], first_step: int) -> list[Tracker]:
     """The trackers that the last entry of run.json asks for; first_step: of this start."""
     trackers = []
-    for name, start in {"tensorboard": start_tensorboard, "wandb": start_wandb}.items():
+    # wandb first: it may fail, and tensorboard already writes.
+    for name, start in {"wandb": start_wandb, "tensorboard": start_tensorboard}.items():
         if entries[-1]["config"][name]:
             try:
                 trackers.append(guarded(name, start(log_dir, entries, first_step)))

@@ -56,6 +56,7 @@ MISTAKES = {  # flags, given a folder; part of the message
     "vocabulary of init": (lambda tmp: ["--init", other_vocabulary(tmp)], "vocabulary 100"),
     "init is nowhere": (flags("--init no-such-model"), "no-such-model: neither a folder"),
     "log folder is a file": (lambda tmp: ["--log-dir", text_of(tmp / "f", "x")], "f: "),
+    "log folder of bytes": (flags("--log-dir caf\udce9"), "--log-dir 'caf\\udce9': not UTF-8"),
     "HellaSwag": (flags("--hellaswag-every 1 --hellaswag-data h.jsonl"), "h.jsonl"),
 }
 
@@ -100,6 +101,35 @@ def test_a_reader_that_leaves_gets_no_traceback():
     command = f"{sys.executable} -u {ROOT}/fineweb.py --help | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stdout.startswith("usage: ") and not done.stderr, done.stderr
+
+
+KEPT = """
+from pathlib import Path
+from support import cli, errors
+
+def main():
+    with cli.unprinted_to(Path("kept")):
+        for i in range(9999):
+            cli.print0(f"line {i}")
+        print("no newline", end="")
+        cli.sys.stdout.flush()
+        print("unfinished", end="")
+        raise errors.UserError("too bad")
+
+cli.run(main)
+"""
+
+
+def test_a_training_run_outlives_the_reader_of_its_output(tmp_path):
+    (tmp_path / "run.py").write_text(KEPT)
+    command = f"set -o pipefail; {sys.executable} run.py | head -n 1"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True}
+    done = subprocess.run(["bash", "-c", command], **options)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "line 0\n", "error: too bad\n")
+    kept = (tmp_path / "kept").read_text().splitlines()
+    assert kept[-3:] == ["line 9998", "no newlineerror: too bad", "unfinished"]
+    assert len(kept) > 1000
 
 
 def test_any_stdout_will_do(tmp_path, monkeypatch):

@@ -304,20 +304,28 @@ def test_a_full_disk_costs_no_training_and_no_checkpoint(size, text, tmp_path):
     assert len(losses(log_dir)) == 6 and steps_of(log_dir) == [6]
 
 
-@pytest.mark.parametrize("name, status", [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143)])
-def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
-    """It arrives in the middle of step 3."""
+STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 143, signal.SIGHUP: 143}
+
+
+@pytest.mark.parametrize("number", STATUS)
+def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, number):
+    """It arrives in the middle of step 3. Under nohup, SIGHUP does nothing."""
     original = train_gpt2.DataLoaderLite.next_batch
 
     def next_batch(self):
         if self.position == 3 * 128 + 32:
-            os.kill(os.getpid(), getattr(signal, name))
+            os.kill(os.getpid(), number)
         return original(self)
 
     monkeypatch.setattr(train_gpt2.DataLoaderLite, "next_batch", next_batch)
     args = ["--max-steps 9 --save-every 9 --data", text, "--log-dir", tmp_path]
-    assert train(*args) == status
+    default = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert train(*args) == STATUS[number]
     assert steps_of(tmp_path) == [4] and len(losses(tmp_path)) == 4
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_IGN)
+        assert train(*args) == 0 and steps_of(tmp_path) == [9]
+    signal.signal(signal.SIGHUP, default)
 
 
 def interrupt_twice():

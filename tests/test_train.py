@@ -15,6 +15,7 @@ import torch
 
 import train_gpt2
 from support import console, devices, loss, run_log
+from support.errors import UserError
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, losses, read_log, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks
@@ -206,7 +207,7 @@ def test_zero_steps_evaluate_and_exit(text, tmp_path):
 
 
 def test_an_edited_script_is_kept_with_the_log(text, tmp_path, monkeypatch):
-    """As git sees it at each start; a copy of an earlier start goes."""
+    """As git sees it at each start; a copy of an earlier start goes, the user's own file stays."""
     repo = tmp_path / "repo"
     script, copy = repo / "train_gpt2.py", tmp_path / "log" / "train_gpt2.py"
     repo.mkdir()
@@ -218,3 +219,11 @@ def test_an_edited_script_is_kept_with_the_log(text, tmp_path, monkeypatch):
         script.write_text(source)
         train("--max-steps 0 --data", text, "--log-dir", copy.parent)
         assert (copy.read_text() if copy.exists() else "committed") == source
+    copy.write_text("the user's")
+    for source in ("changed", "the user's", "committed"):
+        script.write_text(source)
+        train("--max-steps 0 --data", text, "--log-dir", copy.parent)
+        assert copy.read_text() == "the user's"
+    with pytest.raises(UserError, match="repo: the repository itself"):
+        train("--max-steps 0 --data", text, "--log-dir", repo)
+    assert sorted(path.name for path in repo.iterdir()) == [".git", "train_gpt2.py"]
