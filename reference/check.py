@@ -94,7 +94,7 @@ def read_run(path: Path) -> Run:
 
 def nanogpt_config(head: str) -> dict[str, Any]:
     """Settings from the head of nanoGPT's output, which shows only those that were changed."""
-    batch = re.search(r"tokens per iteration will be: ([\d,]+)\s", head)
+    batch = re.search(r"tokens per iteration will be: ([1-9][\d,]*)\s", head)
     if not batch:
         return {}
     config: dict[str, Any] = {"data": "openwebtext"}
