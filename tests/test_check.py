@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -102,6 +103,12 @@ def test_first_losses_are_judged_by_the_precision_so_far(
     assert within in (None, math.inf) or f"to step 19, within {within:.2g}\n" in report
     if by == 2.1e-5:
         assert report.startswith("step 0: train, same seed, 10.810259 is outside 10.810218 to ")
+
+
+def test_a_reference_in_bfloat16_has_wider_bounds(tmp_path):
+    reference = run_folder(tmp_path / "reference", LOG, [(0, "bfloat16")])
+    shutil.copy(SHAKESPEARE / "check.txt", reference)
+    assert main([run_folder(tmp_path / "log", shifted(6e-3)), reference]) == 0
 
 
 @pytest.mark.parametrize(
