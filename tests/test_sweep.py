@@ -87,6 +87,7 @@ def test_a_sweep_trains_what_is_missing_and_compares(text, fork, tmp_path, capsy
     assert printed.startswith(
         f"3 runs, of which 3 are missing\nrun 1 of 3: {out}/small/default-4-1/"
     )
+    assert "\n0 min 0 s left\nFinal validation loss" in printed
     assert "| fork |  |  | 6.500 (1) |" in printed.splitlines()  # 144 tokens; the last loss
     config = json.loads((out / "small/default-4-1/run.json").read_text())[-1]["config"]
     assert (config["max_steps"], config["warmup_steps"], config["warmdown_steps"]) == (4, 2, 2)
