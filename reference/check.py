@@ -5,11 +5,13 @@ python reference/check.py log.txt           # of build-nanogpt, or nanoGPT's con
 python reference/check.py log my_reference
 """
 
+import math
 import re
 import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,27 @@ ROOT = Path(__file__).parents[1]
 # times what ranks, micro-batches and compilation were seen to change (README.md), by precision.
 FIRST_STEPS = 20
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+LOSSES = ("train", "val")  # streams
 # Settings that a run and its reference must share to be compared.
 SHARED = ("data", "init", "seq_len", "n_layer", "n_head", "n_embd")
+# Settings that the losses are to judge; the report names those that differ.
+RECIPE = ("optimizer", "schedule", "max_lr", "min_lr", "warmup_steps", "warmdown_steps", "beta2")
+RECIPE += ("weight_decay", "grad_clip", "total_batch_size", "max_steps", "shuffle")
 
-# nanoGPT's console output: an evaluation, or an iteration; the head's settings; its names for ours.
-NANOGPT_LOSS = re.compile(r"step (\d+): train loss .*, (val) loss (\S+)|iter (\d+): loss (\S+),")
-NANOGPT_SETTING = re.compile(r"(\w+) = ['\"]?(?!resume)([\w.-]+)")
+# nanoGPT's console output: an evaluation, or an iteration; a setting; its names for ours.
+NUMBER = r"(-?\d+\.\d+|-?inf|nan)"
+NANOGPT_LOSS = re.compile(
+    rf"step (\d+): train loss .*, (val) loss {NUMBER}\s|iter (\d+): loss {NUMBER},"
+)
+NANOGPT_SETTING = re.compile(
+    r"^(?:Overriding: )?(\w+) *= *['\"]?(?!resume)([\w.+-]+)", re.MULTILINE
+)
 NANOGPT_NAMES = {"dataset": "data", "init_from": "init", "block_size": "seq_len"}
+NANOGPT_NAMES |= {"learning_rate": "max_lr", "warmup_iters": "warmup_steps"}
+NANOGPT_NAMES |= {"max_iters": "max_steps"}
+
+
+Value = tuple[str, int, float, float, float]  # what, step, value, lowest and highest allowed
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,7 @@ class CheckConfig:
 class Run:
     config: dict[str, Any]  # as far as the log shows it
     streams: dict[str, dict[int, float]]  # stream -> step -> value
-    device: str  # as in run.json, with the precision; "" if unknown
+    starts: list[dict[str, Any]]  # entries of run.json; [] without one
 
 
 def read_run(path: Path) -> Run:
@@ -56,35 +72,48 @@ def read_run(path: Path) -> Run:
     if not log.is_file():
         raise UserError(f"{log}: no such file; name a run's folder or a log")
     text = log.read_text(encoding="utf-8", errors="replace")
-    config = {}
-    device = ""
-    lines = []  # (step, stream, value)
-    if NANOGPT_LOSS.search(text):
-        config = nanogpt_config(text)
-        for val_step, val, val_loss, step, loss in NANOGPT_LOSS.findall(text):
+    losses = list(NANOGPT_LOSS.finditer(text))
+    if losses:
+        lines = []  # (step, stream, value)
+        for val_step, val, val_loss, step, loss in (match.groups() for match in losses):
             lines.append((int(val_step or step), val or "train", val_loss or loss))
+        starts = []
+        first = last_start(lines)
+        begin = losses[first - 1].end() if first else 0  # where the run before ends
+        config = nanogpt_config(text[begin : losses[first].start()])
     else:
         lines = log_lines(log)
-        entries = run_entries(log.parent)
-        if entries:
-            config = entries[-1]["config"]
-            device = entries[-1]["device"]
+        first = last_start(lines)
+        starts = run_entries(log.parent)
+        config = starts[-1].get("config", {}) if starts else {}
     streams = {}
-    for step, stream, value in lines[last_start(lines) :]:
+    for step, stream, value in lines[first:]:
         streams.setdefault(stream, {})[step] = float(value)
-    return Run(config, streams, device)
+    return Run(config, streams, starts)
 
 
-def nanogpt_config(text: str) -> dict[str, Any]:
+def nanogpt_config(head: str) -> dict[str, Any]:
     """Settings from the head of nanoGPT's output, which shows only those that were changed."""
-    head, found, rest = text.partition("tokens per iteration will be: ")
-    if not found:
+    batch = re.search(r"tokens per iteration will be: ([1-9][\d,]*)\s", head)
+    if not batch:
         return {}
-    batch = int(rest.split()[0].replace(",", ""))
-    config: dict[str, Any] = {"data": "openwebtext", "total_batch_size": batch}
+    config: dict[str, Any] = {"data": "openwebtext"}
     for name, value in NANOGPT_SETTING.findall(head):
         config[NANOGPT_NAMES.get(name, name)] = value
-    return config
+    return config | {"total_batch_size": int(batch[1].replace(",", ""))}
+
+
+def tolerances(starts: list[dict[str, Any]]) -> list[float]:
+    """How far each of the first losses may be off: by the coarsest precision up to its step.
+
+    inf for another precision, such as float16, whose first updates are skipped."""
+    found = [math.inf] * FIRST_STEPS
+    for start in starts:  # each replaces the steps of earlier ones from its first step on
+        device = start.get("device", "")
+        known = [value for name, value in TOLERANCE.items() if f" {name}:" in device]
+        first = start.get("step", 0)
+        found[first:] = (known or [math.inf]) * (FIRST_STEPS - first)
+    return list(accumulate(found, max))
 
 
 def read_bounds(path: Path) -> Iterator[tuple[int, str, float, float]]:
@@ -98,32 +127,41 @@ def read_bounds(path: Path) -> Iterator[tuple[int, str, float, float]]:
                 raise UserError(f"{path}: not `tokens stream low high`: {line}") from None
 
 
-def comparable_values(run: Run, reference: Path, batch: int) -> list[Any]:
-    """(what, step, value, low, high) of every value for which the reference has bounds.
+def first_losses(run: Run, other: Run) -> Iterator[Value]:
+    """The first losses, with bounds around those of another run with the same seed."""
+    widths = map(max, tolerances(run.starts), tolerances(other.starts))
+    for step, width in enumerate(widths):
+        value = run.streams.get("train", {}).get(step)
+        expected = other.streams.get("train", {}).get(step)
+        if value is not None and expected is not None and width < math.inf:
+            low = round(expected - width, 6)  # as many digits as in the log
+            high = round(expected + width, 6)
+            yield "train, same seed,", step, value, low, high
 
-    batch: tokens per step of the run."""
-    found = []
-    seed = run_entries(reference)[-1]["config"].get("seed")
-    for precision, tolerance in TOLERANCE.items():
-        if f" {precision}:" in run.device and run.config["seed"] == seed:
-            expected = read_run(reference).streams["train"]
-            for step, value in run.streams.get("train", {}).items():
-                if step < FIRST_STEPS and step in expected:
-                    low = expected[step] - tolerance
-                    high = expected[step] + tolerance
-                    found.append(("train, same seed,", step, value, low, high))
-    previous = 0  # step of the bound before
-    for tokens, stream, low, high in read_bounds(reference / "check.txt"):
+
+def bounded_values(run: Run, bounds: Path, batch: int) -> Iterator[Value]:
+    """Every value that a check.txt has bounds for. batch: tokens per step of the run."""
+    previous = 0  # step of the training bound before
+    reached = {}  # stream -> (steps, bounds) where it was last compared
+    for tokens, stream, low, high in read_bounds(bounds):
         step, rest = divmod(tokens, batch)
-        values = run.streams.get(stream, {})
-        value = values.get(step)
-        if stream == "train":  # the mean since the previous bound, if the run got this far
-            since = [values[s] for s in range(previous, step) if s in values]
-            value = statistics.fmean(since) if step - 1 in values else None
+        steps = [step]
+        if stream == "train":  # the mean since the previous bound
+            steps = range(previous, step)
             previous = step
-        if value is not None and rest == 0:  # otherwise no step of this run ends there
-            found.append((stream, step, value, low, high))
-    return found
+        values = run.streams.get(stream, {})
+        # Only if a step of this run ends there, and no loss is missing: it may log every tenth.
+        if rest == 0 and steps and all(s in values for s in steps):
+            yield stream, step, statistics.fmean(values[s] for s in steps), low, high
+            reached[stream] = (steps, low, high)
+    for stream in LOSSES:
+        if stream in reached:  # has it diverged since?
+            steps, low, high = reached[stream]
+            limit = high + (high - low)
+            latest = sorted(run.streams[stream])[-len(steps) :]
+            mean = statistics.fmean(run.streams[stream][step] for step in latest)
+            if latest[-1] > steps[-1] and mean > limit:
+                yield f"{stream}, at the end,", latest[-1], mean, 0.0, limit
 
 
 def compare(run: Run, reference: Path) -> tuple[bool, str]:
@@ -133,24 +171,41 @@ def compare(run: Run, reference: Path) -> tuple[bool, str]:
     report = ""
     if not entries:
         raise UserError(f"{reference}: not a reference; choose reference/shakespeare or gpt2")
-    theirs = entries[-1]["config"]
+    theirs = entries[-1].get("config", {})
     ours = theirs | run.config
-    assumed = [key for key in (*SHARED, "total_batch_size") if key not in run.config]
+    needed = (*SHARED, "total_batch_size")
+    missing = " ".join(flag(key) for key in needed if key not in ours)
+    if missing:
+        raise UserError(f"{reference}: its run.json lacks {missing}; copy that of a run")
+    assumed = " ".join(f"{flag(key)} {ours[key]}" for key in needed if key not in run.config)
     if assumed:
-        values = " ".join(f"{flag(key)} {ours[key]}" for key in assumed)
-        report = f"not in the log, so assumed as in {name}: {values}\n"
+        report = f"not in the log, so assumed as in {name}: {assumed}\n"
     for key in SHARED:
-        value = Path(str(ours[key])).name  # --data may be a path: compare its last part
-        expected = Path(str(theirs[key])).name
-        if value != expected:
+        if not same(ours[key], theirs[key]):
+            value = Path(str(ours[key])).name
+            expected = Path(str(theirs[key])).name
             return False, f"{report}no reference for {flag(key)} {value}: {name} has {expected}"
+    changed = ", ".join(
+        f"{flag(key)} {ours[key]} ({theirs[key]})"
+        for key in RECIPE
+        if key in theirs and not same(ours[key], theirs[key])
+    )
+    if changed:
+        report += f"settings unlike {name}'s: {changed}\n"
+    for stream in LOSSES:
+        for step, value in run.streams.get(stream, {}).items():
+            if not math.isfinite(value):
+                return False, f"{report}step {step}: {stream} {value}: does not match {name}"
 
-    values = comparable_values(run, reference, ours["total_batch_size"])
+    values = []
+    if run.config.get("seed", "unknown") == theirs.get("seed"):
+        values += first_losses(run, read_run(reference))
+    values += bounded_values(run, reference / "check.txt", ours["total_batch_size"])
     outside = []
     inside = {}  # what -> [(step, half the width of its bounds)]
     for what, step, value, low, high in values:
         if not low <= value <= high:
-            outside.append(f"step {step}: {what} {value:.6g} is outside {low:.6g} to {high:.6g}")
+            outside.append(f"step {step}: {what} {value:.8g} is outside {low:.8g} to {high:.8g}")
         elif step > 0:  # step 0 is the untrained model
             inside.setdefault(what, []).append((step, (high - low) / 2))
     if outside:
@@ -164,6 +219,14 @@ def compare(run: Run, reference: Path) -> tuple[bool, str]:
     return True, f"{report}matches {name}"
 
 
+def same(ours: Any, theirs: Any) -> bool:
+    """True for equal settings; of a path, such as --data, the last part counts."""
+    try:
+        return float(ours) == float(theirs)
+    except ValueError:
+        return Path(str(ours)).name == Path(str(theirs)).name
+
+
 def main(args: list[str] | None = None) -> int:
     config = parse_args(CheckConfig, args=args)
     checked = read_run(Path(config.log))
@@ -171,7 +234,7 @@ def main(args: list[str] | None = None) -> int:
     if not config.reference:
         preset = checked.config.get("preset", "gpt2")
         if preset == "auto":
-            preset = "shakespeare" if checked.config["data"].endswith(".txt") else "gpt2"
+            preset = "shakespeare" if checked.config.get("data", "").endswith(".txt") else "gpt2"
         reference = ROOT / "reference" / preset
     matches, report = compare(checked, reference)
     print(report)

@@ -28,16 +28,17 @@ Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # stream -> (tokens or hours,
 
 
 def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
-    """The streams of a log folder over `x`: tokens seen, or hours of training."""
+    """The streams of a log folder over `x`: tokens seen, or hours of training.
+
+    Hours are those of the steps in this log: 0 at its first one, even of an extended run."""
     streams = read_log(folder)
     tokens_per_step = run_entries(folder)[-1]["config"]["total_batch_size"]
-    _, milliseconds = streams.get("ms", ([], []))
-    hours = np.concatenate([[0.0], np.cumsum(milliseconds) / 3.6e6])  # before each step
+    timed_steps, milliseconds = streams.get("ms", ([], []))
+    hours = np.concatenate([[0.0], np.cumsum(milliseconds) / 3.6e6])  # after so many timed steps
     curves = {}
     for name, (steps, values) in streams.items():
         if x == "hours":
-            # Steps after the last timed one are put at its end.
-            x_values = hours[np.minimum(steps, len(hours) - 1)]
+            x_values = hours[np.searchsorted(timed_steps, steps)]  # before each step
         else:
             x_values = np.array(steps) * tokens_per_step
         curves[name] = (x_values, np.array(values))

@@ -1,6 +1,8 @@
 """reference/check.py: does a run match a reference?"""
 
 import json
+import math
+import shutil
 
 import pytest
 import torch
@@ -12,30 +14,38 @@ from tests.conftest import ROOT, train
 SHAKESPEARE = ROOT / "reference" / "shakespeare"
 
 
-def run_folder(folder, log, **settings):
-    """The log folder of a shakespeare run with this log and other settings."""
-    entry = json.loads((SHAKESPEARE / "run.json").read_text())[-1]
-    entry["config"] |= settings
+def run_folder(folder, log, starts=((0, "float32"),), reference=SHAKESPEARE, **settings):
+    """The log folder of a run with the settings of a reference, but for these.
+
+    starts: (step, precision) of each."""
+    config = json.loads((reference / "run.json").read_text())[-1]["config"] | settings
+    entries = [
+        {"step": step, "device": f"cpu (2 threads), {precision}: as requested", "config": config}
+        for step, precision in starts
+    ]
     folder.mkdir(exist_ok=True)
-    (folder / "run.json").write_text(json.dumps([entry]))
+    (folder / "run.json").write_text(json.dumps(entries))
     (folder / "log.txt").write_text(log)
     return str(folder)
 
 
 def test_bounds_of_other_seeds_are_checked(tmp_path, capsys):
-    """Lines of a log that are none are skipped. Steps of 512 tokens."""
+    """Steps of 512 tokens. Skipped are lines of a log that are none, those of an earlier run in it,
+    and bounds where no step ends."""
     runs = []
     for seed, loss in enumerate((4.0, 4.2)):
         train = "".join(f"{step} train {loss - step / 10}\n" for step in range(4))
-        log = f"0 val 10\n1 train x\n{train}4 val 4.5\na stray line\n8 val {loss}\n9 tr"
+        log = f"4 val 9.0\n12 val 9.0\n0 val 10\n1 train x\n{train}4 val 4.5\na stray line\n"
+        log += f"5 val 9.0\n8 val {loss}\n9 tr"
         runs.append(run_folder(tmp_path / str(seed), log, seed=seed))
     reference = tmp_path / "0"
-    bounds = ["# tokens stream low high", "2048 val 4.49 4.51", "4096 val 3.5 4.5", ""]
+    bounds = ["# tokens stream low high", "2048 val 4.49 4.51", "4096 val 3.5 4.5"]
+    bounds += ["2559 val 1 2", "2561 val 1 2", "6144 val 1 2", ""]
     (reference / "check.txt").write_text("\n".join(bounds))
     assert main([runs[1], runs[0]]) == 0
     assert capsys.readouterr().out == "val 2 values to step 8, within 0.5\nmatches 0\n"
     with open(reference / "check.txt", "a") as file:
-        file.write("\n2048 train 1.0 2.0\n")
+        file.write("\n2048 train 1 2\n")
     assert main([runs[1], runs[0]]) == 1
     report = "step 4: train 4.05 is outside 1 to 2\n1 of 3 values are outside: does not match 0\n"
     assert capsys.readouterr().out == report
@@ -48,6 +58,86 @@ def test_bounds_of_other_seeds_are_checked(tmp_path, capsys):
             main([runs[1], path])
     with pytest.raises(UserError, match=r"log\.txt: no such file"):
         main([str(ROOT)])
+    (reference / "run.json").write_text("[{}]")
+    (tmp_path / "1/run.json").write_text('[{"config": {"preset": "auto"}}]')
+    with pytest.raises(UserError, match=r"its run\.json lacks --data --init --seq-len"):
+        main([runs[1], runs[0]])
+
+
+LOG = (SHAKESPEARE / "log.txt").read_text()
+
+
+def shifted(by, first=0):
+    """The log of the reference, its training losses higher from step `first` on."""
+    lines = []
+    for step, stream, value in map(str.split, LOG.splitlines()):
+        higher = by if stream == "train" and int(step) >= first else 0
+        lines.append(f"{step} {stream} {float(value) + higher:.6f}\n")
+    return "".join(lines)
+
+
+@pytest.mark.parametrize(
+    "by, first, starts, within",
+    [
+        (2e-5, 0, "0 float32", 2e-5),
+        (2.1e-5, 0, "0 float32", None),
+        (6e-3, 0, "0 bfloat16, 100 float32", 0.02),
+        (6e-3, 0, "0 bfloat16, 10 float32", 0.02),
+        (6e-3, 5, "0 float32, 10 bfloat16", None),
+        (6e-3, 12, "0 float32, 10 bfloat16", 0.02),
+        (6e-3, 10, "0 float32, 11 bfloat16", None),
+        (6e-3, 0, "0 bfloat16, 0 float32", None),
+        (6e-3, 0, "0 bfloat16, 100 float32, 0 float32", None),
+        (6e-3, 0, "0 float16, 10 float32", math.inf),
+    ],
+)
+def test_first_losses_are_judged_by_the_precision_so_far(
+    by, first, starts, within, tmp_path, capsys
+):
+    """within: inf if they are not judged, None if they don't match."""
+    starts = [(int(step), name) for step, name in map(str.split, starts.split(","))]
+    status = main([run_folder(tmp_path, shifted(by, first), starts), str(SHAKESPEARE)])
+    report = capsys.readouterr().out
+    assert status == int(within is None)
+    assert ("train, same seed," in report) == (within != math.inf)
+    assert within in (None, math.inf) or f"to step 19, within {within:.2g}\n" in report
+    if by == 2.1e-5:
+        assert report.startswith("step 0: train, same seed, 10.810259 is outside 10.810218 to ")
+
+
+def test_a_reference_in_bfloat16_has_wider_bounds(tmp_path):
+    reference = run_folder(tmp_path / "reference", LOG, [(0, "bfloat16")])
+    shutil.copy(SHAKESPEARE / "check.txt", reference)
+    assert main([run_folder(tmp_path / "log", shifted(6e-3)), reference]) == 0
+
+
+@pytest.mark.parametrize(
+    "more, report",
+    [
+        ("600 train 4.5\n800 val 5.0\n", "\nmatches shakespeare\n"),
+        ("600 train nan\n", "step 600: train nan: does not match"),
+        ("601 val inf\n", "step 601: val inf: does not match"),
+        ("800 val 11.0\n", "step 800: val, at the end, 11 is outside 0 to 5.0658\n"),
+        ("".join(f"{600 + i} train 11\n" for i in range(30)), "step 629: train, at the end, 8.4"),
+    ],
+)
+def test_a_run_that_diverges_after_the_last_bound_does_not_match(more, report, tmp_path, capsys):
+    status = main([run_folder(tmp_path, LOG + more, seed=2)])
+    printed = capsys.readouterr().out
+    assert report in printed and status == int("does not match" in printed)
+
+
+def test_a_log_of_every_tenth_loss_has_no_means(tmp_path, capsys):
+    lines = LOG.splitlines(keepends=True)
+    kept = [line for line in lines if " val " in line or line.split()[0].endswith("9")]
+    assert main([run_folder(tmp_path, "".join(kept), seed=2)]) == 0
+    assert capsys.readouterr().out.startswith("val 3 values to step 600, ")
+
+
+def test_settings_unlike_the_references_are_named(tmp_path, capsys):
+    main([run_folder(tmp_path, LOG, optimizer="adamw", max_lr=0.0015, data="/home/me/input.txt")])
+    expected = "settings unlike shakespeare's: --optimizer adamw (muon), --max-lr 0.0015 (0.015)\n"
+    assert capsys.readouterr().out.startswith(expected)
 
 
 def test_mistakes_show_in_the_first_losses_of_one_seed(text, tmp_path, monkeypatch, capsys):
@@ -81,8 +171,7 @@ def test_mistakes_show_in_the_first_losses_of_one_seed(text, tmp_path, monkeypat
 
 def test_the_shipped_reference_matches_itself_but_not_another_shape(tmp_path, capsys):
     assert main([str(SHAKESPEARE)]) == 0
-    log = (SHAKESPEARE / "log.txt").read_text()
-    assert main([run_folder(tmp_path, log, n_layer=6)]) == 1
+    assert main([run_folder(tmp_path, LOG, n_layer=6)]) == 1
     assert "\nno reference for --n-layer 6: shakespeare has 4" in capsys.readouterr().out
 
 
@@ -90,12 +179,11 @@ def test_the_gpt2_reference_tells_published_runs_apart(tmp_path, capsys):
     """Correct ones match, broken ones do not (reference/gpt2/check.txt names them).
 
     Wrongly exchanged gradients show from step 250 on, a missing warm-up from step 500 on."""
-    settings = dict(preset="gpt2", data="edu_fineweb10B", total_batch_size=524_288)
-    settings |= dict(seq_len=1024, n_layer=12, n_head=12, n_embd=768)
 
     def verdict(losses):
         log = "".join(f"{step} val {loss}\n" for step, loss in losses.items())
-        return main([run_folder(tmp_path, log, **settings)]), capsys.readouterr().out.rstrip()
+        folder = run_folder(tmp_path, log, reference=ROOT / "reference/gpt2", preset="gpt2")
+        return main([folder]), capsys.readouterr().out.rstrip()
 
     steps = (0, 250, 500, 1000, 1250, 2500, 5000, 10_000, 15_000, 19_073)
     values = (10.9522, 6.1771, 5.3292, 4.1457, 3.9467, 3.5616, 3.3543, 3.1883, 3.0998, 3.0619)
@@ -147,6 +235,24 @@ step 1000: train loss 4.1000, val loss 4.1475
         ("Overriding: block", "x", "no reference for --seq-len 256: gpt2 has 1024\n"),
         ("= resume", "= gpt2-xl", "no reference for --init gpt2-xl: gpt2 has scratch\n"),
         ("524,288", "491,520", "no value after step 0 that gpt2 has: not compared\n"),
+        ("524,288", "", "val 2 values to step 1000, within 0.15\nmatches gpt2\n"),
+        ("tokens per", "n_layer=24\ntokens per", "no reference for --n-layer 24: gpt2 has 12\n"),
+        ("tokens per", "# n_layer = 24\ntokens per", "\nmatches gpt2\n"),
+        ("tokens per", "learning_rate=6e-3\ntokens per", "gpt2's: --max-lr 6e-3 (0.0006)\n"),
+        ("tokens per", "learning_rate=6.0e-4\ntokens per", "2 values to step 1000, within 0.15\n"),
+        ("4.1475\n", "4.1", "val 1 values to step 250, within 0.15\nmatches gpt2\n"),
+        (
+            "4.1475\n",
+            "4.1475\niter 1001: loss nan, ",
+            "step 1001: train nan: does not match gpt2\n",
+        ),
+        # an earlier run in the same file, and one that followed
+        ("Overriding config", f"n_head = 1\n{NANOGPT}1\nOverriding config", "\nmatches gpt2\n"),
+        (
+            "4.1475\n",
+            f"4.1475\nn_head = 1\n{NANOGPT}",
+            "no reference for --n-head 1: gpt2 has 12\n",
+        ),
     ],
 )
 def test_nanogpts_output_is_judged(old, new, report, tmp_path, capsys):
@@ -155,3 +261,4 @@ def test_nanogpts_output_is_judged(old, new, report, tmp_path, capsys):
     status = main([str(tmp_path / "out.txt")])
     printed = capsys.readouterr().out
     assert status == int("\nmatches gpt2" not in printed) and report in printed
+    assert ("settings unlike" in printed) == new.startswith(("491,520", "learning_rate=6e-3"))

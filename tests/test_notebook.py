@@ -64,6 +64,19 @@ def test_play_shows_the_last_run_of_a_log(tmp_path, run_play):
     assert figures == 3
 
 
+def test_hours_are_those_of_the_timed_steps(tmp_path):
+    """Of a log that begins at a later step and lacks the time of one; an hour is 3.6e6 ms."""
+    log = "".join(f"{step} train 9\n{step} ms 3.6e6\n" for step in range(4000, 4004))
+    log = "4000 val 9\n" + log.replace("4002 ms 3.6e6\n", "") + "4004 val 8\n"
+    (tmp_path / "log.txt").write_text(log)
+    (tmp_path / "run.json").write_text('[{"config": {"total_batch_size": 10}}]')
+    curves = plots.read_curves(tmp_path, "hours")
+    assert curves["train"][0].tolist() == [0, 1, 2, 2] and curves["val"][0].tolist() == [0, 3]
+    assert plots.read_curves(tmp_path)["val"][0].tolist() == [40_000, 40_040]
+    (tmp_path / "log.txt").write_text("0 val 9\n5 val 8\n")  # no step is timed
+    assert plots.read_curves(tmp_path, "hours")["val"][0].tolist() == [0, 0]
+
+
 def test_the_evaluation_of_a_fork_gets_a_panel(tmp_path, monkeypatch):
     panels = []
     monkeypatch.setattr(plots, "draw_panel", lambda axes, run, stream, x: panels.append(stream))

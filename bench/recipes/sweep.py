@@ -6,14 +6,17 @@ The TOML file holds settings of train_gpt2.py: `[common]` for all runs, `[recipe
 recipe, which overrides them. Special keys:
 - `lengths`, in either: seeds for each number of steps, like {"366" = [1, 2]}
 - `warmup_steps` and `warmdown_steps`: fractions of the number of steps
+- `script`: another train_gpt2.py with its own support/, or the folder of both, such as a fork
 - `baselines`, at the top of the file: names of recipes to compare with
 
 The validation losses of each run are kept in logs/FILE/RECIPE-STEPS-SEED.txt, next to the file.
-Missing runs are first trained in OUT; the same command continues them."""
+Missing runs are first trained in OUT; the same command continues them. After a change of a script,
+remove the kept logs of its recipes."""
 
 import statistics
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -26,13 +29,26 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.cli import flag, parse_args, run
+from support.console import duration
 from support.errors import UserError
 from support.files import atomic_path, write_text
 from support.run_log import read_log
 from train_gpt2 import read_config
 
-ROOT = Path(__file__).parents[2]
-Cells = dict[int, dict[int, float]]  # tokens -> seed -> final loss, or a share of tokens
+SCRIPT = Path(__file__).parents[2] / "train_gpt2.py"
+# Prints --total-batch-size as the script in folder argv[1], named argv[2], reads the rest of argv.
+READ_BATCH = """
+import sys
+from importlib import import_module
+folder, name, *flags = sys.argv[1:]
+sys.path.insert(0, folder)
+from support.cli import run
+run(lambda: print(import_module(name).read_config(flags).total_batch_size))
+"""
+# 95 % of Student's t are within so many standard errors, for 1, 2, ... degrees of freedom.
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+Cells = dict[int, dict[int, float]]  # tokens -> seed -> final loss, difference or share of tokens
 Table = dict[str, Cells]  # recipe -> its row of cells
 
 
@@ -44,6 +60,19 @@ class SweepConfig:
     """TOML file with recipes, lengths and seeds."""
     out: Path = Path("sweeps")
     """Folder for missing runs."""
+
+
+@dataclass(frozen=True)
+class Run:
+    recipe: str
+    steps: int
+    tokens: int
+    seed: int
+    command: list[Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}-{self.steps}-{self.seed}"
 
 
 def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -65,56 +94,97 @@ def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     return recipes, baselines
 
 
-def runs_of(recipe: dict[str, Any]) -> Iterator[tuple[int, int, list[str]]]:
-    """(steps, seed, flags) of each run of a recipe."""
+def flags_of(recipe: dict[str, Any], steps: int) -> list[str]:
+    flags = []
+    for key, value in {**recipe, "max_steps": steps}.items():
+        if key in ("warmup_steps", "warmdown_steps"):
+            value = round(value * steps)
+        if isinstance(value, bool):
+            flags.append(flag(key) if value else flag(f"no_{key}"))
+        elif key not in ("lengths", "script"):
+            flags += [flag(key), str(value)]
+    return flags
+
+
+def tokens_per_step(script: Path, flags: list[str]) -> int:
+    """--total-batch-size. Finds mistakes in the settings before any run."""
+    if script == SCRIPT:
+        return read_config(flags).total_batch_size
+    # A fork has other settings, and another support/: it reads them in a process of its own.
+    command = [sys.executable, "-c", READ_BATCH, script.parent, script.stem, *flags]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UserError(f"{script}: does not take these settings: {' '.join(flags)}")
+    return int(done.stdout.split()[-1])
+
+
+def runs_of(name: str, recipe: dict[str, Any]) -> Iterator[Run]:
+    """Every run of a recipe."""
+    script = Path(recipe.get("script", SCRIPT)).absolute()
+    if script.is_dir():
+        script /= "train_gpt2.py"
+    if not script.is_file() or not (script.parent / "support").is_dir():
+        needed = "needs a train_gpt2.py with a support/ beside it, or their folder"
+        raise UserError(f"recipe {name}: script {script}: {needed}")
+    batch = 0
     for length, seeds in recipe["lengths"].items():
         steps = int(length)
-        flags = []
-        for key, value in {**recipe, "max_steps": steps}.items():
-            if key in ("warmup_steps", "warmdown_steps"):
-                value = round(value * steps)
-            if isinstance(value, bool):
-                flags.append(flag(key) if value else flag(f"no_{key}"))
-            elif key != "lengths":
-                flags += [flag(key), str(value)]
+        flags = flags_of(recipe, steps)
+        batch = batch or tokens_per_step(script, flags)
         for seed in seeds:
-            yield steps, seed, [*flags, "--seed", str(seed)]
+            command = [sys.executable, script, *flags, "--seed", str(seed)]
+            yield Run(name, steps, steps * batch, seed, command)
 
 
-def train(folder: Path, flags: list[str]) -> None:
+def train(command: list[Any], folder: Path) -> None:
     """Starts or continues a run; its output goes to folder/console.txt."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, ROOT / "train_gpt2.py", *flags, "--resume", "--log-dir", folder]
     with open(folder / "console.txt", "ab") as console:
-        done = subprocess.run(command, stdout=console, stderr=subprocess.STDOUT)
+        resumed = [*command, "--resume", "--log-dir", folder]
+        done = subprocess.run(resumed, stdout=console, stderr=subprocess.STDOUT)
     if done.returncode:
         raise UserError(f"{folder}: status {done.returncode}; console.txt says why")
-    print(f"{folder}: done", flush=True)
 
 
 def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Table:
     """The last validation loss of every run. Trains those without a kept log."""
-    runs = {}
-    for name, recipe in recipes.items():
-        for steps, seed, flags in runs_of(recipe):
-            tokens = steps * read_config(flags).total_batch_size  # finds mistakes before any run
-            runs[f"{name}-{steps}-{seed}"] = (name, tokens, seed, flags)
+    runs = [one for name, recipe in recipes.items() for one in runs_of(name, recipe)]
+    kept = config.file.parent / "logs" / config.file.stem
+    missing = [one for one in runs if not (kept / f"{one.name}.txt").exists()]
+    print(f"{len(runs)} runs, of which {len(missing)} are missing")
+    began = time.monotonic()
+    trained = 0  # tokens
+    total = sum(one.tokens for one in missing)
+    for number, one in enumerate(missing, start=1):
+        folder = config.out / config.file.stem / one.name
+        print(f"run {number} of {len(missing)}: {folder}/console.txt", flush=True)
+        train(one.command, folder)
+        trained += one.tokens
+        seconds = (time.monotonic() - began) * (total / trained - 1)
+        print(f"{duration(seconds)} left", flush=True)
+        steps, values = read_log(folder).get("val", ([], []))
+        lines = [f"{step} val {loss:.6f}\n" for step, loss in zip(steps, values, strict=True)]
+        kept.mkdir(parents=True, exist_ok=True)
+        write_text(kept / f"{one.name}.txt", "".join(lines))
     losses: Table = {name: {} for name in recipes}
-    for run_name, (name, tokens, seed, flags) in runs.items():
-        kept_log = config.file.parent / "logs" / config.file.stem / f"{run_name}.txt"
-        if not kept_log.exists():
-            folder = config.out / config.file.stem / run_name
-            train(folder, flags)
-            steps, values = read_log(folder).get("val", ([], []))
-            lines = [f"{step} val {loss:.6f}\n" for step, loss in zip(steps, values, strict=True)]
-            kept_log.parent.mkdir(parents=True, exist_ok=True)
-            write_text(kept_log, "".join(lines))
-        entries = [line.split() for line in kept_log.read_text(encoding="utf-8").splitlines()]
+    for one in runs:
+        log = kept / f"{one.name}.txt"
+        entries = [line.split() for line in log.read_text(encoding="utf-8").splitlines()]
         curve = [float(loss) for _, stream, loss in entries if stream == "val"]
         if not curve:
-            raise UserError(f"{kept_log}: no validation loss: remove it and set eval_every")
-        losses[name].setdefault(tokens, {})[seed] = curve[-1]
+            raise UserError(f"{log}: no validation loss: remove it and set eval_every")
+        losses[one.recipe].setdefault(one.tokens, {})[one.seed] = curve[-1]
     return losses
+
+
+def differences(losses: Table, name: str, baseline: str) -> Cells:
+    """A recipe's final loss minus the baseline's, for runs of the same seed."""
+    found: Cells = {}
+    for tokens, targets in losses[baseline].items():
+        for seed, loss in losses[name].get(tokens, {}).items():
+            if seed in targets:
+                found.setdefault(tokens, {})[seed] = loss - targets[seed]
+    return found
 
 
 def tokens_to_reach(points: dict[int, float], target: float) -> float | None:
@@ -143,18 +213,27 @@ def shares(losses: Table, name: str, baseline: str) -> Cells:
     return found
 
 
-def spread(values: Collection[float]) -> str:
-    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.3f}{deviation} ({len(values)})"
+def spread(values: Collection[float], interval: bool = False) -> str:
+    """Mean ± standard deviation (number); or ± half the mean's 95 % confidence interval."""
+    n = len(values)
+    mean = f"{statistics.fmean(values):.3f}"
+    if n == 1:
+        return f"{mean} (1)"
+    width = statistics.stdev(values)
+    if interval:
+        # Student's t; from ten degrees of freedom on an expansion that is exact to 0.2 %
+        t = STUDENT_T[n - 2] if n < 11 else 1.96 + 2.37 / (n - 1) + 2.82 / (n - 1) ** 2
+        width *= t / n**0.5
+    return f"{mean} ± {width:.3f} ({n})"
 
 
-def table(rows: Table) -> str:
+def table(rows: Table, interval: bool = False) -> str:
     """A Markdown table: a row for each recipe, a column for each length."""
     lengths = sorted({tokens for cells in rows.values() for tokens in cells})
     titles = [f"{tokens / 1e6:.2f}M tokens" for tokens in lengths]
     lines = ["| recipe | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
     for name, cells in rows.items():
-        texts = [spread(cells[n].values()) if n in cells else "" for n in lengths]
+        texts = [spread(cells[n].values(), interval) if n in cells else "" for n in lengths]
         lines.append(f"| {name} | " + " | ".join(texts) + " |")
     return "\n".join(lines) + "\n"
 
@@ -183,10 +262,15 @@ def main(args: list[str] | None = None) -> None:
     print("Final validation loss, mean ± standard deviation (seeds)\n\n" + table(losses))
     compared = {}
     for baseline in baselines:
-        rows = {name: shares(losses, name, baseline) for name in recipes if name != baseline}
-        rows = {name: found for name, found in rows.items() if found}
+        others = [name for name in recipes if name != baseline]
+        rows = {name: found for name in others if (found := differences(losses, name, baseline))}
+        if rows:
+            title = f"Difference from {baseline}, paired by seed, mean ± 95 % interval (seeds)"
+            print(f"{title}\n\n{table(rows, interval=True)}")
+        rows = {name: found for name in others if (found := shares(losses, name, baseline))}
         compared |= {f"{name} to {baseline}": found for name, found in rows.items()}
-        print(f"Share of the tokens of {baseline} for its final loss\n\n" + table(rows))
+        if rows:
+            print(f"Share of the tokens of {baseline} for its final loss\n\n{table(rows)}")
     if compared:
         picture(compared, config.file.with_suffix(".png"))
 
