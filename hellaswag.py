@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from support.cli import parse_args, run
 from support.devices import choose_device, choose_precision
 from support.errors import UserError
 from support.files import write_text
-from support.hellaswag import Packing, Score, load_examples, prepare, score
+from support.hellaswag import Packing, Score, load_examples, prepare, score, segment_mask
 from support.tokenizer import VOCAB_SIZE, get_tokenizer
 
 # Tells tokenizers apart; GPT-2's last merges make " informants" and " gazed".
@@ -75,24 +74,51 @@ def check_model(folder: Path, model: Any, tokenizer: Any) -> None:
         raise UserError(f"{folder}: needs GPT-2's tokenizer, with which the tasks are made")
 
 
+@torch.no_grad()
+def packs(model: Any, hidden: Any, head: Any) -> bool:
+    """True if two endings packed after one context have the logits of each alone."""
+    generator = torch.Generator().manual_seed(0)
+    context, a, b = torch.randint(VOCAB_SIZE, (3, 1, 4), generator=generator).to(model.device)
+    position = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7]])
+    segment = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]])
+    packing = Packing(position.to(model.device), segment_mask(segment).to(model.device))
+    try:
+        packed = head(hidden(torch.cat([context, a, b], dim=1), packing))
+        alone = [model(torch.cat([context, ending], dim=1)).logits for ending in (a, b)]
+    except Exception:  # the model takes no such mask, or its body needs more than these arguments
+        return False
+    expected = torch.cat([alone[0], alone[1][:, 4:]], dim=1)  # (1, 12, V)
+    return bool((packed - expected).abs().max() < 1e-3 * expected.std())
+
+
 def load_from_transformers(folder: Path, device: torch.device) -> tuple[int, Any, Any]:
     """(context, hidden, head) of any other causal language model; the last two as score() takes."""
     model, tokenizer = loading.load_causal_lm(folder, device, attn_implementation="sdpa")
     check_model(folder, model, tokenizer)
-    weight = model.get_output_embeddings().weight
+    context = model.config.max_position_embeddings
 
-    def hidden(tokens: Tensor, packing: Packing) -> Tensor:
-        return model.base_model(
+    def run_part(part: Any, tokens: Tensor, packing: Packing) -> Any:
+        return part(
             tokens,
             position_ids=packing.position,
             attention_mask=packing.mask,
             use_cache=False,
-        )[0]
+        )
 
-    def head(x: Tensor) -> Tensor:
-        return F.linear(x, weight.to(x.dtype))
+    def hidden(tokens: Tensor, packing: Packing) -> Tensor:
+        return run_part(model.base_model, tokens, packing)[0]
 
-    return model.config.max_position_embeddings, hidden, head
+    def all_logits(tokens: Tensor, packing: Packing) -> Tensor:
+        return run_part(model, tokens, packing).logits
+
+    head = model.get_output_embeddings()
+    if packs(model, hidden, head):
+        return context, hidden, head
+    # Something comes after the head, such as a scale. All logits take more memory and time.
+    if packs(model, all_logits, torch.nn.Identity()):
+        return context, all_logits, torch.nn.Identity()
+    kind = model.config.model_type
+    raise UserError(f"{folder}: a {kind} takes no mask for endings packed into one sequence")
 
 
 def main(args: list[str] | None = None) -> None:

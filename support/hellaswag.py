@@ -190,6 +190,15 @@ class Score:
         return tuple(int((chosen == self.labels).sum()) for chosen in self.predictions())
 
 
+def segment_mask(segment: Tensor) -> Tensor:
+    """A token attends to earlier ones of the context and its own ending, never to the padding.
+
+    (B, T) as in Read -> (B, 1, T, T) bool"""
+    T = segment.size(1)
+    same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
+    return (same & torch.ones(T, T).tril().bool())[:, None]
+
+
 @torch.no_grad()
 def score(
     hidden: Callable[[Tensor, Packing], Tensor],
@@ -225,10 +234,7 @@ def score(
         row = torch.tensor(rows)  # (M,)
         source, answer, ending = torch.cat([tasks[i].scored for i in batch], dim=1)  # (M,) each
         tokens, position, segment = read  # (B, T) each
-        # A token attends to earlier ones of the context and its own ending, never to the padding.
-        same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
-        mask = (same & torch.ones(T, T).tril().bool())[:, None]  # (B, 1, T, T)
-        packing = Packing(position.to(device), mask.to(device))
+        packing = Packing(position.to(device), segment_mask(segment).to(device))
         x = hidden(tokens.to(device), packing)  # (B, T, C)
         x = x[row.to(device), source.to(device)]  # (M, C)
         parts = []

@@ -42,7 +42,10 @@ def save_other_model(folder, kind="llama", **settings):
     settings = dict(vocab_size=50257, max_position_embeddings=160) | settings
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
     config = AutoConfig.for_model(kind, num_key_value_heads=2, **sizes, **settings)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config)
+    if kind == "phi":
+        torch.nn.init.normal_(model.lm_head.bias, std=3.0)
+    model.save_pretrained(folder)
 
 
 def encode(example):
@@ -96,12 +99,15 @@ def evaluate(folder, *more):
     main(["-m", str(folder), "-d", "cpu", "--data", str(TASKS), "--limit", "1", *more])
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "phi", "granite"])
 def test_command_on_a_folder(kind, model, tmp_path, capsys):
-    """--json has the plain scorer's predictions, the last line their accuracies."""
+    """--json has the plain scorer's predictions, the last line their accuracies.
+
+    The head of a phi has a bias, the logits of a granite are scaled."""
     _, folder = model
-    if kind == "llama":
-        save_other_model(folder := tmp_path, initializer_range=0.3)
+    if kind != "gpt2":
+        settings = {"logits_scaling": 4.0} if kind == "granite" else {}
+        save_other_model(folder := tmp_path, kind, initializer_range=0.3, **settings)
     evaluate(folder, "--limit", "16", "--json", str(tmp_path / "out.json"))
     examples = hellaswag.load_examples(TASKS)[:16]
     losses, lengths, by_sum, by_mean, labels = plain_scores(folder, examples)
@@ -173,6 +179,7 @@ def test_a_line_ends_at_a_newline_only(tmp_path):
         ("llama", {"vocab_size": 60_000}, "GPT-2's tokenizer"),
         ("llama", {"vocab_size": 50_000}, "GPT-2's tokenizer"),
         ("mistral", {"sliding_window": 8}, "sliding_window"),
+        ("falcon", {"alibi": True}, "a falcon takes no mask"),
     ],
 )
 def test_a_model_that_would_be_scored_wrongly_is_refused(kind, settings, message, tmp_path):
