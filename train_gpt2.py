@@ -258,7 +258,10 @@ class GPT(nn.Module):
             logits = self.logits(x).float() / temperature  # (B, V)
             # Draw one of the k likeliest tokens, in proportion to its probability.
             logits, candidates = logits.topk(k)  # (B, k) each
-            choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)  # (B, 1)
+            p = logits.softmax(-1)
+            if not p.isfinite().all():
+                raise RunError("the model's logits are not finite, so nothing can be sampled")
+            choice = torch.multinomial(p, 1, generator=generator)  # (B, 1)
             idx = torch.cat([idx, candidates.gather(1, choice)], dim=1)
         return idx
 
@@ -731,8 +734,12 @@ def print_samples(
     generator.manual_seed(42 + ranks.rank)
     tokens = get_tokenizer().encode_ordinary(prompt) or [EOT]
     idx = torch.tensor([tokens] * samples, device=ranks.device)
-    with autocast, torch.compiler.set_stance("force_eager"):  # don't compile one-off shapes
-        idx = model.generate(idx, length, generator=generator)
+    try:
+        with autocast, torch.compiler.set_stance("force_eager"):  # don't compile one-off shapes
+            idx = model.generate(idx, length, generator=generator)
+    except RunError as error:  # training itself finds out what to do
+        print0(f"rank {ranks.rank}: no samples: {error}", every_rank=True)
+        return
     for i, tokens in enumerate(idx.tolist()):
         text = indent(tokenizer.printable(tokens), "  ")
         print0(f"rank {ranks.rank} sample {i}:\n{text}", every_rank=True)
@@ -887,7 +894,10 @@ def find_start(config: TrainConfig, run: RunFolder) -> tuple[dict[str, Any] | No
     saved = checkpoints.read_training_state(checkpoint)
     changes = differences(saved["config"], config)
     if changes:
-        raise UserError(f"--resume: {config.log_dir} holds another run: {', '.join(changes)}")
+        changed = ", ".join(changes)
+        raise UserError(
+            f"--resume: {config.log_dir} holds another run ({changed}); choose another --log-dir"
+        )
     return saved, True
 
 
@@ -1024,8 +1034,14 @@ def train(training: Training, config: TrainConfig, ranks: Ranks, before_step: Be
         for group in optimizer.param_groups:
             group["lr"] = lr
         first_token = loader.position  # names this batch if the update is not finite
+        random_state = devices.random_state(ranks.device)
         loss_sum = torch.zeros((), device=ranks.device)
         for micro_step in range(grad_accum_steps):
+            # A step can take minutes. Alone, stop at once; several ranks agree on it below.
+            if signals.received and ranks.world_size == 1:
+                loader.position = first_token
+                devices.set_random_state(ranks.device, random_state)
+                raise Stopped
             x, y = loader.next_batch()  # (B, T) each
             # Copies from pinned memory don't wait for the kernels that are still running.
             x = x.to(ranks.device, non_blocking=loader.pin_memory)

@@ -32,7 +32,13 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError) or "NCCL" in str(error):
         return False
-    texts = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC")
+    texts = (
+        "out of memory",
+        "can't allocate memory",
+        "not enough memory",
+        "CUBLAS_STATUS_ALLOC",
+        "Storage size calculation overflowed",
+    )
     return any(text in str(error) for text in texts)
 
 

@@ -231,8 +231,10 @@ def read_weights(folder: Path, gpt2: bool) -> dict[str, Tensor]:
                 name = name.removeprefix("transformer.")
                 if name.endswith((".attn.bias", ".attn.masked_bias")):  # these are masks
                     continue
-                if CONV1D.search(name):
+                if CONV1D.search(name) and tensor.dim() == 2:
                     tensor = tensor.t()
+                if not tensor.is_floating_point() or not tensor.isfinite().all():
+                    raise UserError(f"{path}: {name} is not all finite floating-point numbers")
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
             # Copied: load_file maps the file, and NFS and Windows cannot remove a mapped file.
             state[name] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -191,11 +192,11 @@ class RunFolder:
 
         Of equal ones the latest."""
         steps, values = run_log.read_log(self.path).get("val", ([], []))
-        losses = dict(zip(steps, values, strict=True))
+        losses = {step: loss for step, loss in zip(steps, values, strict=True) if loss < inf}
         saved = map(checkpoints.step_of, checkpoints.list_checkpoints(self.path))
         evaluated = [step for step in saved if step in losses]
         step = min(reversed(evaluated), key=losses.__getitem__, default=None)
-        return step, losses.get(step, float("inf"))
+        return step, losses.get(step, inf)
 
     def finish(self, step: int) -> None:
         """Records in run.json that the run has made its last evaluation."""
@@ -215,15 +216,14 @@ class RunFolder:
             print0(f"curves: {self.path / 'curves.png'}")
         kind = "in Hugging Face format"
         if not gpt2:
-            kind = "not GPT-2's model any more: only this fork's GPT.from_pretrained loads it"
+            kind = "not GPT-2's model any more: only this code loads it"
         print0(f"model: {self.path}/step_{step:06d}/, {kind}")
         best, loss = self.best()
         if best not in (None, step):
             advice = "the loss rose afterwards: train for fewer steps, or on more text"
             print0(f"best: {self.path}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
-        if gpt2:
-            script = shown(run_log.ROOT / "sample.py")
-            print0(f"sample: {shlex.join(['python', script, str(self.path), prompt])}")
+        script = shown(run_log.ROOT / "sample.py")
+        print0(f"sample: {shlex.join(['python', script, str(self.path), prompt])}")
 
 
 def draw_curves(log_dir: Path, wait: bool) -> None:

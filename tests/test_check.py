@@ -58,7 +58,7 @@ def test_bounds_of_other_seeds_are_checked(tmp_path, capsys):
             main([runs[1], path])
     with pytest.raises(UserError, match=r"log\.txt: no such file"):
         main([str(ROOT)])
-    (reference / "run.json").write_text("[{}]")
+    (reference / "run.json").write_text('[{"config": {}}]')
     (tmp_path / "1/run.json").write_text('[{"config": {"preset": "auto"}}]')
     with pytest.raises(UserError, match=r"its run\.json lacks --data --init --seq-len"):
         main([runs[1], runs[0]])

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from dataclasses import make_dataclass, replace
 
@@ -15,12 +16,13 @@ from torch.nn import functional as F
 
 import support.loading
 import train_gpt2
+from support import signals
 from support.checkpoints import read_training_state, write_checksums
 from support.errors import UserError
 from support.hellaswag import Packing
 from support.sharding import shard_state
 from support.tokenizer import get_tokenizer
-from tests.conftest import ROOT, losses, read_log, train, train_on_ranks, words
+from tests.conftest import ROOT, losses, read_log, steps_of, train, train_on_ranks, words
 from tests.torture import assert_same
 from train_gpt2 import GPT, Block, GPTConfig, TrainConfig, configure_optimizer
 
@@ -159,6 +161,29 @@ def test_the_training_loss_counts_in_every_way_of_computing_it(fork, text, tmp_p
     assert losses(tmp_path / "log--low-memory") == [first]
     train("--max-steps 1 --eval-every 1 --data", text, "--log-dir", tmp_path / "same")
     assert first > val + 1e-3
+
+
+def test_a_run_stopped_within_a_step_has_the_masks_of_one_that_was_not(
+    fork, text, tmp_path, monkeypatch
+):
+    """The micro-steps that were made of it count neither for the data nor for random numbers."""
+    changed = fork("Dropout")
+    args = ["--dropout 0.3 --max-steps 4 --save-every 4 --keep-checkpoints 0 --data", text]
+    train(*args, "--log-dir", tmp_path / "straight")
+    next_batch = changed.DataLoaderLite.next_batch
+
+    def interrupted(self):
+        if self.position == 2 * 128 + 2 * 32:
+            signals.received.append(signal.SIGTERM)
+        return next_batch(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(changed.DataLoaderLite, "next_batch", interrupted)
+        assert train(*args, "--log-dir", tmp_path / "stopped") == 143
+    assert steps_of(tmp_path / "stopped") == [2]
+    train(*args, "--log-dir", tmp_path / "stopped", "--resume")
+    shutil.rmtree(tmp_path / "stopped/step_000002")
+    assert_same(tmp_path / "straight", tmp_path / "stopped")
 
 
 def test_documents_in_one_window_do_not_see_each_other(fork):

@@ -144,7 +144,9 @@ def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone()
     first = draw()
     assert torch.equal(first, draw()) and torch.equal(before, torch.get_rng_state())
     assert first.shape == (2, 80) and torch.equal(first[:, :60], idx) and first.max() < 50257
+    assert not torch.equal(first, draw(top_k=0)), "as if from 50 tokens"
     greedy = draw(top_k=1)
+    assert torch.equal(greedy, model.generate(idx, 20, temperature=0))
     for t in range(60, 80):  # the context is the last 64 tokens
         assert torch.equal(greedy[:, t], model(greedy[:, max(0, t - 64) : t])[0][:, -1].argmax(-1))
 
@@ -170,6 +172,17 @@ def test_other_models_are_refused(tmp_path):
     save_file(load_file(weights) | {"lm_head.weight": torch.zeros(50257, 48)}, weights)
     with pytest.raises(UserError, match="not tied"):
         GPT.from_pretrained(tmp_path)
+    state = load_file(weights)
+    state.pop("lm_head.weight")
+    wte, c_attn = "transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"
+    for bad, message in (
+        ({wte: torch.full((50257, 48), math.nan)}, "wte.weight is not all finite"),
+        ({c_attn: state[c_attn].to(torch.int8)}, "c_attn.weight is not all finite floating-point"),
+        ({c_attn: state[c_attn][None]}, "do not match"),
+    ):
+        save_file(state | bad, weights)
+        with pytest.raises(UserError, match=message):
+            GPT.from_pretrained(tmp_path)
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
         GPT.from_pretrained(tmp_path)
