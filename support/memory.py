@@ -4,6 +4,7 @@ import gc
 
 import torch
 
+from support.cli import warn
 from support.errors import is_out_of_memory
 from support.ranks import Ranks
 
@@ -20,8 +21,9 @@ def largest_that_fits(
     low_memory: bool,
     shard_optimizer: bool,
 ) -> int:
-    """The first of `sizes` (B, largest first) that fits in the memory of every rank's GPU, or 1.
+    """The first of `sizes` (B, largest first) that fits in the memory of every rank's GPU.
 
+    If none does, the last one, with a warning: a trial takes a little more memory than training.
     sequences: of a step, on each rank."""
     several_ranks = ranks.world_size > 1
     for B in sizes:
@@ -38,7 +40,9 @@ def largest_that_fits(
         )
         if all(ranks.gather(fit)):  # all ranks use the same B
             return B
-    return 1
+    if ranks.rank == 0:
+        warn(f"micro-batches of {B} sequences may not fit in GPU memory: a trial did not")
+    return B
 
 
 def fits(

@@ -85,6 +85,117 @@ def test_precision_and_peak_of_a_gpu(name, capability, dtype, tflops, monkeypatc
     allow_tf32.assert_called_once_with("high")
 
 
+def unused(monkeypatch, *, cuda=None, hip=None, platform="posix", **variables: str):
+    """Pretends to be such a build of torch, which sees no GPU on a machine that has two kinds."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(devices, "os", mock.Mock(environ=variables))
+    devices.os.name = platform
+    monkeypatch.setattr(devices.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(devices.Path, "exists", lambda path: str(path) == "/dev/kfd")
+
+
+@pytest.mark.parametrize(
+    "build, remedy",
+    [
+        ({"cuda": "13.0"}, "driver 580, or a torch for CUDA 12.6"),
+        ({"cuda": "13.0", "CUDA_VISIBLE_DEVICES": "0"}, "driver 580, or a torch for CUDA 12.6"),
+        ({"hip": "7.0"}, "groups render and video"),
+        ({"platform": "nt"}, "install a torch for CUDA: pytorch.org"),
+        ({"platform": "posix"}, ""),  # the CPU build was chosen
+        ({"cuda": "13.0", "CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"hip": "7.0", "HIP_VISIBLE_DEVICES": "-1"}, ""),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_reported(build, remedy, monkeypatch, capsys):
+    """One rank goes on, several are an error. --device cpu means it, and is quiet."""
+    unused(monkeypatch, **build)
+    cpu = torch.device("cpu")
+    assert devices.choose_device("cpu", world_size=8) == cpu and not capsys.readouterr().err
+    assert devices.choose_device("auto") == cpu
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == (1 if remedy else 0) and remedy in warning
+    if remedy:
+        with pytest.raises(UserError, match=f"{remedy}; --device cpu trains"):
+            devices.choose_device("auto", world_size=8)
+    else:
+        assert devices.choose_device("auto", world_size=8) == cpu
+    with pytest.raises(UserError, match=f"--device cuda: .*{remedy}"):
+        devices.choose_device("cuda")
+
+
+@pytest.mark.parametrize("found", ["/proc/driver/nvidia", ""])
+def test_a_driver_alone_tells_that_there_is_a_gpu(found, monkeypatch):
+    """nvidia-smi is not in every container."""
+    unused(monkeypatch, cuda="13.0")
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    monkeypatch.setattr(devices.Path, "exists", lambda path: str(path) == found)
+    assert bool(devices.unused_gpu()) == bool(found)
+
+
+@pytest.mark.parametrize(
+    "variables, lacking, expected",
+    [
+        ({}, False, ["expandable_segments:True"]),
+        ({}, True, ["expandable_segments:True", "expandable_segments:False"]),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:9"}, False, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:9"}, False, []),
+    ],
+)
+def test_segments_grow_unless_the_user_configured_them(variables, lacking, expected, monkeypatch):
+    device, settings = gpu(monkeypatch, "NVIDIA H200", (9, 0)), []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert callable(torch._C._accelerator_setAllocatorSettings)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    problem = RuntimeError("CUDA driver error: operation not supported")
+    monkeypatch.setattr(torch, "empty", mock.Mock(side_effect=problem if lacking else None))
+    monkeypatch.setattr(devices.sys, "platform", "linux")
+    assert devices.choose_device("auto") == device and settings == expected
+
+
+@pytest.mark.parametrize(
+    "device, error, remedy",
+    [
+        ("cuda", "CalledProcessError: Command '['gcc', 'main.c']' returned", "gcc python3-dev"),
+        ("cuda", "Failed to find C compiler. Please specify via CC", "gcc python3-dev"),
+        ("cpu", "InvalidCxxCompiler: No working C++ compiler found", r"g\+\+ python3-dev"),
+        ("cuda", "Cannot find a working triton installation", None),
+    ],
+)
+def test_what_compilation_lacks_is_named(device, error, remedy, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "ones", mock.Mock())
+    monkeypatch.setattr(torch, "compile", lambda function: mock.Mock(side_effect=Exception(error)))
+    assert not devices.can_compile(torch.device(device))
+    text = capsys.readouterr().out
+    assert text.count("\n") == 1 and error in text and "continuing without it" in text
+    assert re.search(f"`apt install {remedy}`", text) if remedy else "apt" not in text
+
+
+def test_what_speed_depends_on_is_reported(monkeypatch, tmp_path):
+    """As on a GPU: the attention kernel, cuDNN, the driver. Nothing on a CPU."""
+    cuda, asked = torch.device("cuda", 0), []
+    assert devices.gpu_software(torch.device("cpu"), torch.float32) == {}
+
+    def choice(q, k, v, is_causal):
+        asked.append((q.requires_grad, is_causal))
+        return 3
+
+    empty, path = torch.empty, tmp_path / "version"
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **options: empty(shape, **options))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(devices, "Path", lambda name: path)
+    expected = {"attention": "CUDNN_ATTENTION", "cudnn": 91002, "driver": "unknown"}
+    assert devices.gpu_software(cuda, torch.bfloat16) == expected
+    path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11")
+    assert devices.gpu_software(cuda, torch.bfloat16) == expected | {"driver": "580.95.05"}
+    assert asked == [(True, True)] * 2
+
+
 def test_device_cpu_leaves_a_gpu_alone(monkeypatch, text, tmp_path):
     """Nothing is pinned, which makes a CUDA context, copied asynchronously or compiled by default.
 
@@ -353,6 +464,24 @@ def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
     )
 
 
+@pytest.mark.parametrize("sizes, limit, B", [([64], 9, 64), ([4, 2, 1], 0, 1), ([64], 64, 64)])
+def test_what_does_not_fit_is_said_before_training(sizes, limit, B, monkeypatch, capsys):
+    """A given micro-batch is tried as well; training may need less memory than the trial."""
+    tried = []
+
+    def fits(model, B, *args, **how):
+        tried.append(B)
+        return limit >= B
+
+    monkeypatch.setattr(memory, "fits", fits)
+    how = {"sequences": 64, "compiled": True, "low_memory": False, "shard_optimizer": False}
+    on_gpu = Ranks(0, 1, torch.device("cuda"))
+    assert memory.largest_that_fits(sizes, None, on_gpu, None, T=4, **how) == B
+    assert tried == sizes
+    warning = capsys.readouterr().err
+    assert (f"warning: micro-batches of {B} sequences may not fit" in warning) == (limit < B)
+
+
 @pytest.mark.parametrize("start", [0, 120])
 def test_the_time_left_includes_evaluations(start, monkeypatch):
     """Steps of 0.2 s, some slower; pauses like those of the shakespeare preset."""
@@ -374,12 +503,20 @@ def test_the_time_left_includes_evaluations(start, monkeypatch):
 
 
 def test_speed_of_a_step(monkeypatch):
-    """0.5 s for 1,000 tokens are 2,000 per second, a quarter of what the peak allows."""
-    now = iter([10.5])
+    """0.5 s for 1,000 tokens are 2,000 per second, a quarter of what the peak allows.
+
+    The peak of memory counts from the end of the first step on, when all is compiled."""
+    now = iter([10.5, 11.0])
     monkeypatch.setattr(console.time, "perf_counter", lambda: next(now))
+    resets = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     meter = Meter(tokens=1000, flops_per_token=6, peak_flops=4.8e4, interval=9, elapsed=3.0)
     meter.end_step(began=10.0, steps_left=4)
     assert meter.streams == {"ms": 500.0, "tok_per_sec": 2000.0, "mfu": 0.25}
     assert meter.elapsed == 3.5 and meter.left == 2.0
+    assert resets.call_count == 1
+    meter.end_step(began=10.5, steps_left=3)
+    assert resets.call_count == 1  # not again after later steps
     line = meter.line(loss=4.0, lr=6e-4, norm=0.5)
     assert line == "loss 4.0000 lr 6.00e-04 norm 0.500 500 ms 2,000 tok/s mfu 25.0% 0 min 2 s left"
