@@ -45,14 +45,25 @@ def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torc
         torch.cuda.set_device(chosen)
         expand_segments(chosen)
         return chosen
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if kind == "cpu" and hasattr(libc, "mallopt"):  # glibc; musl lacks it
-        # Keep the memory of freed tensors for the next ones. By default glibc returns large buffers
-        # to the kernel, and the next step faults them in again, page by page: a third of a step of
-        # GPT-2 (124M), more than half of a small model's.
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: map no buffer separately
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
+    if kind == "cpu":
+        keep_freed_memory(True)
     return torch.device(kind)
+
+
+def keep_freed_memory(keep: bool) -> None:
+    """Whether the process keeps the memory of freed tensors for the next ones (glibc only).
+
+    By default glibc returns large buffers to the kernel, and the next step faults them in again,
+    page by page: a third of a step of GPT-2 (124M), more than half of a small model's. But kept
+    memory has gaps, into which a larger tensor doesn't fit: --low-memory returns it
+    (bench/memory)."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(libc, "mallopt"):  # musl lacks it
+        return
+    libc.mallopt(-4, 0 if keep else 2**16)  # M_MMAP_MAX: buffers that are mapped separately
+    libc.mallopt(-1, 2**31 - 1 if keep else 2**17)  # M_TRIM_THRESHOLD: when to shrink the heap
+    if not keep:
+        libc.mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: bytes from which to map; fixed from now on
 
 
 def unused_gpu() -> str:
