@@ -83,7 +83,7 @@ def fits(
         if accumulates:
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
-        with autocast:
+        with autocast, torch.compiler.set_stance("force_eager"):
             _, loss = model(x, x)
         loss.backward()
         del reserved

@@ -411,6 +411,7 @@ class OutOfMemoryAbove(GPT):
 
     def forward(self, x, y):
         self.held_gradients = self.wte.weight.grad is not None
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager"  # what is tried isn't timed
         if len(x) > self.limit:
             raise self.error
         return super().forward(x, y)
