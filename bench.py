@@ -63,6 +63,7 @@ RUNGS: dict[str, int | None] = {
 }
 OFF = ["--eval-every", "0", "--hellaswag-every", "0", "--sample-every", "0", "--save-every", "0"]
 WARMUP = 10  # steps
+LIMIT = 480  # seconds per job
 PADDED = VOCAB_SIZE + -VOCAB_SIZE % 64
 Row = dict[str, Any]
 
@@ -220,7 +221,9 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
     result["ms_quartiles"] = np.percentile(log["ms"][WARMUP:last], [25, 75]).tolist()
     if ours:
         step_ms = statistics.mean(log["ms"][-2:])
-        result["parts_ms"] = time_by_part(profiler.events(), step_ms, run.n_embd)
+        events = profiler.events()
+        result["parts_ms"] = time_by_part(events, step_ms, run.n_embd)
+        result["kernels"] = largest_kernels(events)
     return result
 
 
@@ -251,6 +254,22 @@ def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
     return parts | {"waiting": max(step_ms - sum(parts.values()), 0.0)}
 
 
+def largest_kernels(events: Any) -> list[tuple[str, float, float]]:
+    """(name, calls, ms) per step of the 40 that take longest, from the events of two steps.
+
+    On a CPU: of operations, without those that they call."""
+    events = [e for e in events if not e.is_user_annotation]  # such as the profiler's own steps
+    kernels = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU]
+    sums = {}  # [calls, ms] by name
+    for e in kernels or events:
+        us = e.time_range.elapsed_us() if kernels else e.self_cpu_time_total
+        row = sums.setdefault(e.name, [0.0, 0.0])
+        row[0] += 1 / 2
+        row[1] += us / 2e3
+    rows = [(name, calls, ms) for name, (calls, ms) in sums.items()]
+    return sorted(rows, key=lambda row: row[2], reverse=True)[:40]
+
+
 def measure_machine(flags: list[str]) -> Row:
     """The machine and its ceilings."""
     run = train_gpt2.read_config(flags)
@@ -264,6 +283,7 @@ def measure_machine(flags: list[str]) -> Row:
         "software": f"torch {torch.__version__}, Python {platform.python_version()}",
     }
     n, size = (8192, 2**30) if device.type == "cuda" else (1024, 2**28)
+    machine |= devices.gpu_software(device, dtype)
     for precision in {torch.float32, dtype}:
         rate = devices.matmul_flops(device, precision, n)
         machine[f"{precision} matmul, {n} x {n}"] = f"{rate / 1e12:,.3g} TFLOP/s"
@@ -278,16 +298,21 @@ def measure_machine(flags: list[str]) -> Row:
 
 
 def run_process(*args: Any) -> str:
-    """The output of `python ARGS`; a RunError has its last line."""
-    done = subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True)
+    """The output of `python ARGS`; a RunError has its last line, or says that it took too long."""
+    command = [sys.executable, *map(str, args)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"stopped after {LIMIT // 60} minutes") from None
     if done.returncode:
         output = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
         raise RunError(output.splitlines()[-1].removeprefix("error: "))
     return done.stdout
 
 
-def job_tests() -> Row:
-    output = run_process("-m", "pytest", "-o", "addopts=", ROOT / "tests" / "test_gpu.py")
+def job_tests(chosen: str) -> Row:
+    tests = ROOT / "tests" / "test_gpu.py"
+    output = run_process("-m", "pytest", "-o", "addopts=", tests, "-k", chosen)
     return {"result": output.splitlines()[-1].strip("= ")}
 
 
@@ -314,15 +339,27 @@ def job_run(flags: list[str], log_dir: Path) -> Row:
 
 
 def jobs_of(config: BenchConfig, flags: list[str]) -> dict[str, Callable[[], Row]]:
+    """The jobs of the ladder or the report; those that teach most come first."""
     names, steps = rungs_of(flags), config.steps
     ladder = {f"ladder/{name}": partial(job_rung, flags, name, steps) for name in names}
     if config.ladder:
         return ladder
     B = train_gpt2.read_config(flags).micro_batch_size
-    jobs = {"machine": partial(measure_machine, flags), "right/tests": job_tests}
-    for size in (4 * B, B, 2 * B, 8 * B):
-        jobs[f"speed/B={size}"] = partial(job_rung, with_batch(flags, size), "ours", steps)
-    return jobs | ladder | {"run": partial(job_run, flags, Path(config.report, "run"))}
+
+    def speed(size: int, rung: str = "ours") -> Callable[[], Row]:
+        return partial(job_rung, with_batch(flags, size), rung, steps)
+
+    jobs = {
+        "machine": partial(measure_machine, flags),
+        f"speed/B={4 * B}": speed(4 * B),
+        "right/tests": partial(job_tests, "not resumed"),
+        f"fused/B={4 * B}": speed(4 * B, "fused"),  # close to build-nanogpt, compiled
+        "run": partial(job_run, flags, Path(config.report, "run")),
+        "right/resume": partial(job_tests, "resumed"),
+    }
+    for size in (8 * B, 2 * B, B):
+        jobs[f"speed/B={size}"] = speed(size)
+    return jobs | ladder
 
 
 def read_results(path: Path, of: str) -> dict[str, Row]:
@@ -387,7 +424,7 @@ def page(rows: dict[str, Row]) -> str:
     """report.md, also printed: made from the lines of results.jsonl alone."""
     table = LINE.format("job", "B", "ms", "quartiles", "tok/s", "MFU", "memory", "A100, ms")
     table += re.sub(r"[^|\n]", "-", table)
-    text, parts, note = "# Benchmarks\n", "", ""
+    text, parts, kernels, note = "# Benchmarks\n", "", "", ""
     for name, row in rows.items():
         r = row["result"] if row["status"] == "done" else {"failed": row["reason"]}
         if "ms" not in r:
@@ -401,13 +438,17 @@ def page(rows: dict[str, Row]) -> str:
         if "parts_ms" in r:
             times = [f"{part} {ms:,.1f}" for part, ms in r["parts_ms"].items()]
             parts += f"- {name}: {', '.join(times)}\n"
+            if not kernels:  # those of the other jobs are in results.jsonl
+                kernels = f"\n## Kernels of {name}, per step\n\n| ms | calls | |\n|---|---|---|\n"
+                for kernel, calls, ms in r["kernels"]:
+                    kernels += f"| {ms:,.3f} | {calls:g} | `{kernel[:100]}` |\n"
         note = (
             f"{row['of']}\n\n{r['parameters']:,} parameters, {r['flops_per_token']:,} FLOPs per "
             f"token, T = {r['T']}, ranks: {r['world_size']}. Medians of {r['steps']} steps after "
             f"{WARMUP}. 100 % MFU = {r['mfu_of']}.\n"
         )
     if note:
-        text += f"\n## Speed\n\n{table}\n{note}\n## Time by part, ms\n\n{parts}"
+        text += f"\n## Speed\n\n{table}\n{note}\n## Time by part, ms\n\n{parts}{kernels}"
     return text
 
 

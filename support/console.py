@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cli import print0, shown
-from support.devices import peak_memory
+from support.devices import peak_memory, reset_peak_memory
 
 
 def duration(seconds: float) -> str:
@@ -33,6 +33,8 @@ class Meter:
         now = time.perf_counter()
         self.seconds = now - began
         self.elapsed += self.seconds
+        if not self.ends:  # peak memory is without the trial of B and compilation
+            reset_peak_memory()
         # Time left is by the mean over an interval, so that it includes one of each pause.
         self.ends = [*self.ends, now][-self.interval - 1 :]
         per_step = self.seconds

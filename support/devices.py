@@ -3,14 +3,18 @@
 import ctypes
 import functools
 import os
+import re
+import shutil
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from support.cli import print0
+from support.cli import print0, warn
 from support.errors import UserError, first_line
 
 
@@ -23,33 +27,88 @@ def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torc
     }
     available = [kind for kind in present if present[kind]]
     kind = available[0] if device == "auto" else device
+    problem = ""
+    if device in ("auto", "cuda") and not present["cuda"]:
+        problem = unused_gpu()
     if kind not in available:
         choice = f"not available for {world_size} processes; choose {', '.join(available)}"
-        raise UserError(f"--device {device}: {choice}")
+        raise UserError(f"--device {device}: {problem or choice}")
+    if problem and world_size > 1:  # probably a run of billions of tokens
+        raise UserError(f"{problem}; --device cpu trains without it")
+    if problem:
+        warn(f"{problem}; continuing on the CPU")
     if kind == "cuda":
         if local_rank >= torch.cuda.device_count():
             problem = f"{torch.cuda.device_count()} GPUs for more than {local_rank} processes"
             raise UserError(f"{problem}: lower --nproc_per_node")
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
+        expand_segments(chosen)
         return chosen
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if kind == "cpu" and hasattr(libc, "mallopt"):  # glibc; musl lacks it
-        # Keep the memory of freed tensors for the next ones. By default glibc returns large buffers
-        # to the kernel, and the next step faults them in again, page by page: a third of a step of
-        # GPT-2 (124M), more than half of a small model's.
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: map no buffer separately
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
+    if kind == "cpu":
+        keep_freed_memory(True)
     return torch.device(kind)
 
 
+def keep_freed_memory(keep: bool) -> None:
+    """Whether the process keeps the memory of freed tensors for the next ones (glibc only).
+
+    By default glibc returns large buffers to the kernel, and the next step faults them in again,
+    page by page: a third of a step of GPT-2 (124M), more than half of a small model's. But kept
+    memory has gaps, into which a larger tensor doesn't fit: --low-memory returns it
+    (bench/memory)."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(libc, "mallopt"):  # musl lacks it
+        return
+    libc.mallopt(-4, 0 if keep else 2**16)  # M_MMAP_MAX: buffers that are mapped separately
+    libc.mallopt(-1, 2**31 - 1 if keep else 2**17)  # M_TRIM_THRESHOLD: when to shrink the heap
+    if not keep:
+        libc.mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: bytes from which to map; fixed from now on
+
+
+def unused_gpu() -> str:
+    """Why torch doesn't see this machine's GPU, with the remedy. "" without one, or if hidden."""
+    hidden = {os.environ.get(f"{vendor}_VISIBLE_DEVICES") for vendor in ("CUDA", "HIP", "ROCR")}
+    if hidden & {"", "-1"}:  # on purpose
+        return ""
+    nvidia = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()
+    if torch.version.hip and Path("/dev/kfd").exists():
+        remedy = "check `rocminfo`, and that you are in the groups render and video"
+    elif torch.version.cuda and nvidia:
+        remedy = "install driver 580, or a torch for CUDA 12.6"
+    elif os.name == "nt" and nvidia and not torch.version.hip:  # what pip installs there
+        remedy = "install a torch for CUDA: pytorch.org"
+    else:
+        return ""
+    return f"torch {torch.__version__} does not see this machine's GPU: {remedy}"
+
+
+def expand_segments(device: torch.device) -> None:
+    """Lets CUDA's allocator grow its segments, unless the user has configured it.
+
+    Segments of fixed sizes leave gaps between tensors, a gigabyte at the largest micro-batches. A
+    call works at any time; the variables may have been read when torch was imported."""
+    configured = any(f"PYTORCH_{name}ALLOC_CONF" in os.environ for name in ("", "CUDA_"))
+    if configured or not torch.version.cuda or sys.platform != "linux":
+        return
+    configure = torch._C._accelerator_setAllocatorSettings
+    configure("expandable_segments:True")
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError:  # some virtual GPUs lack it
+        configure("expandable_segments:False")
+
+
 def can_compile(device: torch.device) -> bool:
-    """True if torch.compile works here; otherwise prints why not (no C++ compiler, no Triton)."""
+    """True if torch.compile works here; otherwise prints why not and how to mend it."""
     try:
         torch.compile(lambda x: x.cos() + 1)(torch.ones(8, device=device))
     except Exception as error:
-        problem = f"torch.compile does not work on this machine ({first_line(error)})"
-        print0(f"{problem}: continuing without it")
+        problem = first_line(error)
+        if re.search(r"compiler|CalledProcessError|Python\.h", str(error)):
+            compiler = "g++" if device.type == "cpu" else "gcc"
+            problem = f"`apt install {compiler} python3-dev` may help; {problem}"
+        print0(f"torch.compile does not work on this machine ({problem}): continuing without it")
         return False
     return True
 
@@ -83,8 +142,8 @@ def set_random_state(device: torch.device, state: dict[str, Tensor]) -> None:
 
 
 def peak_memory() -> int | None:
-    """Peak bytes: of tensors on a CUDA device, otherwise of the process; None on Windows."""
-    if torch.cuda.is_available():
+    """Peak bytes: of tensors on the CUDA device, otherwise of the process; None on Windows."""
+    if torch.cuda.is_initialized():  # a run on the CPU leaves a GPU alone
         return torch.cuda.max_memory_allocated()
     if os.name == "nt":
         return None
@@ -92,6 +151,28 @@ def peak_memory() -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def reset_peak_memory() -> None:
+    """On a CUDA device: peak_memory() counts from here on."""
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def gpu_software(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
+    """On a CUDA device, versions on which speed depends, and the attention kernel that torch picks.
+
+    dtype: of matmuls. cuDNN's attention comes with wheels for CUDA 13, FlashAttention-2 with those
+    for 12.6."""
+    if device.type != "cuda":
+        return {}
+    q = torch.empty(1, 12, 1024, 64, device=device, dtype=dtype, requires_grad=True)
+    attention = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
+    software = {"attention": attention, "cudnn": torch.backends.cudnn.version()}
+    driver = Path("/proc/driver/nvidia/version")  # Linux's
+    # NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 …
+    version = re.search(r"\d+\.[\d.]+", driver.read_text() if driver.exists() else "")
+    return software | {"driver": version[0] if version else "unknown"}
 
 
 LARGE = 50_000_000  # parameters from which a CPU may train in bfloat16

@@ -4,7 +4,10 @@ import gc
 
 import torch
 
+from support.cli import warn
+from support.devices import peak_memory
 from support.errors import is_out_of_memory
+from support.loss import CHUNK
 from support.ranks import Ranks
 
 
@@ -20,8 +23,9 @@ def largest_that_fits(
     low_memory: bool,
     shard_optimizer: bool,
 ) -> int:
-    """The first of `sizes` (B, largest first) that fits in the memory of every rank's GPU, or 1.
+    """The first of `sizes` (B, largest first) that fits in the memory of every rank's GPU.
 
+    If none does, the last one, with a warning: a trial takes a little more memory than training.
     sequences: of a step, on each rank."""
     several_ranks = ranks.world_size > 1
     for B in sizes:
@@ -38,7 +42,9 @@ def largest_that_fits(
         )
         if all(ranks.gather(fit)):  # all ranks use the same B
             return B
-    return 1
+    if ranks.rank == 0:
+        warn(f"micro-batches of {B} sequences may not fit in GPU memory: a trial did not")
+    return B
 
 
 def fits(
@@ -77,7 +83,7 @@ def fits(
         if accumulates:
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
-        with autocast:
+        with autocast, torch.compiler.set_stance("force_eager"):
             _, loss = model(x, x)
         loss.backward()
         del reserved
@@ -103,8 +109,9 @@ def estimate_memory(
     low_memory: bool,
     compiled: bool,
 ) -> float:
-    """Bytes that a training step takes on one device: an estimate, linear in B.
+    """Bytes that a training step takes on one device: an estimate.
 
+    A GPU, linear in B:
     - Weights, gradients and the optimizer's moments: 16 bytes per parameter.
     - The two gradients of the embedding (head and input) while they are added: 8 V C.
     - Activations: for its backward pass a block keeps 16 values for each of the B T C of its
@@ -112,20 +119,22 @@ def estimate_memory(
       (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
       equation 2, has 34 with a 16-bit stream). With --low-memory only the input, 4 B T C.
     - A compiled loss keeps the 16-bit logits.
-    - On a CPU the process itself counts.
+
+    A CPU: the process itself, and the larger of two moments, both with weights and moments:
+    - In the loss: activations, with 40 % more for the gaps in kept memory; the weights of the
+      head and two gradients of them; logits and probabilities of a chunk.
+    - At the end of the backward pass: all gradients, both of the embedding, and one block.
 
     Measured against peaks: bench/memory/README.md."""
+    N = model.num_parameters()
     V, C = model.wte.weight.shape
-    fixed = 16 * model.num_parameters() + 8 * V * C
+    kept = B * T * C * (64 if dtype == torch.float32 else 36)  # by one block
+    stored = len(model.h) * (4 * B * T * C if low_memory else kept)
     if device.type == "cpu":
-        fixed += 0.365e9
-    if low_memory:
-        per_value = 4
-    elif dtype == torch.float32:
-        per_value = 64
-    else:
-        per_value = 36
-    per_token = len(model.h) * per_value * C
-    if compiled and device.type != "cpu" and not low_memory:
-        per_token += V * dtype.itemsize
-    return fixed + B * T * per_token
+        process = (peak_memory() or 0.32e9) + 0.05e9  # so far, and what training loads
+        gaps = 0 if low_memory else 0.4 * stored
+        in_loss = stored + gaps + 12 * V * C + 8 * V * min(CHUNK, B * T)
+        at_end = 4 * N + 8 * V * C + kept
+        return process + 12 * N + max(in_loss, at_end)
+    logits = B * T * V * dtype.itemsize if compiled and not low_memory else 0
+    return 16 * N + 8 * V * C + stored + logits

@@ -6,12 +6,14 @@ import json
 import runpy
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import bench
+import train_gpt2
 from bench import PADDED
 from support.errors import RunError, UserError
 from tests.conftest import ROOT
@@ -22,6 +24,7 @@ TINY = ["--", *SHAPE.split(), "--data", str(ROOT / "input.txt")]
 STEP = {"B": 2, "T": 16, "ms": 1234.5, "ms_quartiles": [9.0, 12.0], "tok_per_sec": 3200.0}
 STEP |= {"mfu": 0.25, "steps": 5, "parameters": 1000, "flops_per_token": 6000, "world_size": 1}
 STEP |= {"mfu_of": "1 TFLOP/s", "peak_memory": None, "parts_ms": {"MLP": 6.0, "waiting": 2.0}}
+STEP["kernels"] = [("gemm<a>", 24.0, 5.25), ("softmax", 0.5, 1.5)]
 
 
 def test_ladder(tmp_path, monkeypatch, capsys):
@@ -44,6 +47,13 @@ def test_ladder(tmp_path, monkeypatch, capsys):
     assert result["flops_per_token"] == 6 * (result["parameters"] - 16 * 16) + 12 * 16 * 16
     parts = result["parts_ms"]
     assert all(parts[part] > 0 for part in parts if part != "waiting")
+    kernels = result["kernels"]
+    times = [ms for _, _, ms in kernels]
+    assert times == sorted(times, reverse=True) and len(kernels) == 40
+    # Their sum is that of the parts, less what takes less time than the 40th, and annotations.
+    assert 0.7 < sum(times) / (sum(parts.values()) - parts["waiting"]) <= 1
+    calls = {name: count for name, count, _ in kernels}
+    assert calls["aten::_fused_adamw_"] == 2  # the groups with and without weight decay
     assert parts["head and loss"] > parts["attention"] + parts["MLP"]  # V is 50,257, C is 16
 
 
@@ -93,10 +103,45 @@ def test_report_continues_and_tries_failed_jobs_again(tmp_path, monkeypatch, cap
     assert started == ["machine", "right/tests", "profile", "profile", "right/tests"]
     page = (tmp_path / "report.md").read_text()
     assert "5 passed" in page and "failed" not in page and page in capsys.readouterr().out
+    assert "Kernels of profile" in page and "| 5.250 | 24 | `gemm<a>` |\n| 1.500 | 0.5 |" in page
     for part in ("|  1,234.5 | 9.0 to 12.0 ", "| 25.0% | n/a ", "1,000 parameters", "- chip: X"):
         assert part in page, (part, page)
     with pytest.raises(UserError, match="another folder"):
         bench.main(["--report", str(tmp_path), *TINY, "--n-layer", "2"])
+
+
+def test_kernels_of_a_gpu_are_listed_by_their_time():
+    """Of two steps, without the CPU's operations that launch them and the profiler's marks."""
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+
+    def event(name, device, us, annotation=False):
+        span = SimpleNamespace(elapsed_us=lambda: us)
+        return SimpleNamespace(
+            name=name, device_type=device, time_range=span, is_user_annotation=annotation
+        )
+
+    events = [event(f"small{i}", cuda, 10) for i in range(50)]
+    events += [event("gemm", cuda, us) for us in (3000, 5000, 4000)]
+    events += [event("aten::mm", cpu, 10**6), event("ProfilerStep#13", cuda, 10**6, True)]
+    rows = bench.largest_kernels(events)
+    assert rows[0] == ("gemm", 1.5, 6.0) and len(rows) == 40
+    assert rows[1] == ("small0", 0.5, pytest.approx(0.005))
+
+
+def test_a_job_ends_after_its_limit(monkeypatch):
+    monkeypatch.setattr(bench, "LIMIT", 0.2)
+    with pytest.raises(RunError, match="stopped after"):
+        bench.run_process("-c", "import time; time.sleep(60)")
+
+
+def test_the_first_jobs_of_a_report_teach_most():
+    jobs = bench.jobs_of(*bench.read_config(["--report", "r", *TINY]))
+    assert list(jobs)[:4] == ["machine", "speed/B=8", "right/tests", "fused/B=8"]
+    measured = {name: jobs[name].args for name in jobs if "B=" in name}
+    assert len(measured) == 5
+    for name, (flags, rung, _) in measured.items():
+        B = train_gpt2.read_config(flags).micro_batch_size
+        assert name == f"{'fused' if rung == 'fused' else 'speed'}/B={B}"
 
 
 @pytest.mark.parametrize(

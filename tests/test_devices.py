@@ -1,7 +1,13 @@
 """Stand-ins for other CPUs and GPUs; --plan against measurements; the largest micro-batch."""
 
+import mmap
+import multiprocessing
+import platform
 import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -83,6 +89,117 @@ def test_precision_and_peak_of_a_gpu(name, capability, dtype, tflops, monkeypatc
     for kind, precision in ((device, dtype), (device, torch.float32), (torch.device("cpu"), dtype)):
         set_up_precision(monkeypatch, kind, precision)
     allow_tf32.assert_called_once_with("high")
+
+
+def unused(monkeypatch, *, cuda=None, hip=None, platform="posix", **variables: str):
+    """Pretends to be such a build of torch, which sees no GPU on a machine that has two kinds."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(devices, "os", mock.Mock(environ=variables))
+    devices.os.name = platform
+    monkeypatch.setattr(devices.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(devices.Path, "exists", lambda path: str(path) == "/dev/kfd")
+
+
+@pytest.mark.parametrize(
+    "build, remedy",
+    [
+        ({"cuda": "13.0"}, "driver 580, or a torch for CUDA 12.6"),
+        ({"cuda": "13.0", "CUDA_VISIBLE_DEVICES": "0"}, "driver 580, or a torch for CUDA 12.6"),
+        ({"hip": "7.0"}, "groups render and video"),
+        ({"platform": "nt"}, "install a torch for CUDA: pytorch.org"),
+        ({"platform": "posix"}, ""),  # the CPU build was chosen
+        ({"cuda": "13.0", "CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"hip": "7.0", "HIP_VISIBLE_DEVICES": "-1"}, ""),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_reported(build, remedy, monkeypatch, capsys):
+    """One rank goes on, several are an error. --device cpu means it, and is quiet."""
+    unused(monkeypatch, **build)
+    cpu = torch.device("cpu")
+    assert devices.choose_device("cpu", world_size=8) == cpu and not capsys.readouterr().err
+    assert devices.choose_device("auto") == cpu
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == (1 if remedy else 0) and remedy in warning
+    if remedy:
+        with pytest.raises(UserError, match=f"{remedy}; --device cpu trains"):
+            devices.choose_device("auto", world_size=2)
+    else:
+        assert devices.choose_device("auto", world_size=2) == cpu
+    with pytest.raises(UserError, match=f"--device cuda: .*{remedy}"):
+        devices.choose_device("cuda")
+
+
+@pytest.mark.parametrize("found", ["/proc/driver/nvidia", ""])
+def test_a_driver_alone_tells_that_there_is_a_gpu(found, monkeypatch):
+    """nvidia-smi is not in every container."""
+    unused(monkeypatch, cuda="13.0")
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    monkeypatch.setattr(devices.Path, "exists", lambda path: str(path) == found)
+    assert bool(devices.unused_gpu()) == bool(found)
+
+
+@pytest.mark.parametrize(
+    "variables, lacking, expected",
+    [
+        ({}, False, ["expandable_segments:True"]),
+        ({}, True, ["expandable_segments:True", "expandable_segments:False"]),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:9"}, False, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:9"}, False, []),
+    ],
+)
+def test_segments_grow_unless_the_user_configured_them(variables, lacking, expected, monkeypatch):
+    device, settings = gpu(monkeypatch, "NVIDIA H200", (9, 0)), []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert callable(torch._C._accelerator_setAllocatorSettings)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    problem = RuntimeError("CUDA driver error: operation not supported")
+    monkeypatch.setattr(torch, "empty", mock.Mock(side_effect=problem if lacking else None))
+    monkeypatch.setattr(devices.sys, "platform", "linux")
+    assert devices.choose_device("auto") == device and settings == expected
+
+
+@pytest.mark.parametrize(
+    "device, error, remedy",
+    [
+        ("cuda", "CalledProcessError: Command '['gcc', 'main.c']' returned", "gcc python3-dev"),
+        ("cuda", "Failed to find C compiler. Please specify via CC", "gcc python3-dev"),
+        ("cpu", "InvalidCxxCompiler: No working C++ compiler found", r"g\+\+ python3-dev"),
+        ("cuda", "Cannot find a working triton installation", None),
+    ],
+)
+def test_what_compilation_lacks_is_named(device, error, remedy, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "ones", mock.Mock())
+    monkeypatch.setattr(torch, "compile", lambda function: mock.Mock(side_effect=Exception(error)))
+    assert not devices.can_compile(torch.device(device))
+    text = capsys.readouterr().out
+    assert text.count("\n") == 1 and error in text and "continuing without it" in text
+    assert re.search(f"`apt install {remedy}`", text) if remedy else "apt" not in text
+
+
+def test_what_speed_depends_on_is_reported(monkeypatch, tmp_path):
+    """As on a GPU: the attention kernel, cuDNN, the driver. Nothing on a CPU."""
+    cuda, asked = torch.device("cuda", 0), []
+    assert devices.gpu_software(torch.device("cpu"), torch.float32) == {}
+
+    def choice(q, k, v, is_causal):
+        asked.append((q.requires_grad, is_causal))
+        return 3
+
+    empty, path = torch.empty, tmp_path / "version"
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **options: empty(shape, **options))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(devices, "Path", lambda name: path)
+    expected = {"attention": "CUDNN_ATTENTION", "cudnn": 91002, "driver": "unknown"}
+    assert devices.gpu_software(cuda, torch.bfloat16) == expected
+    path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11")
+    assert devices.gpu_software(cuda, torch.bfloat16) == expected | {"driver": "580.95.05"}
+    assert asked == [(True, True)] * 2
 
 
 def test_device_cpu_leaves_a_gpu_alone(monkeypatch, text, tmp_path):
@@ -217,28 +334,66 @@ def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monk
         train(flags, text, "--log-dir", tmp_path)
 
 
-SMALL, MEDIUM = GPTConfig(), GPTConfig(n_layer=24, n_head=16, n_embd=1024)
+SMALLER, SMALL = GPTConfig(512, n_layer=6, n_head=6, n_embd=384), GPTConfig()
+SHAKESPEARE, MEDIUM = GPTConfig(64, 50257, 4, 4, 64), GPTConfig(1024, 50257, 24, 16, 1024)
 
 
 @pytest.mark.parametrize(
-    "config, B, low_memory, measured",
-    [(SMALL, 1, False, 3.15), (SMALL, 4, True, 2.67), (MEDIUM, 4, False, 12.90)],
+    "config, B, low_memory, process, measured",
+    [
+        (SHAKESPEARE, 8, False, 0.32, 0.65),
+        (SMALLER, 1, False, 0.32, 1.19),
+        (SMALLER, 1, False, 0.69, 1.64),
+        (SMALLER, 8, False, 0.32, 2.33),
+        (SMALLER, 8, False, 0.69, 2.82),
+        (SMALLER, 8, True, 0.32, 1.52),
+        (SMALL, 1, True, 0.32, 2.67),
+        (MEDIUM, 1, True, 0.32, 6.48),
+        (SMALL, 1, False, 0.32, 3.33),
+        (SMALL, 4, False, 0.32, 5.91),
+    ],
 )
-def test_the_estimate_is_near_measured_peaks(config, B, low_memory, measured):
-    """GB of a process on a CPU, T = 1024, float32, AdamW (bench/memory)."""
+def test_the_estimate_is_near_measured_peaks(config, B, low_memory, process, measured, monkeypatch):
+    """GB of a process on a CPU, float32, AdamW (bench/memory). A CUDA build's is larger at once."""
     cpu = torch.device("cpu")
+    monkeypatch.setattr(memory, "peak_memory", lambda: process * 1e9)
     with torch.device("meta"):
         model = GPT(config)
     how = {"low_memory": low_memory, "compiled": False}
-    estimate = estimate_memory(model, B, 1024, cpu, torch.float32, **how)
+    estimate = estimate_memory(model, B, config.block_size, cpu, torch.float32, **how)
     assert estimate / 1e9 == pytest.approx(measured, rel=0.1)
+
+
+def returned_memory(keep: bool) -> float:
+    """MB of freed tensors that a process gives back, of 200."""
+    devices.keep_freed_memory(True)  # as choose_device does
+    devices.keep_freed_memory(keep)
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 1e6
+
+    tensors = [torch.ones(500_000) for _ in range(100)]
+    full = resident()
+    del tensors
+    return full - resident()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not platform.libc_ver()[0], reason="needs glibc")
+@pytest.mark.parametrize("keep, expected", [(True, 0), (False, 200)])
+def test_freed_memory_is_kept_or_returned(keep, expected):
+    """In a process without gaps that earlier tensors left."""
+    forks = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, forks) as process:
+        returned = process.submit(returned_memory, keep).result()
+    assert returned == pytest.approx(expected, abs=20)
 
 
 def test_plan_prints_and_does_not_train(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(memory, "peak_memory", lambda: 0.32e9)
     assert train_gpt2.main(words("--preset gpt2 --plan --device cpu")) == 0
     text = capsys.readouterr().out
-    for part in ("124,439,808", "855,166,464", "9,999,745,024 in 19,073", "8.551e+18", "3.27 GB"):
+    for part in ("124,439,808", "855,166,464", "9,999,745,024 in 19,073", "8.551e+18", "3.58 GB"):
         assert part in text, part
     assert not list(tmp_path.iterdir())
     GPT(GPTConfig(64, 50257, 1, 2, 8)).save_pretrained(tmp_path / "model")
@@ -256,6 +411,7 @@ class OutOfMemoryAbove(GPT):
 
     def forward(self, x, y):
         self.held_gradients = self.wte.weight.grad is not None
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager"  # what is tried isn't timed
         if len(x) > self.limit:
             raise self.error
         return super().forward(x, y)
@@ -353,6 +509,24 @@ def test_a_gpus_micro_batch_is_the_largest_that_fits_all_ranks(
     )
 
 
+@pytest.mark.parametrize("sizes, limit, B", [([64], 9, 64), ([4, 2, 1], 0, 1), ([64], 64, 64)])
+def test_what_does_not_fit_is_said_before_training(sizes, limit, B, monkeypatch, capsys):
+    """A given micro-batch is tried as well; training may need less memory than the trial."""
+    tried = []
+
+    def fits(model, B, *args, **how):
+        tried.append(B)
+        return limit >= B
+
+    monkeypatch.setattr(memory, "fits", fits)
+    how = {"sequences": 64, "compiled": True, "low_memory": False, "shard_optimizer": False}
+    on_gpu = Ranks(0, 1, torch.device("cuda"))
+    assert memory.largest_that_fits(sizes, None, on_gpu, None, T=4, **how) == B
+    assert tried == sizes
+    warning = capsys.readouterr().err
+    assert (f"warning: micro-batches of {B} sequences may not fit" in warning) == (limit < B)
+
+
 @pytest.mark.parametrize("start", [0, 120])
 def test_the_time_left_includes_evaluations(start, monkeypatch):
     """Steps of 0.2 s, some slower; pauses like those of the shakespeare preset."""
@@ -374,12 +548,20 @@ def test_the_time_left_includes_evaluations(start, monkeypatch):
 
 
 def test_speed_of_a_step(monkeypatch):
-    """0.5 s for 1,000 tokens are 2,000 per second, a quarter of what the peak allows."""
-    now = iter([10.5])
+    """0.5 s for 1,000 tokens are 2,000 per second, a quarter of what the peak allows.
+
+    The peak of memory counts from the end of the first step on, when all is compiled."""
+    now = iter([10.5, 11.0])
     monkeypatch.setattr(console.time, "perf_counter", lambda: next(now))
+    resets = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     meter = Meter(tokens=1000, flops_per_token=6, peak_flops=4.8e4, interval=9, elapsed=3.0)
     meter.end_step(began=10.0, steps_left=4)
     assert meter.streams == {"ms": 500.0, "tok_per_sec": 2000.0, "mfu": 0.25}
     assert meter.elapsed == 3.5 and meter.left == 2.0
+    assert resets.call_count == 1
+    meter.end_step(began=10.5, steps_left=3)
+    assert resets.call_count == 1  # not again after later steps
     line = meter.line(loss=4.0, lr=6e-4, norm=0.5)
     assert line == "loss 4.0000 lr 6.00e-04 norm 0.500 500 ms 2,000 tok/s mfu 25.0% 0 min 2 s left"
