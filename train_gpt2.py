@@ -850,12 +850,14 @@ def choose_micro_batch_size(
         problem = f"is not a multiple of {unit} (sequence x micro-batch x ranks)"
         remedy = f"the nearest that is: {nearest}"
         raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
-    if config.micro_batch_size:
-        return config.micro_batch_size
     sequences = config.total_batch_size // (T * ranks.world_size)  # per step, on each rank
     sizes = [B for B in (128, 64, 32, 16, 8, 4, 2, 1) if sequences % B == 0]
+    if config.micro_batch_size:
+        sizes = [config.micro_batch_size]
     if ranks.device.type != "cuda":  # 4,096 tokens keep the cores of a CPU busy
-        return next((B for B in sizes if B * T <= 4096), 1)
+        return next((B for B in sizes if B * T <= 4096), sizes[-1])
+    # A given size is tried as well: a warning comes early, and Inductor, which times kernels in
+    # memory that was in use before, does not copy the logits to the host while timing.
     return largest_that_fits(
         sizes,
         model,
@@ -961,9 +963,12 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
             print0(f"already trained {saved['step']} steps; to continue, raise --max-steps")
             return None
     # From here on the folder changes: the log is trimmed, or earlier checkpoints move aside.
-    run.begin(counters["step"], description, asdict(config), continues)
+    software = devices.gpu_software(ranks.device, dtype)
+    run.begin(counters["step"], description, asdict(config), continues, software)
 
     # What takes time comes last: whether anything compiles, DDP's warm-up, the machine's speed.
+    if config.low_memory and ranks.device.type == "cpu":
+        devices.keep_freed_memory(False)
     model.prepare(config.compile and devices.can_compile(ranks.device), config.low_memory)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast) if ranks.world_size > 1 else model
     peak_flops, _ = devices.peak_flops(ranks.device, dtype)

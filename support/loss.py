@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 HeadAndLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 CHUNK = 1024  # tokens
@@ -84,24 +85,32 @@ class CrossEntropy(ChunkedLoss):
             # unlikely target's probability can underflow to 0.
             largest = logits.amax(1, keepdim=True).float()
             target_logits = logits.gather(1, target).float()
+            del logits  # three large tensors would otherwise be in memory at once
             loss += (largest - target_logits - p.amax(1, keepdim=True).log()).sum()
             # d(summed loss) / d(logits) is p, minus 1 at the target.
             p = p.scatter_add_(1, target, torch.full_like(target_logits, -1.0)).to(dtype)
             dx[chunk] = p @ w
             dw_chunk = p.t() @ x_chunk
             dw = dw_chunk.to(wte.dtype) if dw is None else dw.add_(dw_chunk)
-            del logits, p  # otherwise they live until the next ones are allocated
+            del p, dw_chunk  # otherwise they live until the next ones are allocated
         ctx.save_for_backward(dx.div_(len(x)), dw[:V].div_(len(x)))
         return loss / len(x)
 
 
-def loss_and_gradients(
-    function: Callable[..., Tensor], inputs: list[Tensor], targets: Tensor
-) -> list[Tensor]:
-    """The loss of function(*inputs, targets), and its gradient for each of the inputs."""
+def same(
+    compare: Callable[[Tensor, Tensor], bool],
+    a: Callable[..., Tensor],
+    b: Callable[..., Tensor],
+    inputs: list[Tensor],
+    targets: Tensor,
+) -> bool:
+    """True if the losses a(*inputs, targets) and b(…) are the same, and all their gradients."""
     inputs = [tensor.clone().requires_grad_() for tensor in inputs]
-    loss = function(*inputs, targets)
-    return [loss, *torch.autograd.grad(loss, inputs)]
+    if isinstance(inputs[0], FakeTensor):  # without values; tools look at kernels this way
+        return True
+    losses = [function(*inputs, targets) for function in (a, b)]
+    gradients = [torch.autograd.grad(loss, inputs) for loss in losses]
+    return compare(*losses) and all(map(compare, *gradients))
 
 
 def is_cross_entropy(function: HeadAndLoss) -> bool:
@@ -117,8 +126,7 @@ def is_cross_entropy(function: HeadAndLoss) -> bool:
     inputs = [torch.randn(16, 4, generator=generator), torch.randn(V, 4, generator=generator)]
     targets = torch.randint(V, (16,), generator=generator)
     targets[0] = V - 1  # <|endoftext|>, which a fork may treat differently
-    expected = loss_and_gradients(plain, inputs, targets)
-    return all(map(torch.equal, loss_and_gradients(function, inputs, targets), expected))
+    return same(torch.equal, function, plain, inputs, targets)
 
 
 def ignores_padding(loss_function: Callable[[Tensor, Tensor], Tensor]) -> bool:
@@ -132,5 +140,4 @@ def ignores_padding(loss_function: Callable[[Tensor, Tensor], Tensor]) -> bool:
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(8, 32, generator=generator)]
     targets = torch.randint(32, (8,), generator=generator)
-    plain = loss_and_gradients(loss_function, logits, targets)
-    return all(map(torch.allclose, plain, loss_and_gradients(padded, logits, targets)))
+    return same(torch.allclose, loss_function, padded, logits, targets)

@@ -80,11 +80,18 @@ class RunFolder:
         entries = self.ranks.on_rank_0(run_log.run_entries, self.path) or [{}]
         return step > max_steps or step == max_steps == entries[-1].get("finished")
 
-    def begin(self, step: int, device: str, config: dict[str, Any], continues: bool) -> None:
+    def begin(
+        self,
+        step: int,
+        device: str,
+        config: dict[str, Any],
+        continues: bool,
+        software: dict[str, str],
+    ) -> None:
         """Records a start at `step` in run.json.
 
-        continues: it is the last run in this folder, whose log is trimmed to `step`. Otherwise
-        the checkpoints of earlier runs are moved aside."""
+        software: as devices.gpu_software returns it. continues: it is the last run in this folder,
+        whose log is trimmed to `step`. Otherwise checkpoints of earlier runs are moved aside."""
         self.start_step = step
         if self.checkpoint is not None:
             self.saved_step = step
@@ -98,6 +105,7 @@ class RunFolder:
             step=step,
             device=device,
             world_size=self.ranks.world_size,
+            **software,
         )
         self.entries = [*earlier, entry]
         # Before anything moves: they may be not installed, or without a network.

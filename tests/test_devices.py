@@ -474,6 +474,7 @@ def test_a_trial_reserves_what_else_a_step_needs(several_ranks, shards, keeps_lo
     "flags, world_size, B, shards, keeps_logits, accumulates",
     [
         ("--no-compile", 1, 8, 1, False, False),
+        ("--no-compile --micro-batch-size 4", 1, 4, 1, False, True),
         ("--no-compile --total-batch-size 64", 1, 8, 1, False, True),
         ("--compile", 2, 4, 1, True, True),
         ("--compile --low-memory --shard-optimizer", 2, 4, 2, False, True),

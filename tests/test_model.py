@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -276,6 +277,14 @@ def test_only_plain_cross_entropy_gets_the_gradient_by_hand():
         assert not is_cross_entropy(partial(next_token_loss, loss_function=change))
     assert not is_cross_entropy(with_softcap)
     assert ignores_padding(scaled) and not ignores_padding(smoothed)
+
+
+def test_a_model_of_fake_tensors_can_be_prepared():
+    """Tools look at a GPU's kernels without one; there is nothing to compare then."""
+    with FakeTensorMode():
+        model = GPT(SMALL)
+        model.prepare()
+        assert model(tokens(1, 64).cpu(), tokens(1, 64))[1].shape == ()
 
 
 def test_chunked_loss_of_large_logits_is_finite():
