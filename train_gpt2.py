@@ -127,28 +127,23 @@ def lm_head(x: Tensor, wte: Tensor, padded: bool = False) -> Tensor:
     return logits if padded else logits[..., :V]
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over tokens, in nats: the loss that is reported. (N, V), (N,) -> float32 scalar"""
-    return F.cross_entropy(logits.float(), targets)
-
-
 def training_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The loss that training minimizes, a mean over tokens. (N, V), (N,) -> float32 scalar
+    """What training minimizes, a mean over tokens. float32 (N, V), (N,) -> scalar
 
-    Change it here (z-loss, label smoothing): every way of computing it follows, and validation and
-    HellaSwag keep cross_entropy."""
-    return cross_entropy(logits, targets)
+    Change it here (z-loss, label smoothing): every way of computing it follows. Validation and
+    HellaSwag stay plain cross-entropy, in nats."""
+    return F.cross_entropy(logits, targets)
 
 
 def next_token_loss(
     x: Tensor,
     wte: Tensor,
     targets: Tensor,
-    loss_function: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+    loss_function: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
     padded: bool = True,
 ) -> Tensor:
     """The head and a loss. x (…, C), wte (V, C), targets (…) -> float32 scalar"""
-    logits = lm_head(x, wte, padded)
+    logits = lm_head(x, wte, padded).float()
     return loss_function(logits.flatten(0, -2), targets.flatten())
 
 
@@ -230,7 +225,7 @@ class GPT(nn.Module):
         logits = self.logits(x)
         loss = None
         if targets is not None:
-            loss = training_loss(logits.flatten(0, 1), targets.flatten())
+            loss = training_loss(logits.float().flatten(0, 1), targets.flatten())
         return logits, loss
 
     @torch.no_grad()
@@ -549,8 +544,7 @@ PRESETS = {
     "gpt3": dict(seq_len=2048),  # GPT-3 Small's context
     "shakespeare": SHAKESPEARE,
 }
-# What may change on resume: the length of the run, how it is computed, what is evaluated and kept.
-# All else is fixed, so that a new setting is as well.
+# What may change on resume. All else is fixed, also a setting that a fork adds.
 MAY_CHANGE = {
     "preset", "log_dir", "resume", "max_steps", "plan", "data", "micro_batch_size",
     "skip_bad_steps", "shard_optimizer", "warmdown_steps", "device", "dtype", "compile",
@@ -769,7 +763,7 @@ class Training:
     skipped: int  # updates skipped because loss or gradient was not finite
 
 
-BeforeStep = Callable[[int, Training], None] | None  # see main()
+BeforeStep = Callable[[int, Training], None]  # see main()
 
 
 def save_checkpoint(
@@ -851,15 +845,8 @@ def choose_micro_batch_size(
         remedy = f"the nearest that is: {nearest}"
         raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
     sequences = config.total_batch_size // (T * ranks.world_size)  # per step, on each rank
-    sizes = [B for B in (128, 64, 32, 16, 8, 4, 2, 1) if sequences % B == 0]
-    if config.micro_batch_size:
-        sizes = [config.micro_batch_size]
-    if ranks.device.type != "cuda":  # 4,096 tokens keep the cores of a CPU busy
-        return next((B for B in sizes if B * T <= 4096), sizes[-1])
-    # A given size is tried as well: a warning comes early, and Inductor, which times kernels in
-    # memory that was in use before, does not copy the logits to the host while timing.
     return largest_that_fits(
-        sizes,
+        config.micro_batch_size,
         model,
         ranks,
         autocast,
@@ -967,8 +954,6 @@ def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Train
     run.begin(counters["step"], description, asdict(config), continues, software)
 
     # What takes time comes last: whether anything compiles, DDP's warm-up, the machine's speed.
-    if config.low_memory and ranks.device.type == "cpu":
-        devices.keep_freed_memory(False)
     model.prepare(config.compile and devices.can_compile(ranks.device), config.low_memory)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast) if ranks.world_size > 1 else model
     peak_flops, _ = devices.peak_flops(ranks.device, dtype)
@@ -1010,13 +995,11 @@ def train(training: Training, config: TrainConfig, ranks: Ranks, before_step: Be
     loader = training.loader
     autocast = training.autocast
     run = training.run
-    meter = training.meter
     grad_accum_steps = config.total_batch_size // (loader.B * loader.T * ranks.world_size)
     # One round more than there are updates: the last one only saves and evaluates.
     for step in range(training.step, config.max_steps + 1):
         last = step == config.max_steps
-        if before_step is not None:
-            before_step(step, training)
+        before_step(step, training)
         # Save before evaluating, which may fail. An interval of 0 turns a part off.
         if config.save_every and (last or (step > 0 and step % config.save_every == 0)):
             save_checkpoint(training, config, ranks, required=last)
@@ -1038,12 +1021,11 @@ def train(training: Training, config: TrainConfig, ranks: Ranks, before_step: Be
         lr = get_lr(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        first_token = loader.position  # names this batch if the update is not finite
-        random_state = devices.random_state(ranks.device)
+        first_token = loader.position
+        random_state = devices.random_state(ranks.device)  # like first_token, if we stop midway
         loss_sum = torch.zeros((), device=ranks.device)
         for micro_step in range(grad_accum_steps):
-            # A step can take minutes. Alone, stop at once; several ranks agree on it below.
-            if signals.received and ranks.world_size == 1:
+            if signals.received and ranks.world_size == 1:  # several ranks agree on it below
                 loader.position = first_token
                 devices.set_random_state(ranks.device, random_state)
                 raise Stopped
@@ -1090,9 +1072,9 @@ def train(training: Training, config: TrainConfig, ranks: Ranks, before_step: Be
         # ---- End of the update -------------------------------------------------------------------
 
         training.step = step + 1
-        meter.end_step(began, steps_left=config.max_steps - training.step)
-        print0(f"step {step:5d}/{config.max_steps} {meter.line(loss, lr, norm)}")
-        run.log(step, train=loss, lr=lr, norm=norm, **meter.streams)
+        training.meter.end_step(began, steps_left=config.max_steps - training.step)
+        print0(f"step {step:5d}/{config.max_steps} {training.meter.line(loss, lr, norm)}")
+        run.log(step, train=loss, lr=lr, norm=norm, **training.meter.streams)
         if stopped:
             raise Stopped
 
@@ -1117,11 +1099,8 @@ def conclude(training: Training, config: TrainConfig) -> None:
     if config.save_every:
         run.clean_up(training.step, wait=True)  # now that the last validation loss is known
     if config.eval_every:
-        loss = run.latest["val"]
         text = validation_text(training.val_loader, config.eval_tokens)
-        print0(f"\nvalidation loss: {loss:.4f} nats per token")
-        print0(f"  {text.nats_per_character(loss):.4f} nats per character")
-        print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
+        console.print_validation(run.latest["val"], text)
     console.print_cost(training.step, training.meter.elapsed)
     if config.save_every:
         run.print_result(training.step, config.sample_prompt, training.model.is_gpt2)
@@ -1151,7 +1130,7 @@ def print_plan(config: TrainConfig) -> None:
 def main(
     args: list[str] | None = None,
     model: GPT | None = None,
-    before_step: BeforeStep = None,
+    before_step: BeforeStep = lambda step, training: None,
 ) -> int:
     """Reads the command line and trains. Returns the exit status: 0, or 130 / 143 after a signal.
 
@@ -1162,6 +1141,8 @@ def main(
         print_plan(config)
         return 0
     ranks = Ranks.start(config.device, config.deterministic)
+    if config.low_memory and ranks.device.type == "cpu":
+        devices.keep_freed_memory(False)
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
         missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
         print0(f"{missing}: the shakespeare preset")

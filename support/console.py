@@ -92,6 +92,13 @@ def announce(
     print0(f"log and checkpoints: {log_dir}/{resumed}")
 
 
+def print_validation(loss: float, text: Any) -> None:
+    """Prints the last validation loss, in nats per token. text: TextSize of what it predicts."""
+    print0(f"\nvalidation loss: {loss:.4f} nats per token")
+    print0(f"  {text.nats_per_character(loss):.4f} nats per character")
+    print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
+
+
 def print_cost(steps: int, seconds: float) -> None:
     """Prints the cost of a run. seconds: spent in its updates."""
     print0(f"done: {steps:,} steps, {seconds / 60:.1f} minutes of training")

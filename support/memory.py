@@ -12,7 +12,7 @@ from support.ranks import Ranks
 
 
 def largest_that_fits(
-    sizes: list[int],
+    given: int,
     model: torch.nn.Module,
     ranks: Ranks,
     autocast: torch.autocast,
@@ -23,10 +23,17 @@ def largest_that_fits(
     low_memory: bool,
     shard_optimizer: bool,
 ) -> int:
-    """The first of `sizes` (B, largest first) that fits in the memory of every rank's GPU.
+    """B: `given`, or if that is 0 the largest power of two that fits and divides `sequences`.
 
-    If none does, the last one, with a warning: a trial takes a little more memory than training.
-    sequences: of a step, on each rank."""
+    sequences: of a step, on each rank. If nothing fits in the memory of every rank's GPU: the
+    smallest, with a warning, since a trial takes a little more memory than training. So a given
+    size is tried, too, and Inductor, which times kernels in memory that was in use before, does
+    not copy the logits to the host while timing."""
+    sizes = [B for B in (128, 64, 32, 16, 8, 4, 2, 1) if sequences % B == 0]
+    if given:
+        sizes = [given]
+    if ranks.device.type != "cuda":  # 4,096 tokens keep the cores of a CPU busy
+        return next((B for B in sizes if B * T <= 4096), sizes[-1])
     several_ranks = ranks.world_size > 1
     for B in sizes:
         fit = fits(

@@ -21,7 +21,7 @@ from support.devices import can_compile
 from support.errors import UserError
 from support.huggingface import CONV1D, gpt2_logits
 from support.loss import ChunkedLoss, CrossEntropy, ignores_padding, in_chunks, is_cross_entropy
-from train_gpt2 import GPT, GPTConfig, cross_entropy, lm_head, next_token_loss
+from train_gpt2 import GPT, GPTConfig, lm_head, next_token_loss
 
 SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
 
@@ -264,15 +264,15 @@ def test_only_plain_cross_entropy_gets_the_gradient_by_hand():
     """A change of the loss or of the head is noticed; so is one that padding would break."""
 
     def scaled(logits, targets):
-        return cross_entropy(logits * (1 + 1e-5), targets)
+        return F.cross_entropy(logits * (1 + 1e-5), targets)
 
     def without_eot(logits, targets):
-        return F.cross_entropy(logits.float(), targets, ignore_index=50256)
+        return F.cross_entropy(logits, targets, ignore_index=50256)
 
     def with_softcap(x, wte, targets):
-        return cross_entropy(30 * torch.tanh(lm_head(x, wte) / 30), targets)
+        return F.cross_entropy(30 * torch.tanh(lm_head(x, wte) / 30), targets)
 
-    assert is_cross_entropy(next_token_loss) and ignores_padding(cross_entropy)
+    assert is_cross_entropy(next_token_loss) and ignores_padding(train_gpt2.training_loss)
     for change in (scaled, without_eot, smoothed):
         assert not is_cross_entropy(partial(next_token_loss, loss_function=change))
     assert not is_cross_entropy(with_softcap)
