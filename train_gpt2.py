@@ -181,7 +181,7 @@ class GPT(nn.Module):
         head_and_loss = partial(
             next_token_loss, loss_function=training_loss, padded=ignores_padding(training_loss)
         )
-        self.loss_function = in_chunks(head_and_loss)
+        self.loss_function = in_chunks(head_and_loss, training_loss)
         if compiled:
             for block in self.h:
                 block.compile(dynamic=False)  # all batches of a run have one shape
@@ -209,9 +209,14 @@ class GPT(nn.Module):
                 x = block(x, packing)
         return self.ln_f(x)
 
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight of the head (V, C), tied to the token embedding."""
+        return self.wte.weight
+
     def logits(self, x: Tensor) -> Tensor:
         """The head. (…, C) -> (…, V)"""
-        return lm_head(x, self.wte.weight)
+        return lm_head(x, self.head_weight)
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None
@@ -221,7 +226,7 @@ class GPT(nn.Module):
         The loss is None without targets. With targets, a prepared model returns no logits."""
         x = self.hidden(idx)  # (B, T, C)
         if targets is not None and self.loss_function is not None:
-            return None, self.loss_function(x, self.wte.weight, targets)
+            return None, self.loss_function(x, self.head_weight, targets)
         logits = self.logits(x)
         loss = None
         if targets is not None:
@@ -271,11 +276,13 @@ class GPT(nn.Module):
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
-    def from_pretrained(cls, name: str | Path) -> "GPT":
-        """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …), its weights in float32."""
+    def from_pretrained(cls, name: str | Path, **changes: Any) -> "GPT":
+        """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …), its weights in float32.
+
+        changes: fields of GPTConfig, instead of those in config.json."""
         names = [field.name for field in fields(GPTConfig)]
         settings, weights, gpt2 = huggingface.read_pretrained(name, names)
-        model = cls(GPTConfig(**settings))
+        model = cls(GPTConfig(**settings | changes))
         huggingface.load_weights(model, weights, name, gpt2)
         return model
 
@@ -633,7 +640,7 @@ def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = to
         {"params": [p for p in by_adamw if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
-        groups,
+        [dict(group) for group in groups],  # a copy: it adds its defaults, unfit for others
         lr=config.max_lr,
         betas=(0.9, config.beta2),
         eps=1e-8,
@@ -700,7 +707,7 @@ def validation_loss(
         # A smaller last batch would be compiled again, so it runs eagerly.
         stance = "default" if n == B and ranks.device.type != "cpu" else "force_eager"
         with autocast, torch.compiler.set_stance(stance):
-            loss = mean_in_chunks(next_token_loss, model.hidden(x), model.wte.weight, y)
+            loss = mean_in_chunks(next_token_loss, model.hidden(x), model.head_weight, y)
         results.append((loss, n))
     # Read the losses only now: each read waits for the device. Python's floats are float64.
     total = sum(loss.item() * n for loss, n in results)
@@ -816,14 +823,14 @@ def new_model(config: TrainConfig, ranks: Ranks, checkpoint: Path | None = None)
     torch.manual_seed(config.seed)
     if ranks.rank > 0:
         return GPT(ranks.broadcast(None))  # rank 0's shape, from below
-    if checkpoint is not None:
-        model = GPT.from_pretrained(checkpoint)  # resumed
-    elif config.init != "scratch":
-        model = GPT.from_pretrained(config.init)  # fine-tuned
+    # Fields of the same name, also those that a fork adds to both classes.
+    settings = asdict(config)
+    same = {f.name: settings[f.name] for f in fields(GPTConfig) if f.name in settings}
+    given = checkpoint or (config.init if config.init != "scratch" else None)
+    if given is not None:  # resumed or fine-tuned: the weights decide on GPT-2's shape
+        same = {name: same[name] for name in same.keys() - {"n_layer", "n_head", "n_embd"}}
+        model = GPT.from_pretrained(given, **same)
     else:
-        # Fields of the same name, also those that a fork adds to both classes.
-        settings = asdict(config)
-        same = {f.name: settings[f.name] for f in fields(GPTConfig) if f.name in settings}
         model = GPT(GPTConfig(block_size=config.seq_len, **same))
     shape = model.config  # that of given weights may be larger
     if shape.block_size < config.seq_len or shape.vocab_size != VOCAB_SIZE:
@@ -881,6 +888,10 @@ def find_start(config: TrainConfig, run: RunFolder) -> tuple[dict[str, Any] | No
         before = run.last_config
         return None, before is not None and not differences(before, config)
     saved = checkpoints.read_training_state(checkpoint)
+    other = saved["config"].keys() ^ asdict(config).keys()
+    if other:
+        names = ", ".join(map(cli.flag, sorted(other)))
+        print0(f"warning: the checkpoint was saved by other code, which differs in {names}")
     changes = differences(saved["config"], config)
     if changes:
         changed = ", ".join(changes)

@@ -256,7 +256,8 @@ def load_weights(
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         problem = " ".join(str(error).split())
-        raise UserError(f"{name}: weights do not match config.json: {problem}") from None
+        kind = "weights" if gpt2 else "a fork's weights: load it with that fork; here they"
+        raise UserError(f"{name}: {kind} do not match config.json: {problem}") from None
     if not gpt2 and is_gpt2(model):
         problem = "saved by a fork of train_gpt2.py, which computes something else"
         raise UserError(f"{name}: {problem}; load it with that fork")

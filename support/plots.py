@@ -139,16 +139,16 @@ def save_curves(log_dir: Path) -> None:
 
     curves = read_curves(log_dir)
     run = {log_dir.name: curves}
-    figure = Figure(figsize=(12, 7), layout="constrained")
+    # Streams that this project doesn't know, such as a fork's evaluation, get a panel each.
+    known = (*PANELS, "train", "val", "bpb", "hella", "mfu", "ms")
+    streams = [*PANELS, *(stream for stream in curves if stream not in known)]
+    figure = Figure(figsize=(max(12, 4 * len(streams)), 7), layout="constrained")
     above, below = figure.add_gridspec(2, 1, height_ratios=(3, 2))
     upper = above.subgridspec(1, 2 if "hella" in curves else 1)
     baselines = VAL_BASELINES if on_fineweb(log_dir) else {}
     draw_loss(figure.add_subplot(upper[0]), run, "tokens", baselines)
     if "hella" in curves:
         draw_hellaswag(figure.add_subplot(upper[1]), run, "tokens")
-    # Streams that this project doesn't know, such as a fork's evaluation, get a panel each.
-    known = (*PANELS, "train", "val", "bpb", "hella", "mfu", "ms")
-    streams = [*PANELS, *(stream for stream in curves if stream not in known)]
     for place, stream in zip(below.subgridspec(1, len(streams)), streams, strict=True):
         draw_panel(figure.add_subplot(place), run, stream, "tokens")
     with atomic_path(log_dir / "curves.png") as partial:

@@ -51,6 +51,7 @@ class RunFolder:
     saved_step: int | None = None  # the step of the checkpoint that is up to date
     evaluated: dict[str, float] = field(default_factory=dict)  # log.txt has them at start_step
     latest: dict[str, float] = field(default_factory=dict)  # the latest value of each stream
+    logged: dict[str, int] = field(default_factory=dict)  # and its step
     unwritten: bytes = b""  # lines of the log that a full disk did not take
     warned: bool = False
     trackers: list[Any] = field(default_factory=list)
@@ -136,6 +137,11 @@ class RunFolder:
         """Appends values to log.txt and sends them to the trackers: log(step, stream=value, …).
 
         A full disk does not end the run: lines are kept until they can be written."""
+        for stream in values:
+            # Otherwise the log could not be read: a second value is the sign of another start.
+            if not stream.isidentifier() or self.logged.get(stream) == step:
+                raise ValueError(f"stream {stream!r}: needs one value per step, and a plain name")
+            self.logged[stream] = step
         self.latest |= values
         for stream, name in PRINTED.items():
             if stream in values:

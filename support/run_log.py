@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 
 # How values are written; other streams have the format .6f.
 FORMATS = {"hella": ".4f", "lr": ".6e", "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f"}
-EVALUATIONS = ("val", "bpb", "hella")  # streams with a value of step s before the update of step s
+# Streams with a value of step s after the update of step s; all others have it before.
+UPDATES = ("train", "lr", "norm", "tok_per_sec", "mfu", "ms")
 
 Line = tuple[int, str, str]  # step, stream, value
 
@@ -86,7 +87,7 @@ def trim_log(path: Path, begin: int | None, step: int) -> tuple[int, dict[str, f
     kept = lines[:begin]
     evaluated = {}
     for line_step, stream, value in lines[begin:]:
-        evaluation = line_step == step and stream in EVALUATIONS
+        evaluation = line_step == step and stream not in UPDATES
         if evaluation:
             evaluated[stream] = float(value)
         if evaluation or line_step < step:

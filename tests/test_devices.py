@@ -318,8 +318,8 @@ def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monk
     """Each overflow halves the scale; at 1 the gradient itself is not finite."""
     in_chunks = train_gpt2.in_chunks
 
-    def overflowing(function):
-        loss_function = in_chunks(function)
+    def overflowing(*args):
+        loss_function = in_chunks(*args)
 
         def loss(x, wte, targets):
             total = x.float().sum()

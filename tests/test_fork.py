@@ -22,7 +22,7 @@ from support.errors import UserError
 from support.hellaswag import Packing
 from support.sharding import shard_state
 from support.tokenizer import get_tokenizer
-from tests.conftest import ROOT, losses, read_log, steps_of, train, train_on_ranks, words
+from tests.conftest import ROOT, TINY, losses, read_log, steps_of, train, train_on_ranks, words
 from tests.torture import assert_same
 from train_gpt2 import GPT, Block, GPTConfig, TrainConfig, configure_optimizer
 
@@ -186,6 +186,48 @@ def test_a_run_stopped_within_a_step_has_the_masks_of_one_that_was_not(
     assert_same(tmp_path / "straight", tmp_path / "stopped")
 
 
+def test_flags_of_the_model_count_with_init(fork, text, tmp_path):
+    """Fine-tuning a GPT-2 with dropout: its config.json knows none."""
+    GPT(GPTConfig(16, 50257, 2, 2, 16)).save_pretrained(tmp_path / "gpt2")
+    fork("Dropout")
+    results = []
+    for dropout in (0, 0.9):
+        log_dir = tmp_path / f"log_{dropout}"
+        flags = f"--dropout {dropout} --max-steps 2 --save-every 2 --init"
+        train(flags, tmp_path / "gpt2", "--data", text, "--log-dir", log_dir)
+        results.append(losses(log_dir))
+        config = json.loads((log_dir / "step_000002/config.json").read_text())
+        assert config["dropout"] == dropout
+    assert abs(results[0][0] - results[1][0]) > 1e-4
+
+
+def test_an_optimizer_of_torch_takes_the_place_of_adamw(fork, text, tmp_path, monkeypatch):
+    """AdamW's own defaults are not in its groups."""
+    changed = fork("Lion")
+    monkeypatch.setattr(changed, "Lion", torch.optim.Adafactor)
+    flags = "--optimizer lion --max-steps 2 --save-every 2 --max-lr 1e-2 --data"
+    train(flags, text, "--log-dir", tmp_path / "log")
+    model = GPT.from_pretrained(tmp_path / "log/step_000002")
+    optimizer = changed.configure_optimizer(model, replace(changed.TrainConfig(), optimizer="lion"))
+    assert optimizer.defaults["eps"] == optimizer.param_groups[0]["eps"]
+
+
+def test_other_code_says_so_on_resume(fork, text, tmp_path, capsys):
+    """In both directions; a log that could not be read is an error where it is written."""
+    args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]
+    train(*args, "--max-steps 1")
+    changed = fork("Dropout")
+    train(*args, "--max-steps 2 --resume --dropout 0.1")
+    assert "saved by other code, which differs in --dropout" in capsys.readouterr().out
+
+    def log_twice(step, training):
+        training.run.log(step, mine=1.0)
+        training.run.log(step, mine=2.0)
+
+    with pytest.raises(ValueError, match="'mine': needs one value per step"):
+        changed.main([*TINY, *words(*args), "--max-steps", "3"], before_step=log_twice)
+
+
 def test_documents_in_one_window_do_not_see_each_other(fork):
     changed = fork("Attention within documents")
     torch.manual_seed(0)
@@ -328,14 +370,12 @@ class UntiedGPT(GPT):
         self.register_buffer("flags", torch.tensor([True, False]))
         self.register_buffer("table", torch.arange(8.0), persistent=False)
 
-    def logits(self, x):
-        return self.head(x)
+    @property
+    def head_weight(self):
+        return self.head.weight
 
-    def forward(self, idx, targets=None):
-        logits = self.logits(self.hidden(idx) + self.table.sum() * self.flags.sum())
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    def hidden(self, idx, packing=None):
+        return super().hidden(idx, packing) + self.table.sum() * self.flags.sum()
 
 
 def test_every_tensor_of_another_model_is_saved_as_it_is(text, tmp_path, monkeypatch):
@@ -353,6 +393,8 @@ def test_every_tensor_of_another_model_is_saved_as_it_is(text, tmp_path, monkeyp
     train(*args, tmp_path / "resumed", "--resume")
     assert_same(tmp_path / "straight", tmp_path / "resumed")
     model = UntiedGPT.from_pretrained(checkpoint)
+    before = UntiedGPT.from_pretrained(tmp_path / "straight/step_000002")
+    assert (model.head.weight - before.head.weight).abs().mean() > 1e-4, "not trained"
     assert model.flags.tolist() == [True, False] and model.table.sum() == 28
 
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import train_gpt2
 from hellaswag import main
 from support import hellaswag
-from support.errors import UserError
-from tests.conftest import ROOT
+from support.errors import RunError, UserError
+from tests.conftest import ROOT, TINY, words
 from train_gpt2 import GPT, GPTConfig
 
 TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"  # written for these tests
@@ -186,6 +187,34 @@ def test_a_model_that_would_be_scored_wrongly_is_refused(kind, settings, message
     save_other_model(tmp_path, kind, **settings)
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         evaluate(tmp_path)
+
+
+def test_a_tokenizer_is_compared_without_its_special_tokens(model, tmp_path):
+    """And a vocabulary that lacks some of GPT-2's tokens is refused with GPT-2's tokenizer."""
+    for V, message in ((50257, None), (50000, "GPT-2's tokenizer")):
+        save_other_model(tmp_path, vocab_size=V)
+        for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+            shutil.copy(model[1] / name, tmp_path)
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["add_bos_token"] = True
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+            evaluate(tmp_path)
+
+
+def test_weights_that_are_not_finite_are_scored_and_sampled_in_a_line(text, tmp_path, capsys):
+    """A run whose weights overflowed ends with its own message, not within an evaluation."""
+
+    def overflow(step, training):
+        if step == 1:
+            training.model.wte.weight.data.fill_(torch.inf)
+
+    flags = "--max-steps 2 --seq-len 64 --eval-every 1 --hellaswag-every 1 --sample-every 1"
+    args = [*TINY, *words(flags, "--data", text, "--hellaswag-data", TASKS, "--log-dir", tmp_path)]
+    with pytest.raises(RunError, match="step 1: loss nan"):
+        train_gpt2.main(args, before_step=overflow)
+    printed = capsys.readouterr().out
+    assert "validation loss nan" in printed and "no samples: the model's logits are not" in printed
 
 
 def swap_tokens(content):

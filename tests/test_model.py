@@ -20,7 +20,14 @@ from support import loss as loss_module
 from support.devices import can_compile
 from support.errors import UserError
 from support.huggingface import CONV1D, gpt2_logits
-from support.loss import ChunkedLoss, CrossEntropy, ignores_padding, in_chunks, is_cross_entropy
+from support.loss import (
+    ChunkedLoss,
+    CrossEntropy,
+    has_plain_code,
+    ignores_padding,
+    in_chunks,
+    is_cross_entropy,
+)
 from train_gpt2 import GPT, GPTConfig, lm_head, next_token_loss
 
 SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
@@ -81,7 +88,8 @@ def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
     assert again.config == SMALL
     for (name, a), b in zip(ours.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b), name
-    assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 50256
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.eos_token_id == 50256 and tokenizer.model_max_length == SMALL.block_size
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "unequal permissions"
 
 
@@ -93,7 +101,9 @@ def test_older_and_sharded_files_load_too(reference, tmp_path):
     old.mkdir()
     (old / "config.json").write_text((folder / "config.json").read_text())
     state = {name: t.half() for name, t in theirs.transformer.state_dict().items()}
-    save_file(state | {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril()}, old / "model.safetensors")
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril()}
+    masks["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(state | masks, old / "model.safetensors")
     theirs.save_pretrained(tmp_path / "sharded", max_shard_size="1MB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     for other, tolerance in ((old, 1e-3), (tmp_path / "sharded", 0)):
@@ -164,6 +174,7 @@ def test_other_models_are_refused(tmp_path):
         ({"n_layer": 2}, "do not match"),
         ({"n_layer": "2"}, "needs n_layer"),
         ({"n_head": 5}, "n_head does not divide"),
+        ({"n_inner": 4 * 48}, None),
         ({}, None),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
@@ -242,7 +253,7 @@ def chunked(way):
         (next_token_loss, plain),
         (chunked(CrossEntropy), plain),
         (chunked(ChunkedLoss), plain),
-        (in_chunks(plain_smoothed), plain_smoothed),
+        (in_chunks(plain_smoothed, smoothed), plain_smoothed),
     ],
 )
 @pytest.mark.parametrize("padded", [False, True])
@@ -272,6 +283,13 @@ def test_only_plain_cross_entropy_gets_the_gradient_by_hand():
     def with_softcap(x, wte, targets):
         return F.cross_entropy(30 * torch.tanh(lm_head(x, wte) / 30), targets)
 
+    def warming_up(logits, targets):
+        return F.cross_entropy(logits, targets) + coefficient * logits.logsumexp(1).mean()
+
+    coefficient = 0.0
+    assert is_cross_entropy(partial(next_token_loss, loss_function=warming_up))
+    assert not has_plain_code(warming_up) and not has_plain_code(partial(F.cross_entropy))
+    assert has_plain_code(train_gpt2.training_loss)
     assert is_cross_entropy(next_token_loss) and ignores_padding(train_gpt2.training_loss)
     for change in (scaled, without_eot, smoothed):
         assert not is_cross_entropy(partial(next_token_loss, loss_function=change))
