@@ -42,6 +42,39 @@ def test_the_newest_checkpoint_speaks_greedily_or_by_seed(log_dir, capsys):
     assert outputs[0] == outputs[1] != outputs[2] and outputs[0].count("ROMEO:") == 2
 
 
+def test_another_tokenizer_is_left_to_transformers(log_dir, tmp_path, monkeypatch, capsys):
+    """So is a GPT-2 where this code computes something else. Both sample the same here."""
+    folder = tmp_path / "model"
+    shutil.copytree(log_dir / "step_000100", folder)
+    args = words(folder, "ROMEO: --temperature 0 --max-new-tokens 9 --device cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "is_gpt2", False)
+        sample.main(args)
+    merges = folder / "merges.txt"
+    merges.write_text(
+        merges.read_text().replace("#version: 0.2", "#version: 0.2, as others write it")
+    )
+    monkeypatch.setattr(GPT, "generate", None)
+    sample.main(args)
+    expected = capsys.readouterr().out
+    monkeypatch.undo()
+    assert expected == 2 * (greedy(log_dir, "ROMEO:", 9).rstrip("\n") + "\n")
+
+
+def test_text_streams_by_whole_characters_up_to_the_end_of_the_document(
+    log_dir, monkeypatch, capsys
+):
+    """A character may span several tokens; 50256 may be the prompt's own."""
+    tokens = iter([*get_tokenizer().encode_ordinary("naïve 東京 🙂"), 50256, 11, 12])
+
+    def generate(self, idx, n, *options):
+        return torch.cat([idx, torch.tensor([[next(tokens)]])], dim=1)
+
+    monkeypatch.setattr(GPT, "generate", generate)
+    sample.main(words(log_dir, "<|endoftext|>So", "--device cpu"))
+    assert capsys.readouterr().out == "Sonaïve 東京 🙂\n"
+
+
 def standard_input(text):
     return io.TextIOWrapper(io.BytesIO(text), encoding="utf-8")
 
