@@ -51,9 +51,7 @@ def test_another_tokenizer_is_left_to_transformers(log_dir, tmp_path, monkeypatc
         patch.setattr(GPT, "is_gpt2", False)
         sample.main(args)
     merges = folder / "merges.txt"
-    merges.write_text(
-        merges.read_text().replace("#version: 0.2", "#version: 0.2, as others write it")
-    )
+    merges.write_text(merges.read_text().replace("#version: 0.2", "#version: 0.2, other"))
     monkeypatch.setattr(GPT, "generate", None)
     sample.main(args)
     expected = capsys.readouterr().out
