@@ -294,6 +294,9 @@ def test_only_plain_cross_entropy_gets_the_gradient_by_hand():
     for change in (scaled, without_eot, smoothed):
         assert not is_cross_entropy(partial(next_token_loss, loss_function=change))
     assert not is_cross_entropy(with_softcap)
+    x, wte, targets = torch.randn(4, 48), torch.randn(90, 48), torch.arange(4)
+    by_chunks = in_chunks(with_softcap, train_gpt2.training_loss)(x.requires_grad_(), wte, targets)
+    assert by_chunks.item() == pytest.approx(with_softcap(x, wte, targets).item(), rel=1e-6)
     assert ignores_padding(scaled) and not ignores_padding(smoothed)
 
 
