@@ -35,7 +35,7 @@ def torchrun_ranks() -> tuple[int, int, int]:
 
 
 def flag(field_name: str) -> str:
-    """max_steps -> --max-steps"""
+    """The command-line flag for a setting: max_steps -> --max-steps."""
     return "--" + field_name.replace("_", "-")
 
 
@@ -143,10 +143,10 @@ def run(main: Callable[[], int | None]) -> None:
         status = 1 if isinstance(error, RunError) else 2
         if world_size > 1:  # a normal exit would wait for collectives that never complete
             os._exit(status)
-    else:
-        if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
-            atexit._run_exitfuncs()
-            os._exit(status)
+        sys.exit(status)
+    if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
+        atexit._run_exitfuncs()
+        os._exit(status)
     sys.exit(status)
 
 

@@ -87,7 +87,7 @@ def expand_segments(device: torch.device) -> None:
     """Lets CUDA's allocator grow its segments, unless the user has configured it.
 
     Segments of fixed sizes leave gaps between tensors, a gigabyte at the largest micro-batches. It
-    is too late for the environment variable: torch may have read it when it was imported."""
+    may be too late for the environment variable, which torch reads when it is imported."""
     configured = any(f"PYTORCH_{name}ALLOC_CONF" in os.environ for name in ("", "CUDA_"))
     if configured or not torch.version.cuda or sys.platform != "linux":
         return
