@@ -8,9 +8,8 @@
     torchrun --standalone --nproc_per_node=8 bench.py        # a step on eight ranks
 
 A measurement is a training run of --steps steps after 10 warm-up steps, of one micro-batch of B x T
-tokens per rank; ms, tok/s and MFU are medians from its log.txt. Ladder and report start a process
-for each. The model: preset gpt2 with B = 16 on CUDA, elsewhere shakespeare with 512 tokens per
-step."""
+tokens per rank; ms, tok/s and MFU are medians from its log.txt. The model: preset gpt2 with B = 16
+on CUDA, elsewhere shakespeare with 512 tokens per step."""
 
 import io
 import json
@@ -25,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -50,8 +50,8 @@ from support.tokenizer import VOCAB_SIZE
 from train_gpt2 import GPT, GPTConfig, Ranks, TrainConfig, Training, new_model
 
 ROOT = Path(__file__).parent
-# ms per step on an A100 with B = 16, T = 1024, from Karpathy 2024, "Let's reproduce GPT-2 (124M)".
-# Each rung keeps the changes of the rungs before it, except ours.
+# Each rung keeps the changes of those before it, except ours. ms per step on an A100 with B = 16,
+# T = 1024, from Karpathy 2024, "Let's reproduce GPT-2 (124M)".
 RUNGS: dict[str, int | None] = {
     "float32": 1000,  # matmuls in float32
     "bf16": 300,  # autocast to bfloat16
@@ -141,7 +141,7 @@ class PlainGPT(GPT):
 
 
 def precision_of(run: TrainConfig) -> tuple[torch.dtype, str]:
-    """As devices.choose_precision for such a run."""
+    """devices.choose_precision for such a run."""
     device = devices.choose_device(run.device)
     with torch.device("meta"):  # allocates nothing
         parameters = new_model(run, Ranks(0, 1, device)).num_parameters()
@@ -152,8 +152,7 @@ def rungs_of(flags: list[str]) -> list[str]:
     """The rungs that apply: bf16 and compile only where train_gpt2.py uses them on this device."""
     run = train_gpt2.read_config(flags)
     names = list(RUNGS)
-    dtype, _ = precision_of(run)
-    if dtype != torch.bfloat16:
+    if precision_of(run)[0] != torch.bfloat16:
         names.remove("bf16")
     if not run.compile:
         names.remove("compile")
@@ -167,19 +166,18 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
         raise UserError(f"--rung {rung}: train_gpt2.py does not use it on this device")
     ours = rung == "ours"
     changes = []  # those of this rung and the ones before it
+    model = None
     if not ours:
         changes = names[: names.index(rung) + 1]
         dtype = "bfloat16" if "bf16" in changes else "float32"
         flags = [*flags, "--no-compile", "--dtype", dtype]
+        cpu = Ranks(0, 1, torch.device("cpu"))
+        model = PlainGPT(new_model(train_gpt2.read_config(flags), cpu).config, changes)
     run = train_gpt2.read_config(flags)
     rank, local_rank, world_size = cli.torchrun_ranks()
     device = devices.choose_device(run.device, local_rank, world_size)
     last = WARMUP + steps
     profiled = 3 if ours else 0  # one more to start the profiler, and two for it
-    model = None
-    if not ours:
-        shape = new_model(run, Ranks(0, 1, torch.device("cpu"))).config
-        model = PlainGPT(shape, changes)
     result = {
         "rung": rung,
         "changes": changes,
@@ -228,7 +226,7 @@ def measure(flags: list[str], rung: str, steps: int) -> Row:
 
 
 def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
-    """Milliseconds per step by part, from the events of two steps: of kernels, or on a CPU.
+    """Milliseconds per step by part, from the events of two steps.
 
     An operation belongs to the first part whose pattern matches its name and input shapes, or those
     of a caller. The rest of a step is waiting for Python, launches and data."""
@@ -257,17 +255,16 @@ def time_by_part(events: Any, step_ms: float, C: int) -> dict[str, float]:
 def largest_kernels(events: Any) -> list[tuple[str, float, float]]:
     """(name, calls, ms) per step of the 40 that take longest, from the events of two steps.
 
-    On a CPU: of operations, without those that they call."""
+    On a CPU they are operations, without those that they call."""
     events = [e for e in events if not e.is_user_annotation]  # such as the profiler's own steps
     kernels = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU]
-    sums = {}  # [calls, ms] by name
+    calls: Counter = Counter()
+    ms: Counter = Counter()
     for e in kernels or events:
         us = e.time_range.elapsed_us() if kernels else e.self_cpu_time_total
-        row = sums.setdefault(e.name, [0.0, 0.0])
-        row[0] += 1 / 2
-        row[1] += us / 2e3
-    rows = [(name, calls, ms) for name, (calls, ms) in sums.items()]
-    return sorted(rows, key=lambda row: row[2], reverse=True)[:40]
+        calls[e.name] += 1 / 2
+        ms[e.name] += us / 2e3
+    return [(name, calls[name], total) for name, total in ms.most_common(40)]
 
 
 def measure_machine(flags: list[str]) -> Row:
@@ -281,9 +278,9 @@ def measure_machine(flags: list[str]) -> Row:
         "device": description,
         "CPU": f"{cpu[1] if cpu else platform.processor()}, {os.cpu_count()} cores",
         "software": f"torch {torch.__version__}, Python {platform.python_version()}",
+        **devices.gpu_software(device, dtype),
     }
     n, size = (8192, 2**30) if device.type == "cuda" else (1024, 2**28)
-    machine |= devices.gpu_software(device, dtype)
     for precision in {torch.float32, dtype}:
         rate = devices.matmul_flops(device, precision, n)
         machine[f"{precision} matmul, {n} x {n}"] = f"{rate / 1e12:,.3g} TFLOP/s"
@@ -298,7 +295,7 @@ def measure_machine(flags: list[str]) -> Row:
 
 
 def run_process(*args: Any) -> str:
-    """The output of `python ARGS`; a RunError has its last line, or says that it took too long."""
+    """The output of `python ARGS`. A RunError has its last line."""
     command = [sys.executable, *map(str, args)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
@@ -339,7 +336,7 @@ def job_run(flags: list[str], log_dir: Path) -> Row:
 
 
 def jobs_of(config: BenchConfig, flags: list[str]) -> dict[str, Callable[[], Row]]:
-    """The jobs of the ladder or the report; those that teach most come first."""
+    """The jobs of the ladder or the report, most informative first."""
     names, steps = rungs_of(flags), config.steps
     ladder = {f"ladder/{name}": partial(job_rung, flags, name, steps) for name in names}
     if config.ladder:
@@ -373,8 +370,7 @@ def read_results(path: Path, of: str) -> dict[str, Row]:
             except (ValueError, TypeError, KeyError):
                 raise UserError(f"{path}: damaged; remove the line {line[:40]!r}") from None
             if other != of:
-                problem = f"is from {other}, but this run is {of}"
-                raise UserError(f"{path} {problem}: use another folder")
+                raise UserError(f"{path} is from {other}, but this run is {of}: use another folder")
     return rows
 
 
@@ -383,16 +379,15 @@ def work(config: BenchConfig, flags: list[str]) -> dict[str, Row]:
     began = time.monotonic()
     folder = Path(config.report)
     path = folder / "results.jsonl"
-    run = train_gpt2.read_config(flags)
-    dtype, description = precision_of(run)
+    dtype, description = precision_of(train_gpt2.read_config(flags))
     chip = description.rpartition(",")[0]  # without the reason, which may be measured
     of = f"{chip}, {dtype}; {shlex.join(flags)}; --steps {config.steps}"
     jobs = jobs_of(config, flags)
-    rows = {}
     wanted = config.only.replace(",", " ").split() or [""]  # "" is part of every name
     for word in wanted:
         if not any(word in name for name in jobs):
             raise UserError(f"--only {word}: not in any of {', '.join(jobs)}")
+    rows = {}
     if config.report:
         folder.mkdir(parents=True, exist_ok=True)
         rows = read_results(path, of)

@@ -57,7 +57,7 @@ class ShardConfig:
     template: str = ""  # instead of one column: joins several, as in "{question}\n{answer}"
     out: str = "edu_fineweb10B"  # folder for the shards
     shard_size: int = 0  # tokens per shard; 0: 100 million, or about a tenth of a shorter text
-    workers: int = 0  # number of tokenizing processes; 0: one per core
+    workers: int = 0  # tokenizing processes; 0: one per core
     max_shards: int = 0  # stop after this many, validation included; 0: no limit
     pretokenized: int = 0  # instead of text: download this many tokenized shards of FineWeb-Edu
     verify: bool = False  # only check the shards in --out against its manifest.json
@@ -115,8 +115,8 @@ class Folder:
         for index, shard in enumerate(self.shards):
             path = out / shard["name"]
             if not path.exists():
-                # Make it and all later ones again. Only the state after the last shard is known,
-                # so read the text from its start, and skip the tokens of the earlier ones.
+                # Make it and all later ones again. Only the state after the last shard is known:
+                # read the text from its start, skipping the tokens of earlier shards.
                 del self.shards[index:]
                 self.manifest |= START | {"used": tokens}
                 break
@@ -169,9 +169,9 @@ class Folder:
             self.save(state)
             return
         path = self.out / self.next_name
-        length = sum(len(part) for part in parts)
-        header = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
-        # Part by part: np.save would first need a copy of the whole shard.
+        shape = (sum(map(len, parts)),)
+        header = {"descr": "<u2", "fortran_order": False, "shape": shape}
+        # Part by part: np.save would need a copy of the whole shard.
         with atomic_path(path) as unfinished, open(unfinished, "wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(part.data for part in parts)
@@ -193,7 +193,7 @@ def verify(out: Path) -> None:
     listed = {shard["name"]: shard["sha256"] for shard in shards}
     suffixes = (".npy", ".bin", ".partial")
     found = {path.name: sha256(path) for path in out.glob("*") if path.suffix in suffixes}
-    names = sorted({name for name, _ in found.items() ^ listed.items()})  # on one side only
+    names = sorted({name for name, _ in found.items() ^ listed.items()})
     if names or not listed:
         raise UserError(f"{out}: does not match manifest.json: {', '.join(names) or 'no shards'}")
     print(f"{len(listed)} shards: all checksums match")
@@ -204,9 +204,9 @@ def cut(
 ) -> Iterator[tuple[list[np.ndarray], dict[str, Any]]]:
     """Cuts the text into shards of `size` tokens. Yields (parts of a shard, the state after it).
 
-    batches: the position before each, its tokens and its number of empty texts.
-    validation: stream 0 is a validation split, all of which becomes shard 0.
-    A full shard is held back until another token arrives: only the last one's state is complete."""
+    batches: results of texts.tokenize(). validation: stream 0 is a validation split, all of which
+    becomes shard 0. A full shard is held back until another token arrives: only the last one's
+    state is complete."""
     used = folder.manifest["used"]
     skipped = folder.manifest["skipped"]
     parts: list[np.ndarray] = []
@@ -240,28 +240,20 @@ def cut(
 
 def make_shards(config: ShardConfig, folder: Folder) -> None:
     """Makes the shards of --input or --dataset."""
-    # What the shards depend on. Recorded in the manifest; must not change on resume.
-    options: dict[str, Any] = {"text_column": config.text_column, "template": config.template}
+    columns = {"text_column": config.text_column, "template": config.template}
     if config.input:
-        paths = texts.find_files(config.input)
-        opener = partial(texts.open_files, paths, config.text_column, config.template)
-        options["source"] = "files"
+        options: dict[str, Any] = {"source": "files"}
+        opener = partial(texts.open_files, texts.find_files(config.input), **columns)
     else:
         dataset = config.dataset or FINEWEB
         configuration = config.config if config.dataset else config.name
-        options["split"] = config.split
-        options["config"] = configuration
-        opener = partial(
-            texts.open_dataset,
-            dataset,
-            commit=folder.manifest.get("commit"),
-            config=configuration,
-            split=config.split,
-            text_column=config.text_column,
-            template=config.template,
-        )
-        options["source"] = "folder" if Path(dataset).is_dir() else dataset
+        part = {"config": configuration, "split": config.split}
+        options = part | {"source": "folder" if Path(dataset).is_dir() else dataset}
+        commit = folder.manifest.get("commit")
+        opener = partial(texts.open_dataset, dataset, commit, **part, **columns)
+    # What the shards depend on. Recorded in the manifest; must not change on resume.
     # world_size: earlier versions also worked under torchrun
+    options |= columns
     options |= {"world_size": 1, "batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
     if config.shard_size:
         options["shard_size"] = config.shard_size
@@ -270,11 +262,11 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         return  # a commit doesn't change: no need to ask the Hub
     workers = config.workers or os.cpu_count() or 1
     with closing(texts.tokenized(workers, opener, folder.manifest["position"])) as batches:
-        facts = next(batches)
-        tokens = facts.pop("tokens")  # estimated from file sizes
+        options |= next(batches)
+        tokens = options.pop("tokens")  # estimated from file sizes
         tenth = int(float(f"{tokens / 10 + 1:.0e}"))  # to one digit
         size = config.shard_size or min(tenth, 10**8)
-        options |= facts | {"shard_size": size}
+        options["shard_size"] = size
         folder.check(options)
         if folder.finished:
             return
@@ -309,7 +301,7 @@ def fetch_pretokenized(number: int, folder: Folder) -> None:
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(ShardConfig, args=args)
-    # Given but empty, as from an unset shell variable: must not mean the default, FineWeb-Edu.
+    # Given but empty, as from an unset shell variable, must not mean FineWeb-Edu.
     for name in ("input", "dataset"):
         if flag(name) in (sys.argv if args is None else args) and not getattr(config, name):
             raise UserError(f"{flag(name)}: has no value")

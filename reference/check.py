@@ -23,9 +23,8 @@ from support.cli import flag, parse_args, run
 from support.errors import UserError
 from support.run_log import last_start, log_lines, run_entries
 
-ROOT = Path(__file__).parents[1]
-# With the seed of the reference, the first losses must be the same up to rounding: at least ten
-# times what ranks, micro-batches and compilation were seen to change (README.md), by precision.
+# With the reference's seed the first losses must be the same up to rounding: at least ten times
+# what ranks, micro-batches and compilation changed (README.md).
 FIRST_STEPS = 20
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 LOSSES = ("train", "val")  # streams
@@ -35,18 +34,15 @@ SHARED = ("data", "init", "seq_len", "n_layer", "n_head", "n_embd")
 RECIPE = ("optimizer", "schedule", "max_lr", "min_lr", "warmup_steps", "warmdown_steps", "beta2")
 RECIPE += ("weight_decay", "grad_clip", "total_batch_size", "max_steps", "shuffle")
 
-# nanoGPT's console output: an evaluation, or an iteration; a setting; its names for ours.
+# nanoGPT's console output: an evaluation or an iteration; a setting; its names for ours.
 NUMBER = r"(-?\d+\.\d+|-?inf|nan)"
 NANOGPT_LOSS = re.compile(
     rf"step (\d+): train loss .*, (val) loss {NUMBER}\s|iter (\d+): loss {NUMBER},"
 )
-NANOGPT_SETTING = re.compile(
-    r"^(?:Overriding: )?(\w+) *= *['\"]?(?!resume)([\w.+-]+)", re.MULTILINE
-)
+NANOGPT_SETTING = re.compile(r"(?m)^(?:Overriding: )?(\w+) *= *['\"]?(?!resume)([\w.+-]+)")
 NANOGPT_NAMES = {"dataset": "data", "init_from": "init", "block_size": "seq_len"}
 NANOGPT_NAMES |= {"learning_rate": "max_lr", "warmup_iters": "warmup_steps"}
 NANOGPT_NAMES |= {"max_iters": "max_steps"}
-
 
 Value = tuple[str, int, float, float, float]  # what, step, value, lowest and highest allowed
 
@@ -93,20 +89,21 @@ def read_run(path: Path) -> Run:
 
 
 def nanogpt_config(head: str) -> dict[str, Any]:
-    """Settings from the head of nanoGPT's output, which shows only those that were changed."""
+    """Settings in the head of nanoGPT's output, which shows only changed ones."""
     batch = re.search(r"tokens per iteration will be: ([1-9][\d,]*)\s", head)
     if not batch:
         return {}
     config: dict[str, Any] = {"data": "openwebtext"}
     for name, value in NANOGPT_SETTING.findall(head):
         config[NANOGPT_NAMES.get(name, name)] = value
-    return config | {"total_batch_size": int(batch[1].replace(",", ""))}
+    config["total_batch_size"] = int(batch[1].replace(",", ""))
+    return config
 
 
 def tolerances(starts: list[dict[str, Any]]) -> list[float]:
     """How far each of the first losses may be off: by the coarsest precision up to its step.
 
-    inf for another precision, such as float16, whose first updates are skipped."""
+    inf for others, such as float16, whose first updates are skipped."""
     found = [math.inf] * FIRST_STEPS
     for start in starts:  # each replaces the steps of earlier ones from its first step on
         device = start.get("device", "")
@@ -128,7 +125,7 @@ def read_bounds(path: Path) -> Iterator[tuple[int, str, float, float]]:
 
 
 def first_losses(run: Run, other: Run) -> Iterator[Value]:
-    """The first losses, with bounds around those of another run with the same seed."""
+    """The first losses, with bounds around those of a run with the same seed."""
     widths = map(max, tolerances(run.starts), tolerances(other.starts))
     for step, width in enumerate(widths):
         value = run.streams.get("train", {}).get(step)
@@ -150,7 +147,7 @@ def bounded_values(run: Run, bounds: Path, batch: int) -> Iterator[Value]:
             steps = range(previous, step)
             previous = step
         values = run.streams.get(stream, {})
-        # Only if a step of this run ends there, and no loss is missing: it may log every tenth.
+        # Only if a step of this run ends there and no loss is missing (a log of every tenth).
         if rest == 0 and steps and all(s in values for s in steps):
             yield stream, step, statistics.fmean(values[s] for s in steps), low, high
             reached[stream] = (steps, low, high)
@@ -164,11 +161,10 @@ def bounded_values(run: Run, bounds: Path, batch: int) -> Iterator[Value]:
                 yield f"{stream}, at the end,", latest[-1], mean, 0.0, limit
 
 
-def compare(run: Run, reference: Path) -> tuple[bool, str]:
-    """(whether a run matches, a report of the verdict and what it rests on)."""
+def matches(run: Run, reference: Path) -> bool:
+    """Prints what the verdict rests on, and the verdict."""
     entries = run_entries(reference)
     name = reference.name
-    report = ""
     if not entries:
         raise UserError(f"{reference}: not a reference; choose reference/shakespeare or gpt2")
     theirs = entries[-1].get("config", {})
@@ -179,23 +175,25 @@ def compare(run: Run, reference: Path) -> tuple[bool, str]:
         raise UserError(f"{reference}: its run.json lacks {missing}; copy that of a run")
     assumed = " ".join(f"{flag(key)} {ours[key]}" for key in needed if key not in run.config)
     if assumed:
-        report = f"not in the log, so assumed as in {name}: {assumed}\n"
+        print(f"not in the log, so assumed as in {name}: {assumed}")
     for key in SHARED:
         if not same(ours[key], theirs[key]):
             value = Path(str(ours[key])).name
             expected = Path(str(theirs[key])).name
-            return False, f"{report}no reference for {flag(key)} {value}: {name} has {expected}"
+            print(f"no reference for {flag(key)} {value}: {name} has {expected}")
+            return False
     changed = ", ".join(
         f"{flag(key)} {ours[key]} ({theirs[key]})"
         for key in RECIPE
         if key in theirs and not same(ours[key], theirs[key])
     )
     if changed:
-        report += f"settings unlike {name}'s: {changed}\n"
+        print(f"settings unlike {name}'s: {changed}")
     for stream in LOSSES:
         for step, value in run.streams.get(stream, {}).items():
             if not math.isfinite(value):
-                return False, f"{report}step {step}: {stream} {value}: does not match {name}"
+                print(f"step {step}: {stream} {value}: does not match {name}")
+                return False
 
     values = []
     if run.config.get("seed", "unknown") == theirs.get("seed"):
@@ -209,14 +207,14 @@ def compare(run: Run, reference: Path) -> tuple[bool, str]:
         elif step > 0:  # step 0 is the untrained model
             inside.setdefault(what, []).append((step, (high - low) / 2))
     if outside:
-        count = f"{len(outside)} of {len(values)} values are outside"
-        return False, f"{report}{outside[0]}\n{count}: does not match {name}"
-    if not inside:
-        return False, f"{report}no value after step 0 that {name} has: not compared"
+        print(outside[0])
+        print(f"{len(outside)} of {len(values)} values are outside: does not match {name}")
+        return False
     for what, found in inside.items():
         tolerance = max(width for _, width in found)
-        report += f"{what} {len(found)} values to step {found[-1][0]}, within {tolerance:.2g}\n"
-    return True, f"{report}matches {name}"
+        print(f"{what} {len(found)} values to step {found[-1][0]}, within {tolerance:.2g}")
+    print(f"matches {name}" if inside else f"no value after step 0 that {name} has: not compared")
+    return bool(inside)
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -235,10 +233,8 @@ def main(args: list[str] | None = None) -> int:
         preset = checked.config.get("preset", "gpt2")
         if preset == "auto":
             preset = "shakespeare" if checked.config.get("data", "").endswith(".txt") else "gpt2"
-        reference = ROOT / "reference" / preset
-    matches, report = compare(checked, reference)
-    print(report)
-    return 0 if matches else 1
+        reference = Path(__file__).parent / preset
+    return 0 if matches(checked, reference) else 1
 
 
 if __name__ == "__main__":

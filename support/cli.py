@@ -22,7 +22,7 @@ HINTS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space")
 
 
 def torchrun_ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) without either."""
+    """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) without."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 0, 0, 1
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
@@ -140,17 +140,10 @@ def run(main: Callable[[], int | None]) -> None:
         if message is None:
             raise
         print_error(message, rank, world_size, lost=isinstance(error, LostRank))
-        exit_after_error(1 if isinstance(error, RunError) else 2, world_size)
-    exit_normally(status)
-
-
-def exit_after_error(status: int, world_size: int) -> None:
-    if world_size > 1:  # a normal exit would wait for collectives that never complete
-        os._exit(status)
-    sys.exit(status)
-
-
-def exit_normally(status: int) -> None:
+        status = 1 if isinstance(error, RunError) else 2
+        if world_size > 1:  # a normal exit would wait for collectives that never complete
+            os._exit(status)
+        sys.exit(status)
     if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
         atexit._run_exitfuncs()
         os._exit(status)
@@ -186,8 +179,8 @@ def message_for_user(error: Exception) -> str | None:
 def print_error(message: str, rank: int, world_size: int, lost: bool) -> None:
     """Prints the `error: ` line, once where all ranks fail alike. lost: another rank has exited.
 
-    Rank 0 prints at once and exits, whereupon torchrun ends the others. They wait for that, and
-    print their line only if they are still here, because rank 0 did not fail."""
+    Rank 0 prints at once and exits, so torchrun ends the others. They wait for that first: if they
+    are still here, rank 0 did not fail."""
     if world_size > 1 and (rank > 0 or lost):
         if lost and received:  # torchrun is already ending this rank because another one failed
             return

@@ -20,15 +20,14 @@ from support.errors import UserError, first_line
 
 def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torch.device:
     """The device that --device asks for; auto: the first available. Prepares the process for it."""
-    present = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available() and world_size == 1,  # it has no process group
-        "cpu": True,
-    }
-    available = [kind for kind in present if present[kind]]
+    available = ["cpu"]
+    if torch.backends.mps.is_available() and world_size == 1:  # it has no process group
+        available.insert(0, "mps")
+    if torch.cuda.is_available():
+        available.insert(0, "cuda")
     kind = available[0] if device == "auto" else device
     problem = ""
-    if device in ("auto", "cuda") and not present["cuda"]:
+    if device in ("auto", "cuda") and "cuda" not in available:
         problem = unused_gpu()
     if kind not in available:
         choice = f"not available for {world_size} processes; choose {', '.join(available)}"
@@ -38,8 +37,9 @@ def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torc
     if problem:
         warn(f"{problem}; continuing on the CPU")
     if kind == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            problem = f"{torch.cuda.device_count()} GPUs for more than {local_rank} processes"
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            problem = f"{count} GPUs for more than {local_rank} processes"
             raise UserError(f"{problem}: lower --nproc_per_node")
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
@@ -86,8 +86,8 @@ def unused_gpu() -> str:
 def expand_segments(device: torch.device) -> None:
     """Lets CUDA's allocator grow its segments, unless the user has configured it.
 
-    Segments of fixed sizes leave gaps between tensors, a gigabyte at the largest micro-batches. A
-    call works at any time; the variables may have been read when torch was imported."""
+    Segments of fixed sizes leave gaps between tensors, a gigabyte at the largest micro-batches. It
+    may be too late for the environment variable, which torch reads when it is imported."""
     configured = any(f"PYTORCH_{name}ALLOC_CONF" in os.environ for name in ("", "CUDA_"))
     if configured or not torch.version.cuda or sys.platform != "linux":
         return
@@ -127,7 +127,7 @@ def pad_length(idx: Tensor, longest: int) -> Tensor:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The states of the random number generators of the CPU and the device, by type."""
+    """The states of the CPU's and the device's random number generators, by type."""
     state = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device.type).get_rng_state()
@@ -154,16 +154,15 @@ def peak_memory() -> int | None:
 
 
 def reset_peak_memory() -> None:
-    """On a CUDA device: peak_memory() counts from here on."""
+    """On a CUDA device, makes peak_memory() count from here on."""
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
 
 
 def gpu_software(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
-    """On a CUDA device, versions on which speed depends, and the attention kernel that torch picks.
+    """What speed depends on, on a CUDA device: versions, and the attention kernel torch picks.
 
-    dtype: of matmuls. cuDNN's attention comes with wheels for CUDA 13, FlashAttention-2 with those
-    for 12.6."""
+    Wheels for CUDA 13 have cuDNN's attention, those for 12.6 FlashAttention-2."""
     if device.type != "cuda":
         return {}
     q = torch.empty(1, 12, 1024, 64, device=device, dtype=dtype, requires_grad=True)
@@ -183,7 +182,8 @@ def choose_precision(
 ) -> tuple[torch.dtype, str]:
     """(dtype of matmuls, a line with device, dtype and the reason for it)
 
-    dtype: --dtype. parameters: of the model. before: str(dtype) of a run that is resumed."""
+    dtype: --dtype. before: str(dtype) of a run that is resumed."""
+    before = before and before.removeprefix("torch.")
     chip = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
@@ -193,8 +193,7 @@ def choose_precision(
     if dtype != "auto":
         name, reason = dtype, "as requested"
     elif device.type == "cuda":
-        # Not is_bf16_supported(): it is true for chips that emulate bfloat16, slower than float16
-        # (T4, V100).
+        # is_bf16_supported() is also true for chips that emulate it slowly (T4, V100).
         if torch.cuda.get_device_capability(device) >= (8, 0):
             name, reason = "bfloat16", "supported by the chip"
         else:
@@ -204,21 +203,20 @@ def choose_precision(
     elif parameters < LARGE:
         name, reason = "float32", "the same losses on every CPU, to rounding"
     elif before:
-        name, reason = before.removeprefix("torch."), "as in the checkpoint"
+        name, reason = before, "as in the checkpoint"
     else:
         speedup = matmul_flops(device, torch.bfloat16) / matmul_flops(device, torch.float32)
         name = "bfloat16" if speedup >= 1.3 else "float32"
         reason = f"bfloat16 matmuls are {speedup:.2g} times as fast as float32's"
-    if before not in (None, f"torch.{name}"):
-        reason += f"; {before.removeprefix('torch.')} so far"
+    if before not in (None, name):
+        reason += f"; {before} so far"
     return getattr(torch, name), f"{device} ({chip}), {name}: {reason}"
 
 
-# Dense 16-bit tensor-core peaks in TFLOP/s with float32 accumulation, by torch.cuda.get_device_name
-# without the vendor. Names are exact, since variants differ (H100 NVL, H100 SXM); other chips are
-# measured. Sources: data sheets of NVIDIA (half of "with sparsity") and AMD; for GeForce the
-# architecture white papers ("FP16 Tensor TFLOPS with FP32 Accumulate"). RTX PRO 6000: an
-# eighth of NVIDIA's 4,030 and 3,511 "AI TOPS", as 165.2 is of the RTX 4090's 1,321.
+# Dense 16-bit TFLOP/s with float32 accumulation, by torch.cuda.get_device_name without the vendor.
+# Names are exact, since variants differ (H100 NVL, H100 SXM); other chips are measured. Sources:
+# data sheets of NVIDIA (half of "with sparsity") and AMD; GeForce: white papers ("FP16 Tensor
+# TFLOPS with FP32 Accumulate"). RTX PRO 6000: an eighth of its "AI TOPS", as for the RTX 4090.
 # fmt: off
 PEAK_TFLOPS = {
     "GB300": 2500, "B300 SXM6 AC": 2250, "GB200": 2500, "B200": 2250, "GH200 480GB": 990,
@@ -229,8 +227,8 @@ PEAK_TFLOPS = {
     "RTX PRO 6000 Blackwell Workstation Edition": 503.8,
     "RTX PRO 6000 Blackwell Max-Q Workstation Edition": 438.9,
     "RTX 6000 Ada Generation": 364, "RTX A6000": 155, "GeForce RTX 5090": 209.5,
-    "GeForce RTX 4090": 165.2, "GeForce RTX 3090 Ti": 80,
-    "GeForce RTX 3090": 71, "V100-SXM2-16GB": 125, "V100-SXM2-32GB": 125, "V100-PCIE-16GB": 112,
+    "GeForce RTX 4090": 165.2, "GeForce RTX 3090 Ti": 80, "GeForce RTX 3090": 71,
+    "V100-SXM2-16GB": 125, "V100-SXM2-32GB": 125, "V100-PCIE-16GB": 112,
     "V100-PCIE-32GB": 112, "V100S-PCIE-32GB": 130, "T4": 65, "AMD Instinct MI355X": 2500,
     "AMD Instinct MI350X": 2300, "AMD Instinct MI325X": 1307, "AMD Instinct MI300X": 1307,
 }
@@ -238,7 +236,7 @@ PEAK_TFLOPS = {
 
 
 def data_sheet_flops(name: str) -> float | None:
-    """16-bit tensor-core FLOP/s by torch.cuda.get_device_name; None if not in PEAK_TFLOPS."""
+    """FLOP/s from PEAK_TFLOPS by torch.cuda.get_device_name; None if it isn't there."""
     tflops = PEAK_TFLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
     return tflops and tflops * 1e12
 

@@ -1,8 +1,8 @@
 """log.txt and run.json: what a run records about itself. Does not import torch.
 
-log.txt has one `step stream value` per line and is only appended to; a resumed run first removes
-the lines that it will write again. run.json is a list with one entry per start. Both may hold
-several runs, one after the other; readers want the last one."""
+log.txt has one `step stream value` per line; a resumed run first removes the lines that it will
+write again. run.json is a list with one entry per start. Both may hold several runs, one after the
+other; readers want the last one."""
 
 import contextlib
 import hashlib
@@ -68,7 +68,7 @@ def format_line(step: int, stream: str, value: float) -> str:
 
 
 def end_log(path: Path) -> int:
-    """Ends a line that a kill cut short, or the next one would be lost. Returns the lines."""
+    """Ends a line that a kill cut short, or it would spoil the next. Returns the line count."""
     content = path.read_bytes() if path.exists() else b""
     if content and not content.endswith(b"\n"):
         with open(path, "ab") as file:
@@ -79,8 +79,8 @@ def end_log(path: Path) -> int:
 def trim_log(path: Path, begin: int | None, step: int) -> tuple[int, dict[str, float]]:
     """Removes what a run that continues from `step` will log again.
 
-    begin: the number of lines before this run; None if unknown. Returns that number, and the
-    evaluations at `step`, which stay: {stream: value}."""
+    begin: the number of lines before this run; None if unknown. Returns it, and the evaluations at
+    `step`, which stay: {stream: value}."""
     lines = log_lines(path)
     if begin is None:
         begin = last_start(lines)
@@ -99,14 +99,12 @@ def trim_log(path: Path, begin: int | None, step: int) -> tuple[int, dict[str, f
 def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
     """The entries of run.json, oldest first; [] without one."""
     path = Path(log_dir) / "run.json"
-    try:
+    if not path.exists():
+        return []
+    with contextlib.suppress(ValueError, TypeError, KeyError):
         entries = json.loads(path.read_text(encoding="utf-8"))
         if type(entries) is list and all(type(entry["config"]) is dict for entry in entries):
             return entries
-    except FileNotFoundError:
-        return []
-    except (ValueError, TypeError, KeyError):
-        pass
     raise UserError(f"{path}: not a list of a run's starts; move it away")
 
 

@@ -36,7 +36,7 @@ class Stream(NamedTuple):
 
     name: str  # for messages
     kind: str  # "dataset", or a file's suffix
-    columns: list[str]  # that hold the text: one, unless a template joins several; not in txt, md
+    columns: list[str]  # that hold the text: one, unless a template joins several
     template: str  # "" for a single column
     open: Any  # () -> datasets.IterableDataset; None outside the reader
 
@@ -90,13 +90,12 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
     """The files that --input names, in this order; those of a folder or pattern by name."""
     paths: list[str] = []
     for pattern in patterns:
-        if Path(pattern).is_file():  # its name may contain [
-            found = [pattern]
-        elif pattern and Path(pattern).is_dir():
+        found = []
+        if pattern and Path(pattern).is_dir():
             found = find_in_folder(Path(pattern), is_text)
-        else:
+        elif not Path(pattern).is_file():  # its name may contain [
             found = sorted(glob.glob(pattern, recursive=True))
-        paths += found or [pattern]  # the pattern: reported below
+        paths += found or [pattern]  # a file, or reported below
     for path in paths:
         if "::" in os.path.abspath(path):
             raise UserError(f"--input {path}: `datasets` splits paths at '::'; rename it")
@@ -165,8 +164,7 @@ def facts_about(name: str, paths: list[str], commit: str | None) -> dict[str, An
             parent = os.path.commonpath([os.path.dirname(path) for path, _, _ in files])
             for file in files:
                 file[0] = Path(file[0]).relative_to(parent).as_posix()
-    tokens = int(text_bytes / 4.5)  # bytes per token of English
-    return {"commit": commit, "files": files, "tokens": tokens}
+    return {"commit": commit, "files": files, "tokens": int(text_bytes / 4.5)}  # of English
 
 
 def parquet_options(columns: list[str]) -> dict[str, Any]:
@@ -191,21 +189,15 @@ def open_files(paths: list[str], text_column: str, template: str) -> tuple[dict,
             "index_col": False,  # columns don't shift if rows are longer than the header
             "chunksize": 1000,  # rows
         },
-        "jsonl": {},  # read as lines of text, which document() parses
-        "txt": {"sample_by": "document"},  # not one row per line
-        "md": {"sample_by": "document"},
+        "jsonl": {"path": "text"},  # lines, which document() parses
+        "txt": {"path": "text", "sample_by": "document"},  # not one row per line
+        "md": {"path": "text", "sample_by": "document"},
     }
     streams = {}
     for index, path in enumerate(paths):
         kind = SUFFIX.search(path)[1].lower()
-        opener = partial(
-            load_dataset,
-            kind if kind in ("parquet", "csv") else "text",
-            data_files=[glob.escape(path)],
-            split="train",
-            streaming=True,
-            **options[kind],
-        )
+        settings = {"path": kind, "split": "train", "streaming": True, **options[kind]}
+        opener = partial(load_dataset, data_files=[glob.escape(path)], **settings)
         streams[index] = Stream(path, kind, columns, template, opener)
     return facts_about("--input", paths, None), streams
 
@@ -284,23 +276,22 @@ def open_dataset(
 def read(connection: Connection, opener: Callable, position: list) -> None:
     """The reader process: sends the facts, (position, Stream, rows) of each batch, then None.
 
-    It starts at `position`: [index of the stream, state of its dataset, number of its rows before].
-    Exceptions are sent as well: receive() raises them."""
+    position: where to start: [index of the stream, state of its dataset, number of rows before].
+    Exceptions are sent as well, for receive() to raise."""
     start_child()
     set_up_datasets()
     try:
         facts, streams = opener()
         connection.send(facts)
-        first, state, row = position
+        first, *place = position
         for index, stream in streams.items():
             if index < first:
                 continue  # all of it is in shards
-            if index > first:  # read from its start
-                state = None
-                row = 0
+            if index > first:
+                place = [None, 0]  # its start
             sent_stream = stream._replace(open=None)  # workers open nothing
-            for place, rows in batches(stream, state, row):
-                connection.send(([index, *place], sent_stream, rows))
+            for before, rows in batches(stream, *place):
+                connection.send(([index, *before], sent_stream, rows))
         connection.send(None)
     except Exception as error:
         error.add_note(traceback.format_exc())
@@ -331,7 +322,7 @@ def start_child() -> None:
 
 
 class Null(str):
-    """A null in a template: it and all items inside it are empty text, in any format."""
+    """A null in a template: it and its items are empty text, in any format."""
 
     def __getitem__(self, key: Any) -> "Null":
         return self
@@ -352,7 +343,7 @@ def with_nulls(value: Any) -> Any:
 
 
 def integer(digits: str) -> int | str:
-    """An integer in JSON. Python converts no more than 4,300 digits, which take long."""
+    """An integer in JSON. Python converts no more than 4,300 digits."""
     return int(digits) if len(digits) <= 4300 else digits
 
 
@@ -365,13 +356,12 @@ def document(stream: Stream, row: dict[str, Any]) -> str:
         if not text.strip():
             return ""
         row = json.loads(text, parse_int=integer)
-    values = {column: row[column] for column in stream.columns}
-    if all(value is None for value in values.values()):
+    if all(row[column] is None for column in stream.columns):
         return ""
-    text = values[stream.columns[0]]
+    text = row[stream.columns[0]]
     if stream.template:
         template = stream.template.replace("\\n", "\n").replace("\\t", "\t")
-        text = template.format_map(with_nulls(values))
+        text = template.format_map(with_nulls(row))
     text.encode()  # raises for a number, and for half a surrogate pair in JSON
     return text
 

@@ -2,8 +2,8 @@
 
     python bench/recipes/sweep.py bench/recipes/length.toml
 
-The TOML file holds settings of train_gpt2.py: `[common]` for all runs, `[recipes.NAME]` for one
-recipe, which overrides them. Special keys:
+The TOML file holds settings of train_gpt2.py: `[common]`, and `[recipes.NAME]`, which overrides
+them. Special keys:
 - `lengths`, in either: seeds for each number of steps, like {"366" = [1, 2]}
 - `warmup_steps` and `warmdown_steps`: fractions of the number of steps
 - `script`: another train_gpt2.py with its own support/, or the folder of both, such as a fork
@@ -32,11 +32,11 @@ from support.cli import flag, parse_args, run
 from support.console import duration
 from support.errors import UserError
 from support.files import atomic_path, write_text
-from support.run_log import read_log
+from support.run_log import format_line, log_lines, read_log
 from train_gpt2 import read_config
 
 SCRIPT = Path(__file__).parents[2] / "train_gpt2.py"
-# Prints --total-batch-size as the script in folder argv[1], named argv[2], reads the rest of argv.
+# Arguments: a script's folder and name, and its flags. Prints its --total-batch-size.
 READ_BATCH = """
 import sys
 from importlib import import_module
@@ -64,15 +64,11 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class Run:
+    name: str  # of its log
     recipe: str
-    steps: int
     tokens: int
     seed: int
     command: list[Any]
-
-    @property
-    def name(self) -> str:
-        return f"{self.recipe}-{self.steps}-{self.seed}"
 
 
 def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -107,10 +103,10 @@ def flags_of(recipe: dict[str, Any], steps: int) -> list[str]:
 
 
 def tokens_per_step(script: Path, flags: list[str]) -> int:
-    """--total-batch-size. Finds mistakes in the settings before any run."""
+    """--total-batch-size. Mistakes in the settings show here, before any run."""
     if script == SCRIPT:
         return read_config(flags).total_batch_size
-    # A fork has other settings, and another support/: it reads them in a process of its own.
+    # A fork has other settings and another support/, so it reads them in a separate process.
     command = [sys.executable, "-c", READ_BATCH, script.parent, script.stem, *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -119,7 +115,6 @@ def tokens_per_step(script: Path, flags: list[str]) -> int:
 
 
 def runs_of(name: str, recipe: dict[str, Any]) -> Iterator[Run]:
-    """Every run of a recipe."""
     script = Path(recipe.get("script", SCRIPT)).absolute()
     if script.is_dir():
         script /= "train_gpt2.py"
@@ -133,7 +128,7 @@ def runs_of(name: str, recipe: dict[str, Any]) -> Iterator[Run]:
         batch = batch or tokens_per_step(script, flags)
         for seed in seeds:
             command = [sys.executable, script, *flags, "--seed", str(seed)]
-            yield Run(name, steps, steps * batch, seed, command)
+            yield Run(f"{name}-{steps}-{seed}", name, steps * batch, seed, command)
 
 
 def train(command: list[Any], folder: Path) -> None:
@@ -163,14 +158,13 @@ def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Tab
         seconds = (time.monotonic() - began) * (total / trained - 1)
         print(f"{duration(seconds)} left", flush=True)
         steps, values = read_log(folder).get("val", ([], []))
-        lines = [f"{step} val {loss:.6f}\n" for step, loss in zip(steps, values, strict=True)]
+        lines = [format_line(step, "val", loss) for step, loss in zip(steps, values, strict=True)]
         kept.mkdir(parents=True, exist_ok=True)
         write_text(kept / f"{one.name}.txt", "".join(lines))
     losses: Table = {name: {} for name in recipes}
     for one in runs:
         log = kept / f"{one.name}.txt"
-        entries = [line.split() for line in log.read_text(encoding="utf-8").splitlines()]
-        curve = [float(loss) for _, stream, loss in entries if stream == "val"]
+        curve = [float(loss) for _, stream, loss in log_lines(log) if stream == "val"]
         if not curve:
             raise UserError(f"{log}: no validation loss: remove it and set eval_every")
         losses[one.recipe].setdefault(one.tokens, {})[one.seed] = curve[-1]
@@ -178,7 +172,7 @@ def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Tab
 
 
 def differences(losses: Table, name: str, baseline: str) -> Cells:
-    """A recipe's final loss minus the baseline's, for runs of the same seed."""
+    """A recipe's final loss minus the baseline's, for the same seed: it orders the documents."""
     found: Cells = {}
     for tokens, targets in losses[baseline].items():
         for seed, loss in losses[name].get(tokens, {}).items():
@@ -190,8 +184,7 @@ def differences(losses: Table, name: str, baseline: str) -> Cells:
 def tokens_to_reach(points: dict[int, float], target: float) -> float | None:
     """The number of tokens to train a recipe for, so that it ends at the loss `target`.
 
-    points: {tokens: final loss} of its runs. Linear in the logarithm of the tokens between them;
-    None outside."""
+    points: {tokens: final loss}. Between them linear in the logarithm of tokens; None outside."""
     for (shorter, high), (longer, low) in pairwise(sorted(points.items())):
         if high >= target >= low:
             drop = (high - low) or 1  # 1: all three losses are equal
@@ -200,9 +193,7 @@ def tokens_to_reach(points: dict[int, float], target: float) -> float | None:
 
 
 def shares(losses: Table, name: str, baseline: str) -> Cells:
-    """The share of the baseline's tokens that a recipe needs to reach the baseline's final loss.
-
-    Compares runs of the same seed, which see the same documents."""
+    """The share of the baseline's tokens that a recipe needs for its final loss, by seed."""
     found: Cells = {}
     for tokens, targets in losses[baseline].items():
         for seed, target in targets.items():
@@ -228,7 +219,7 @@ def spread(values: Collection[float], interval: bool = False) -> str:
 
 
 def table(rows: Table, interval: bool = False) -> str:
-    """A Markdown table: a row for each recipe, a column for each length."""
+    """A Markdown table with a column for each length."""
     lengths = sorted({tokens for cells in rows.values() for tokens in cells})
     titles = [f"{tokens / 1e6:.2f}M tokens" for tokens in lengths]
     lines = ["| recipe | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
@@ -239,7 +230,7 @@ def table(rows: Table, interval: bool = False) -> str:
 
 
 def picture(compared: Table, path: Path) -> None:
-    """Draws the mean shares by length, a line for each pair of recipe and baseline."""
+    """Draws the mean shares by length."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
