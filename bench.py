@@ -101,6 +101,8 @@ def read_config(args: list[str]) -> tuple[BenchConfig, list[str]]:
     data = cli.shown(train_gpt2.read_config([]).data)  # a bare run's data
     flags = ["--preset", preset, "--data", data, *OFF, *given]
     run = train_gpt2.read_config(flags)
+    if run.plan:
+        raise UserError("--plan: trains nothing, so there is nothing to measure")
     B = 16 if gpu else max(512 // run.seq_len, 1)
     return config, with_batch(flags, run.micro_batch_size or B)
 

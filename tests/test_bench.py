@@ -164,6 +164,11 @@ def test_wrong_input_is_one_line(flags, part, tmp_path, monkeypatch):
         bench.main([*flags.split(), *TINY])
 
 
+def test_a_plan_cannot_be_measured():
+    with pytest.raises(UserError, match="--plan: trains nothing"):
+        bench.main([*TINY, "--plan"])
+
+
 def test_help_of_the_comparison_with_build_nanogpt(monkeypatch, capsys):
     path = str(ROOT / "bench/fidelity/compare.py")
     monkeypatch.setattr(sys, "argv", [path, "--help"])
