@@ -156,6 +156,7 @@ def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone()
     assert torch.equal(first, draw()) and torch.equal(before, torch.get_rng_state())
     assert first.shape == (2, 80) and torch.equal(first[:, :60], idx) and first.max() < 50257
     assert not torch.equal(first, draw(top_k=0)), "as if from 50 tokens"
+    assert torch.equal(draw(top_k=0), draw(top_k=50257))
     greedy = draw(top_k=1)
     assert torch.equal(greedy, model.generate(idx, 20, temperature=0))
     for t in range(60, 80):  # the context is the last 64 tokens
