@@ -94,6 +94,7 @@ def transformers_sampler(model: Any, tokenizer: Any) -> Sampler:
 
 
 def load(name: str, device: torch.device) -> Sampler:
+    """A sampler for the model called `name`."""
     model = loading.load_gpt(name, device)
     if model is not None:
         return gpt_sampler(model)

@@ -153,9 +153,11 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # Both are set by prepare(). loss_function is head and training loss without the logits;
-        # low_memory recomputes blocks in the backward pass, so that no activations are stored.
+        # prepare() sets these. loss_function is head and training loss without the logits, and
+        # validation_function head and cross-entropy; low_memory recomputes blocks in the backward
+        # pass, so that no activations are stored.
         self.loss_function: Callable | None = None
+        self.validation_function: Callable = partial(mean_in_chunks, next_token_loss)
         self.low_memory = False
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # tokens; also the head
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
@@ -187,6 +189,7 @@ class GPT(nn.Module):
                 block.compile(dynamic=False)  # all batches of a run have one shape
             if self.wte.weight.device.type != "cpu" and not low_memory:
                 self.loss_function = torch.compile(head_and_loss, dynamic=False)
+                self.validation_function = torch.compile(next_token_loss, dynamic=False)
 
     def hidden(self, idx: Tensor, packing: Packing | None = None) -> Tensor:
         """Tokens (B, T) -> the input of the head (B, T, C)
@@ -692,7 +695,7 @@ def validation_loss(
     """Mean cross-entropy in nats over the first `tokens` tokens of the split.
 
     All tokens have the same weight. The ranks share the sequences and sum their losses, so that
-    neither B nor the number of ranks matters. Full batches use the compiled blocks on a GPU."""
+    neither B nor the number of ranks matters. Full batches use what is compiled for a GPU."""
     B = loader.B
     T = loader.T
     sequences = min(tokens, loader.total_tokens - 1) // T  # whole ones
@@ -704,10 +707,13 @@ def validation_loss(
         buffer = torch.from_numpy(loader.read(first * T, n * T + 1).astype(np.int64))
         buffer = buffer.to(ranks.device)
         x, y = buffer[:-1].view(n, T), buffer[1:].view(n, T)
-        # A smaller last batch would be compiled again, so it runs eagerly.
-        stance = "default" if n == B and ranks.device.type != "cpu" else "force_eager"
+        # A smaller last batch would be compiled again, so it runs eagerly and in chunks.
+        compiled = n == B and ranks.device.type != "cpu"
+        chunked = partial(mean_in_chunks, next_token_loss)
+        loss_function = model.validation_function if compiled else chunked
+        stance = "default" if compiled else "force_eager"
         with autocast, torch.compiler.set_stance(stance):
-            loss = mean_in_chunks(next_token_loss, model.hidden(x), model.head_weight, y)
+            loss = loss_function(model.hidden(x), model.head_weight, y)
         results.append((loss, n))
     # Read the losses only now: each read waits for the device. Python's floats are float64.
     total = sum(loss.item() * n for loss, n in results)

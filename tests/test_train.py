@@ -118,6 +118,20 @@ def test_validation_loss_is_the_mean_over_all_tokens(text, monkeypatch):
         results.append(train_gpt2.validation_loss(model, loader, 160, alone, autocast))
     assert results == pytest.approx([expected] * 3, abs=1e-5)
 
+    class GPU(str):
+        type = "cuda"
+
+    # On a GPU full batches use the compiled function, which would keep all logits of others.
+    shapes, function = [], model.validation_function
+
+    def compiled(x, *args):
+        shapes.append(x.shape[:2])
+        return function(x, *args)
+
+    model.validation_function, loader.B = compiled, 3
+    on_gpu = train_gpt2.validation_loss(model, loader, 160, Ranks(0, 1, GPU("cpu")), autocast)
+    assert on_gpu == pytest.approx(expected, abs=1e-5) and shapes == [(3, 16)] * 3
+
 
 def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys, monkeypatch):
     """Validation, HellaSwag and samples under --compile, with the losses of the eager run."""
