@@ -10,6 +10,7 @@ from functools import partialmethod
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,7 +106,7 @@ def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3, msg=name)
 
 
-def test_validation_loss_is_the_mean_over_all_tokens(text, monkeypatch):
+def test_validation_loss_is_the_mean_over_all_tokens(text, tmp_path, monkeypatch):
     """160 tokens are 10 sequences, which B = 3 does not divide. Logits come in chunks."""
     model, results = GPT(GPTConfig(16, 50257, 1, 2, 16)), []
     loader = train_gpt2.DataLoaderLite(text, "val", 8, 16, shuffle=False)
@@ -131,6 +132,18 @@ def test_validation_loss_is_the_mean_over_all_tokens(text, monkeypatch):
     model.validation_function, loader.B = compiled, 3
     on_gpu = train_gpt2.validation_loss(model, loader, 160, Ranks(0, 1, GPU("cpu")), autocast)
     assert on_gpu == pytest.approx(expected, abs=1e-5) and shapes == [(3, 16)] * 3
+
+    # The last of 160 tokens has no target, so they are nine sequences.
+    np.save(tmp_path / "a_val_000000.npy", tokens[:160].numpy().astype("uint16"))
+    whole = train_gpt2.DataLoaderLite(tmp_path, "val", 8, 16, shuffle=False)
+    expected = model(tokens[:144].view(9, 16), tokens[1:145].view(9, 16))[1].item()
+    nine = train_gpt2.validation_loss(model, whole, 10**6, alone, autocast)
+    assert nine == pytest.approx(expected, abs=1e-5)
+
+
+def test_one_sequence_is_enough_for_validation():
+    flags = "--seq-len 32 --eval-tokens 32 --warmup-steps 0 --max-steps 0"
+    assert train_gpt2.read_config(flags.split()).eval_tokens == 32
 
 
 def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys, monkeypatch):
