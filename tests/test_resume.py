@@ -308,7 +308,8 @@ def test_a_full_disk_costs_no_training_and_no_checkpoint(size, text, tmp_path):
     "name, status", [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143), ("SIGHUP", 143)]
 )
 def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
-    """It arrives in the middle of step 3, which is left. Under nohup, SIGHUP does nothing."""
+    """It arrives in the middle of step 3, which is left and made again by --resume. Under nohup,
+    SIGHUP does nothing."""
     number = getattr(signal, name)  # Windows, which skips these tests, lacks some
     original = train_gpt2.DataLoaderLite.next_batch
 
@@ -322,6 +323,12 @@ def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
     default = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     assert train(*args) == status
     assert steps_of(tmp_path) == [3] and len(losses(tmp_path)) == 3
+    if number == signal.SIGTERM:
+        monkeypatch.undo()
+        assert train(*args, "--resume") == 0
+        stopped = losses(tmp_path)
+        train(*args)
+        assert losses(tmp_path) == 2 * stopped
     if number == signal.SIGHUP:
         signal.signal(number, signal.SIG_IGN)
         assert train(*args) == 0 and steps_of(tmp_path) == [9]
