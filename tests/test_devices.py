@@ -546,6 +546,7 @@ def test_the_time_left_includes_evaluations(start, monkeypatch):
     for step in (230, 300, 450) if start else (150, 300, 450):
         assert left[step] == pytest.approx(began - finished[step], rel=0.15)
     assert duration(60 * 60 * 19 + 500) == "19 h 8 min"
+    assert duration(60 * 60 * 71 + 60) == "71 h 1 min" and duration(60 * 60 * 84) == "3.5 days"
 
 
 def test_speed_of_a_step(monkeypatch):
@@ -566,3 +567,8 @@ def test_speed_of_a_step(monkeypatch):
     assert resets.call_count == 1  # not again after later steps
     line = meter.line(loss=4.0, lr=6e-4, norm=0.5)
     assert line == "loss 4.0000 lr 6.00e-04 norm 0.500 500 ms 2,000 tok/s mfu 25.0% 0 min 2 s left"
+    meter.peak_flops = 1.2e4
+    assert " mfu 100.0% " in meter.line(loss=4.0, lr=6e-4, norm=0.5)
+    meter.peak_flops = 1.19e4  # measured while other work was running
+    assert " mfu – " in meter.line(loss=4.0, lr=6e-4, norm=0.5)
+    assert meter.streams["mfu"] == pytest.approx(1.2 / 1.19)  # the log has what was measured
