@@ -544,7 +544,7 @@ SHAKESPEARE = dict(  # two minutes on two cores
     compile=False, eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300,
     sample_prompt="ROMEO:", save_every=200,
 )
-SMALL = dict(  # 30 million parameters, 197 million tokens: for one T4
+SMALL = dict(  # 30 million parameters, 197 million tokens: one T4
     max_steps=3000, total_batch_size=65_536, seq_len=512, n_layer=6, n_head=6, n_embd=384,
     max_lr=1e-3, min_lr=1e-4, warmup_steps=150, eval_tokens=1_048_576, hellaswag_every=0,
     save_every=250,

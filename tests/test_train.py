@@ -232,6 +232,7 @@ def test_the_last_model_card_has_the_final_validation_loss(tmp_path, monkeypatch
     ours, theirs = (tmp_path / f"{log}/step_000002" for log in ("straight", "killed"))
     assert (ours / "README.md").read_bytes() == (theirs / "README.md").read_bytes()
     assert find_checkpoint(tmp_path / "killed") == theirs
+    assert "README.md" not in (ours / "SHA256SUMS").read_text()  # `sha256sum -c` stays right
     # The Hub takes no nan.
     monkeypatch.setattr(train_gpt2, "validation_loss", lambda *args: math.nan)
     train(*args, tmp_path / "nan")
