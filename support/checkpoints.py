@@ -115,8 +115,7 @@ def prune_checkpoints(
 ) -> None:
     """Deletes all but the newest `keep` (0: none), the best, and multiples of keep_every steps.
 
-    Checkpoints of later steps than `step` stay: they are damaged, since the run was resumed from
-    before them."""
+    Those after `step` stay: they are damaged, since the run was resumed from before them."""
     if keep == 0:
         return
     steps = [found for found in map(step_of, list_checkpoints(log_dir)) if found <= step]

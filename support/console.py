@@ -58,7 +58,7 @@ class Meter:
         """The latest step as a line on the console."""
         values = self.streams
         training = f"loss {loss:.4f} lr {lr:.2e} norm {norm:.3f}"
-        # Above 100 % the measured peak was too low, so the share says nothing.
+        # Above 100 % the peak was measured too low.
         mfu = f"{values['mfu']:.1%}" if values["mfu"] <= 1 else "–"
         speed = f"{values['ms']:.0f} ms {values['tok_per_sec']:,.0f} tok/s mfu {mfu}"
         return f"{training} {speed} {duration(self.left)} left"

@@ -48,8 +48,8 @@ def print_plan(
         epochs = f"{tokens / available:.3f} of {available:,} training tokens"
     peak, source = peak_flops(chosen, precision)
     rate = peak * ASSUMED_MFU / flops  # tokens per second
-    estimate = partial(estimate_memory, model, T=T, low_memory=low_memory)
-    memory = estimate(B or 1, device=chosen, dtype=precision, compiled=compiled)
+    bytes_for = partial(estimate_memory, model, T=T, low_memory=low_memory)
+    memory = bytes_for(B or 1, device=chosen, dtype=precision, compiled=compiled)
     in_blocks = sum(p.numel() for p in model.h.parameters())
     projected = f"projected: {ASSUMED_MFU:.0%} of"
     rows = {
@@ -63,7 +63,7 @@ def print_plan(
         "time": f"{duration(tokens / rate)} at {rate:,.0f} tok/s, {projected} "
         f"{peak / 1e12:,.3g} TFLOP/s ({source})",
     }
-    on_gpu = partial(estimate, device=torch.device("cuda"), dtype=torch.float16, compiled=True)
+    on_gpu = partial(bytes_for, device=torch.device("cuda"), dtype=torch.float16, compiled=True)
     for card, gigabytes in CARDS.items():
         for count in (1, 8) if gigabytes == 80 else (1,):
             sequences = max(total_batch_size // (count * T), 1)  # per step on each card
@@ -77,6 +77,6 @@ def print_plan(
             row = f"B = {sizes[-1]} does not fit in {gigabytes} GB"
             if fitting:
                 row = f"{time}, {projected} {tflops:,g} TFLOP/s ({half}); B = {fitting[0]} fits"
-            rows[card if count == 1 else f"{count} x {card}"] = row
+            rows[f"{count} x {card}".removeprefix("1 x ")] = row
     for name, value in rows.items():
         print(f"{name:>18}: {value}")

@@ -215,7 +215,7 @@ class RunFolder:
         """Records in run.json that the run has made its last evaluation, in the card its loss."""
         if self.ranks.rank > 0:
             return
-        if self.saved_step == self.logged.get("val") == step:
+        if self.logged.get("val") == step:
             folder = checkpoints.checkpoint_path(self.path, step)
             checkpoints.write_card(folder, self.entries[-1], step, self.latest["val"])
         self.entries[-1]["finished"] = step
