@@ -463,7 +463,7 @@ class TrainConfig:
     # Run
 
     # defaults of the flags; auto: gpt2 if edu_fineweb10B/ holds shards, else shakespeare
-    preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "shakespeare"] = "auto"
+    preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "small", "shakespeare"] = "auto"
     log_dir: str = "log"  # folder for the log and checkpoints
     init: str = "scratch"  # scratch, a Hub name (gpt2, gpt2-medium, …), or the folder of a GPT-2
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
@@ -544,6 +544,11 @@ SHAKESPEARE = dict(  # two minutes on two cores
     compile=False, eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300,
     sample_prompt="ROMEO:", save_every=200,
 )
+SMALL = dict(  # 30 million parameters, 197 million tokens: one T4
+    max_steps=3000, total_batch_size=65_536, seq_len=512, n_layer=6, n_head=6, n_embd=384,
+    max_lr=1e-3, min_lr=1e-4, warmup_steps=150, eval_tokens=1_048_576, hellaswag_every=0,
+    save_every=250,
+)
 GPT2_FAST = dict(  # chosen on small models; max_lr also from other people's search (bench/recipes)
     optimizer="muon", schedule="wsd", max_steps=9_536, warmup_steps=476, warmdown_steps=4_768,
     max_lr=6e-3, min_lr=0.0,
@@ -552,6 +557,7 @@ PRESETS = {
     "gpt2": {},  # the defaults of TrainConfig
     "gpt2-fast": GPT2_FAST,
     "gpt3": dict(seq_len=2048),  # GPT-3 Small's context
+    "small": SMALL,
     "shakespeare": SHAKESPEARE,
 }
 # What may change on resume. All else is fixed, also a setting that a fork adds.

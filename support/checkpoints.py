@@ -3,6 +3,7 @@
 They appear whole or not at all; damage is detected by the checksums. Bad files raise UserError."""
 
 import contextlib
+import math
 import re
 import shlex
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from safetensors import SafetensorError
 
 from support.cli import warn
 from support.errors import UserError, first_line
-from support.files import atomic_path, remove_folder, sha256
+from support.files import atomic_path, remove_folder, sha256, write_text
+from support.run_log import data_source
 
 REQUIRED = {"training_state.pt", "model.safetensors", "config.json"}
 
@@ -35,18 +37,16 @@ def list_checkpoints(log_dir: Path) -> list[Path]:
 
 
 def write_checkpoint(
-    folder: Path, save_model: Callable[[Path], None], state: dict[str, Any], card: str
+    folder: Path, save_model: Callable[[Path], None], state: dict[str, Any], run: dict[str, Any]
 ) -> str | None:
     """Writes a checkpoint atomically. Returns what prevented it (e.g. a full disk), or None.
 
-    save_model(folder) writes the model's files. card: README.md."""
+    save_model(folder) writes the model's files. run: the run's entry in run.json"""
     try:
         with atomic_path(folder) as partial:
             save_model(partial)
             torch.save(state, partial / "training_state.pt")
-            with contextlib.suppress(OSError):  # a checkpoint does without
-                # Arguments may be bytes that are not UTF-8.
-                (partial / "README.md").write_text(card, encoding="utf-8", errors="replace")
+            write_card(partial, run, state["step"])
             write_checksums(partial)
     except (OSError, RuntimeError, SafetensorError) as error:
         # torch.save reports a full disk as a RuntimeError of its writer; others are bugs.
@@ -58,23 +58,53 @@ def write_checkpoint(
 
 
 def write_checksums(folder: Path) -> None:
-    """Writes SHA256SUMS over the files of a folder, as `sha256sum -c` reads it."""
-    sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    """Writes SHA256SUMS over all files but README.md, as `sha256sum -c` reads it."""
+    paths = [path for path in sorted(folder.iterdir()) if path.name != "README.md"]
+    sums = [f"{sha256(path)}  {path.name}\n" for path in paths]
     (folder / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
 
 
-def model_card(entry: dict[str, Any], step: int) -> str:
-    """README.md of a checkpoint, in the Hub's format. entry: the run's entry in run.json"""
-    config = entry["config"]
-    command = shlex.join(["python", *entry["command"]])
+def write_card(folder: Path, run: dict[str, Any], step: int, loss: float = math.nan) -> None:
+    """Writes README.md, which a checkpoint can do without: errors are ignored.
+
+    run: the run's entry in run.json. loss: the final validation loss, if it is known."""
+    with contextlib.suppress(Exception):
+        # Arguments may be bytes that are not UTF-8.
+        card = model_card(run, step, loss).encode(errors="replace").decode()
+        write_text(folder / "README.md", card)
+
+
+def model_card(run: dict[str, Any], step: int, loss: float) -> str:
+    """A checkpoint's README.md, in the Hub's format."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    config = run["config"]
+    data = Path(config["data"])
+    source = data_source(data)
+    result = EvalResult(
+        task_type="text-generation",
+        dataset_type=source or data.name,
+        dataset_name=data.name,
+        metric_type="loss",
+        metric_name="validation loss, nats per token",
+        metric_value=round(loss, 4),
+    )
+    metadata = ModelCardData(
+        license="mit",
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["gpt2"],
+        datasets=[source] if "/" in source else None,  # a name on the Hub
+        model_name="gpt2-repro",
+        eval_results=[result] if math.isfinite(loss) else None,
+    )
+    command = shlex.join(["python", *run["command"]])
     return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [gpt2]
+{metadata.to_yaml()}
 ---
 A GPT-2 after {step:,} steps of {config["total_batch_size"]:,} tokens of
-`{Path(config["data"]).name}`, from {config["init"]}, trained by gpt2-repro at commit
-{entry["git_commit"]}: `{command}`
+`{data.name}`, from {config["init"]}, trained by gpt2-repro at commit
+{run["git_commit"]}: `{command}`
 
 It continues text, does not follow instructions, and may write what is false.
 """
@@ -85,8 +115,7 @@ def prune_checkpoints(
 ) -> None:
     """Deletes all but the newest `keep` (0: none), the best, and multiples of keep_every steps.
 
-    Checkpoints of later steps than `step` stay: they are damaged, since the run was resumed from
-    before them."""
+    Those after `step` stay: they are damaged, since the run was resumed from before them."""
     if keep == 0:
         return
     steps = [found for found in map(step_of, list_checkpoints(log_dir)) if found <= step]
@@ -151,6 +180,7 @@ def verify_checksums(folder: Path) -> None:
     try:
         lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
         sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        sums.pop("README.md", None)  # in earlier versions; users may edit it
         damaged = [name for name, digest in sums.items() if sha256(folder / name) != digest]
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: incomplete checkpoint ({first_line(error)})") from None

@@ -10,9 +10,11 @@ from support.devices import peak_memory, reset_peak_memory
 
 
 def duration(seconds: float) -> str:
-    """A time for people: 0 min 40 s, or 19 h 8 min."""
+    """A time for people: 0 min 40 s, 19 h 8 min, or 3.5 days."""
     hours, rest = divmod(round(seconds), 3600)
-    return f"{hours:,} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+    if hours >= 72:
+        return f"{seconds / 86_400:,.1f} days"
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
 
 @dataclass
@@ -56,7 +58,9 @@ class Meter:
         """The latest step as a line on the console."""
         values = self.streams
         training = f"loss {loss:.4f} lr {lr:.2e} norm {norm:.3f}"
-        speed = f"{values['ms']:.0f} ms {values['tok_per_sec']:,.0f} tok/s mfu {values['mfu']:.1%}"
+        # Above 100 % the peak was measured too low.
+        mfu = f"{values['mfu']:.1%}" if values["mfu"] <= 1 else "–"
+        speed = f"{values['ms']:.0f} ms {values['tok_per_sec']:,.0f} tok/s mfu {mfu}"
         return f"{training} {speed} {duration(self.left)} left"
 
 

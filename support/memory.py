@@ -10,6 +10,8 @@ from support.errors import is_out_of_memory
 from support.loss import CHUNK
 from support.ranks import Ranks
 
+SIZES = (128, 64, 32, 16, 8, 4, 2, 1)  # the micro-batches that are tried
+
 
 def largest_that_fits(
     given: int,
@@ -29,9 +31,7 @@ def largest_that_fits(
     smallest, with a warning, since a trial takes a little more memory than training. So a given
     size is tried, too, and Inductor, which times kernels in memory that was in use before, does
     not copy the logits to the host while timing."""
-    sizes = [B for B in (128, 64, 32, 16, 8, 4, 2, 1) if sequences % B == 0]
-    if given:
-        sizes = [given]
+    sizes = [given] if given else [B for B in SIZES if sequences % B == 0]
     if ranks.device.type != "cuda":  # 4,096 tokens keep the cores of a CPU busy
         return next((B for B in sizes if B * T <= 4096), sizes[-1])
     several_ranks = ranks.world_size > 1
@@ -125,7 +125,7 @@ def estimate_memory(
       input: 64 B T C bytes in float32, 36 in 16 bits, where the residual stream stays float32
       (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
       equation 2, has 34 with a 16-bit stream). With --low-memory only the input, 4 B T C.
-    - A compiled loss keeps the 16-bit logits.
+    - A compiled loss has the 16-bit logits and their gradient.
 
     A CPU: the process itself, and the larger of two moments, both with weights and moments:
     - In the loss: activations, with 40 % more for the gaps in kept memory; the weights of the
@@ -143,5 +143,5 @@ def estimate_memory(
         in_loss = stored + gaps + 12 * V * C + 8 * V * min(CHUNK, B * T)
         at_end = 4 * N + 8 * V * C + kept
         return process + 12 * N + max(in_loss, at_end)
-    logits = B * T * V * dtype.itemsize if compiled and not low_memory else 0
+    logits = 2 * B * T * V * dtype.itemsize if compiled and not low_memory else 0
     return 16 * N + 8 * V * C + stored + logits

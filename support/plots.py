@@ -1,6 +1,5 @@
 """Plots of logged runs: `log/curves.png`, which a run keeps up to date; used by play.ipynb."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from support.files import atomic_path
-from support.run_log import read_log, run_entries
+from support.run_log import data_source, read_log, run_entries
 
 # Published results; the validation loss is on FineWeb-Edu.
 VAL_BASELINES = {"GPT-2 124M (OpenAI)": 3.2924}
@@ -48,10 +47,7 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
 def on_fineweb(folder: str | Path) -> bool:
     """True if a run's data is FineWeb-Edu, by the manifest or the name of the data folder."""
     data = Path(run_entries(folder)[-1]["config"]["data"])
-    try:
-        name = json.loads((data / "manifest.json").read_bytes())["source"]
-    except (OSError, ValueError, KeyError, TypeError):
-        name = data.name
+    name = data_source(data) or data.name
     return "fineweb" in name and "edu" in name
 
 

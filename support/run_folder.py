@@ -185,12 +185,11 @@ class RunFolder:
         log = self.path / "log.txt"
         if log.exists():  # on disk it must not end before the checkpoint
             fsync(log)
-        step = state["step"]
         return checkpoints.write_checkpoint(
-            checkpoints.checkpoint_path(self.path, step),
+            checkpoints.checkpoint_path(self.path, state["step"]),
             save_model=model.save_pretrained,
             state=state,
-            card=checkpoints.model_card(self.entries[-1], step),
+            run=self.entries[-1],
         )
 
     def clean_up(self, step: int, wait: bool = False) -> None:
@@ -213,9 +212,12 @@ class RunFolder:
         return step, losses.get(step, inf)
 
     def finish(self, step: int) -> None:
-        """Records in run.json that the run has made its last evaluation."""
+        """Records in run.json that the run has made its last evaluation, in the card its loss."""
         if self.ranks.rank > 0:
             return
+        if self.logged.get("val") == step:
+            folder = checkpoints.checkpoint_path(self.path, step)
+            checkpoints.write_card(folder, self.entries[-1], step, self.latest["val"])
         self.entries[-1]["finished"] = step
         try:
             run_log.write_entries(self.path, self.entries)

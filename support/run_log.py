@@ -108,6 +108,13 @@ def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
     raise UserError(f"{path}: not a list of a run's starts; move it away")
 
 
+def data_source(data: Path) -> str:
+    """The source in the manifest of a folder of shards, e.g. a dataset's name; "" if unknown."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((data / "manifest.json").read_bytes())["source"])
+    return ""
+
+
 def git(*command: str) -> str:
     """The output of a git command in this repository; "" without git."""
     with contextlib.suppress(OSError):

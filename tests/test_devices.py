@@ -402,6 +402,41 @@ def test_plan_prints_and_does_not_train(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "log").exists()
 
 
+def test_plan_projects_time_and_micro_batch_on_usual_cards(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def rows(flags):
+        assert train_gpt2.main(words("--plan --device cpu", flags)) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return {card: row for card, row in (line.strip().split(": ", 1) for line in lines)}
+
+    # 8.551e18 FLOPs / (0.4 * 71e12) = 3.48 days; 2.3 GB and 0.54 GB per sequence
+    plan = rows("--preset gpt2")
+    share = "projected: 40% of"
+    assert plan["GeForce RTX 3090"] == f"3.5 days, {share} 71 TFLOP/s (bfloat16); B = 32 fits"
+    assert plan["T4"] == f"3.8 days, {share} 65 TFLOP/s (float16); B = 16 fits"
+    assert plan["A100-SXM4-80GB"] == f"19 h 2 min, {share} 312 TFLOP/s (bfloat16); B = 64 fits"
+    assert plan["8 x H100 80GB HBM3"].startswith(f"45 min 2 s, {share} 7,912 TFLOP/s")
+    assert "8 x T4" not in plan
+    # Eight cards share the 64 sequences of a step; recomputation makes room for all 128 of a step.
+    plan = rows("--preset gpt2 --total-batch-size 65536")
+    assert plan["H100 80GB HBM3"].endswith("B = 64 fits")
+    assert plan["8 x H100 80GB HBM3"].endswith("B = 8 fits")
+    assert rows("--preset gpt2 --low-memory")["T4"].endswith("B = 128 fits")
+    # A given micro-batch is kept.
+    plan = rows("--preset gpt2 --micro-batch-size 64")
+    assert plan["GeForce RTX 4090"] == "B = 64 does not fit in 24 GB"
+    assert plan["A100-SXM4-80GB"].endswith("B = 64 fits")
+    plan = rows("--preset gpt2 --n-layer 48 --n-head 25 --n-embd 1600")
+    assert plan["T4"] == "B = 1 does not fit in 16 GB"
+    # Fewer sequences than cards, and next to no work.
+    plan = rows("--preset shakespeare --total-batch-size 64")
+    assert plan["8 x A100-SXM4-80GB"].startswith("less than a minute, projected")
+    assert plan["8 x A100-SXM4-80GB"].endswith("B = 1 fits")
+    plan = rows("--preset small")
+    assert plan["parameters"].startswith("30,142,848 ") and plan["tokens"].startswith("196,608,000")
+
+
 class OutOfMemoryAbove(GPT):
     """A model that runs out of memory with more than `limit` sequences."""
 
@@ -546,6 +581,7 @@ def test_the_time_left_includes_evaluations(start, monkeypatch):
     for step in (230, 300, 450) if start else (150, 300, 450):
         assert left[step] == pytest.approx(began - finished[step], rel=0.15)
     assert duration(60 * 60 * 19 + 500) == "19 h 8 min"
+    assert duration(60 * 60 * 71 + 60) == "71 h 1 min" and duration(60 * 60 * 84) == "3.5 days"
 
 
 def test_speed_of_a_step(monkeypatch):
@@ -566,3 +602,8 @@ def test_speed_of_a_step(monkeypatch):
     assert resets.call_count == 1  # not again after later steps
     line = meter.line(loss=4.0, lr=6e-4, norm=0.5)
     assert line == "loss 4.0000 lr 6.00e-04 norm 0.500 500 ms 2,000 tok/s mfu 25.0% 0 min 2 s left"
+    meter.peak_flops = 1.2e4
+    assert " mfu 100.0% " in meter.line(loss=4.0, lr=6e-4, norm=0.5)
+    meter.peak_flops = 1.19e4  # measured while other work was running
+    assert " mfu – " in meter.line(loss=4.0, lr=6e-4, norm=0.5)
+    assert meter.streams["mfu"] == pytest.approx(1.2 / 1.19)  # the log has what was measured

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -236,7 +237,7 @@ def damage(log):
 
 
 def refuse_card(path, text, *args, write_text=Path.write_text, **options):
-    if path.name == "README.md":
+    if "README.md" in path.name:
         raise FULL
     return write_text(path, text, *args, **options)
 
@@ -247,6 +248,9 @@ FAULTS = {
     "run.json deleted, nonsense in log.txt": lambda log, patch: damage(log),
     "log.txt deleted": lambda log, patch: (log / "log.txt").unlink(),
     "no card": lambda log, patch: patch.setattr(Path, "write_text", refuse_card),
+    "no metadata": lambda log, patch: patch.setattr(
+        huggingface_hub, "ModelCardData", raise_error(ValueError("a bug"))
+    ),
     "stays": lambda log, patch: patch.setattr(checkpoints, "remove_folder", raise_error(DENIED)),
 }
 

@@ -124,7 +124,7 @@ def test_colab_commands_run_in_order_on_a_cpu(text, tmp_path, monkeypatch, capsy
     assert "torch" not in kept and "ipykernel" not in kept  # Colab's own versions stay
 
     tasks = ROOT / "tests/hellaswag_sample.jsonl"
-    small_run = [*TINY, *words("--preset gpt2 --seq-len 64 --max-steps 2 --save-every 2")]
+    small_run = [*TINY, *words("--preset small --seq-len 64 --max-steps 2 --save-every 2")]
     programs = {  # script -> what runs it, and flags that make it small
         "fineweb.py": (fineweb.main, ["--input", text, "--workers", 1]),
         "train_gpt2.py": (lambda args: train(*args), small_run),

@@ -117,7 +117,7 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
     args = ["--save-every 2 --data", text, "--log-dir", tmp_path]
     train(*args, "--max-steps 4")
     older, newer = list_checkpoints(tmp_path)
-    for name in sorted(path.name for path in newer.iterdir()):
+    for name in sorted({path.name for path in newer.iterdir()} - {"README.md"}):
         content = (newer / name).read_bytes()
         for damage in (truncate, flip_a_bit, os.unlink):
             damage(newer / name)
@@ -126,6 +126,10 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
             assert str(newer) in warning, name
             assert name in warning or name == "SHA256SUMS", warning
             (newer / name).write_bytes(content)
+    (newer / "README.md").write_text("A user's words.")
+    assert find_checkpoint(tmp_path) == newer
+    with open(newer / "SHA256SUMS", "a") as file:  # earlier versions listed it
+        file.write(f"{'0' * 64}  README.md\n")
     assert find_checkpoint(tmp_path) == newer
     for folder in (older, newer):
         truncate(folder / "model.safetensors")

@@ -13,10 +13,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 import train_gpt2
 from support import console, devices, loss, run_log
+from support.checkpoints import find_checkpoint
 from support.errors import UserError
+from support.run_folder import RunFolder
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, losses, read_log, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks
@@ -207,6 +210,45 @@ def test_a_run_ends_with_its_results(text, tmp_path, monkeypatch, capsys):
     for name in ("run.json", "step_000002/README.md"):
         content = Path("my log", name).read_text()
         assert "train_gpt2.py" in content and str(tmp_path) not in content
+
+
+def test_the_last_model_card_has_the_final_validation_loss(tmp_path, monkeypatch):
+    """As the Hub reads it; also if the run is killed before it is written."""
+    data = tmp_path / "shards"
+    data.mkdir()
+    for split in ("train", "val"):
+        np.save(data / f"a_{split}_000000.npy", np.arange(500, dtype=np.uint16))
+    manifest = data / "manifest.json"
+    manifest.write_text('{"source": "files"}')  # as fineweb.py --input writes it
+    args = ["--save-every 1 --eval-every 1 --max-steps 2 --data", data, "--log-dir"]
+
+    def card(log, step=2):
+        return ModelCard.load(tmp_path / f"{log}/step_{step:06d}/README.md").data
+
+    train(*args, tmp_path / "files", "--eval-every 0")
+    assert card("files").datasets is None and card("files").license == "mit"
+    assert card("files").eval_results is None
+    manifest.write_text('{"source": "HuggingFaceFW/fineweb-edu"}')
+    train(*args, tmp_path / "straight")
+    final = losses(tmp_path / "straight", "val")[-1]
+    (result,) = card("straight").eval_results
+    assert result.metric_value == pytest.approx(final, abs=1e-4)
+    assert (result.metric_type, result.dataset_type) == ("loss", "HuggingFaceFW/fineweb-edu")
+    assert card("straight").datasets == ["HuggingFaceFW/fineweb-edu"]
+    assert card("straight", step=1).eval_results is None
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunFolder, "finish", mock.Mock(side_effect=KeyboardInterrupt))
+        train(*args, tmp_path / "killed")
+    assert card("killed").eval_results is None
+    train(*args, tmp_path / "killed", "--resume")
+    ours, theirs = (tmp_path / f"{log}/step_000002" for log in ("straight", "killed"))
+    assert (ours / "README.md").read_bytes() == (theirs / "README.md").read_bytes()
+    assert find_checkpoint(tmp_path / "killed") == theirs
+    assert "README.md" not in (ours / "SHA256SUMS").read_text()  # `sha256sum -c` stays right
+    # The Hub takes no nan.
+    monkeypatch.setattr(train_gpt2, "validation_loss", lambda *args: math.nan)
+    train(*args, tmp_path / "nan")
+    assert card("nan").eval_results is None and card("nan").license == "mit"
 
 
 def test_a_new_start_keeps_an_earlier_runs_files(text, tmp_path, monkeypatch):
