@@ -18,14 +18,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from support import texts
-from support.cli import flag, parse_args, run, torchrun_ranks
+from support.cli import flag, parse_args, progress, run, torchrun_ranks
 from support.errors import UserError
 from support.files import atomic_path, locked, sha256, write_text
 from support.texts import explained
@@ -34,6 +35,7 @@ from support.tokenizer import EOT, SHA256, SHARD_NAME, open_shard
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"
 MAX_SHARD_SIZE = 4 * 10**9  # training numbers the tokens of a shard in 32 bits
+SAMPLE = 10**6  # bytes of text from which the number of tokens is estimated
 
 # In manifest.json: how much of the text is in the shards; here, of a new folder.
 START = {
@@ -184,7 +186,7 @@ class Folder:
         shard = {"name": path.name, "tokens": len(tokens), "documents": documents}
         self.shards.append(shard | {"sha256": sha256(path)})
         self.save(state)
-        print(f"{path.name}: {len(tokens):,} tokens, {documents:,} documents", flush=True)
+        tqdm.write(f"{path.name}: {len(tokens):,} tokens, {documents:,} documents")
 
 
 def verify(out: Path) -> None:
@@ -192,26 +194,44 @@ def verify(out: Path) -> None:
     shards = read_manifest(out / "manifest.json")["shards"]
     listed = {shard["name"]: shard["sha256"] for shard in shards}
     suffixes = (".npy", ".bin", ".partial")
-    found = {path.name: sha256(path) for path in out.glob("*") if path.suffix in suffixes}
+    paths = [path for path in out.glob("*") if path.suffix in suffixes]
+    with progress(iterable=paths, unit="file") as bar:
+        found = {path.name: sha256(path) for path in bar}
     names = sorted({name for name, _ in found.items() ^ listed.items()})
     if names or not listed:
         raise UserError(f"{out}: does not match manifest.json: {', '.join(names) or 'no shards'}")
     print(f"{len(listed)} shards: all checksums match")
 
 
+def sampled(batches: Iterator, text_bytes: float, before: int) -> tuple[Iterator, int]:
+    """-> (the batches, the tokens of all the text as estimated from the first ones).
+
+    text_bytes: of all the text. before: tokens of the text before `batches`."""
+    first = []
+    size = tokens = 0
+    for batch in batches:
+        first.append(batch)
+        size += batch[3]
+        tokens += len(batch[1])
+        if size >= SAMPLE:
+            return chain(first, batches), round(text_bytes * tokens / size)
+    return iter(first), before + tokens  # exact: this is all
+
+
 def cut(
-    batches: Iterable, folder: Folder, size: int, validation: bool
+    batches: Iterable, folder: Folder, size: int, validation: bool, bar: tqdm
 ) -> Iterator[tuple[list[np.ndarray], dict[str, Any]]]:
     """Cuts the text into shards of `size` tokens. Yields (parts of a shard, the state after it).
 
     batches: results of texts.tokenize(). validation: stream 0 is a validation split, all of which
     becomes shard 0. A full shard is held back until another token arrives: only the last one's
-    state is complete."""
+    state is complete. bar: shows progress."""
     used = folder.manifest["used"]
     skipped = folder.manifest["skipped"]
     parts: list[np.ndarray] = []
     room = size  # tokens that the shard can still take
-    for position, tokens, empty_texts in batches:
+    for position, tokens, empty_texts, _ in batches:
+        bar.update(len(tokens))
         if validation and position[0] == 0:
             room = sys.maxsize
         elif room > size:  # the validation split has ended
@@ -261,21 +281,28 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
     if folder.finished and options["source"] not in ("files", "folder"):
         return  # a commit doesn't change: no need to ask the Hub
     workers = config.workers or os.cpu_count() or 1
+    before = sum(shard["tokens"] for shard in folder.shards) - folder.manifest["used"]
     with closing(texts.tokenized(workers, opener, folder.manifest["position"])) as batches:
-        options |= next(batches)
-        tokens = options.pop("tokens")  # estimated from file sizes
-        tenth = int(float(f"{tokens / 10 + 1:.0e}"))  # to one digit
-        size = config.shard_size or min(tenth, 10**8)
-        options["shard_size"] = size
-        folder.check(options)
-        if folder.finished:
-            return
-        folder.begin(options)
-        print(f"the text has about {tokens / 1e6:,.1f} million tokens; {size:,} per shard")
-        for parts, state in cut(batches, folder, size, validation=not config.input):
-            folder.write(parts, state)
+        with progress(desc="reading", unit="tok") as bar:
+            options |= next(batches)
+            text_bytes = options.pop("text_bytes")
+            folder.check(options)
             if folder.finished:
                 return
+            batches, tokens = sampled(batches, text_bytes, before)
+        tenth = int(float(f"{tokens / 10 + 1:.1e}"))  # to two digits
+        size = config.shard_size or min(tenth, 10**8)
+        if folder.shards:  # as estimated at their start
+            size = folder.manifest.get("shard_size")
+        folder.begin(options | {"shard_size": size})
+        print(f"the text has about {tokens / 1e6:,.1f} million tokens; {size:,} per shard")
+        if config.max_shards:
+            tokens = min(tokens, config.max_shards * size)
+        with progress(total=tokens, initial=before, unit="tok", unit_scale=True) as bar:
+            for parts, state in cut(batches, folder, size, not config.input, bar):
+                folder.write(parts, state)
+                if folder.finished:
+                    return
 
 
 def fetch_pretokenized(number: int, folder: Folder) -> None:
@@ -287,15 +314,17 @@ def fetch_pretokenized(number: int, folder: Folder) -> None:
         commit = folder.manifest.get("commit") or HfApi().dataset_info(PRETOKENIZED).sha
     folder.begin({"source": PRETOKENIZED, "commit": commit})
     downloads = folder.out / ".hub"
-    while len(folder.shards) < number:
-        name = folder.next_name.replace("edufineweb", "finewebedu").replace(".npy", ".bin")
-        with explained(source):
-            path = hf_hub_download(
-                PRETOKENIZED, name, repo_type="dataset", revision=commit, local_dir=downloads
-            )
-        open_shard(Path(path))
-        os.replace(path, folder.out / name)
-        folder.add(folder.out / name, {})
+    with progress(total=number, initial=len(folder.shards), unit="shard") as bar:
+        while len(folder.shards) < number:
+            name = folder.next_name.replace("edufineweb", "finewebedu").replace(".npy", ".bin")
+            with explained(source):
+                path = hf_hub_download(
+                    PRETOKENIZED, name, repo_type="dataset", revision=commit, local_dir=downloads
+                )
+            open_shard(Path(path))
+            os.replace(path, folder.out / name)
+            folder.add(folder.out / name, {})
+            bar.update()
     shutil.rmtree(downloads, ignore_errors=True)
 
 

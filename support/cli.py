@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -61,6 +62,21 @@ def warn(message: str, label: str = "warning") -> None:
     """Prints to stderr. A warning that can't be printed is dropped: it must not end the run."""
     with contextlib.suppress(OSError):
         print(f"{label}: {message}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress(**options: Any) -> Iterator[Any]:
+    """A tqdm bar if stderr is a terminal. Its clock never stops; the end clears it."""
+    from tqdm import tqdm
+
+    def tick() -> None:
+        while not bar.disable:  # as it is once closed
+            time.sleep(1)
+            bar.refresh()
+
+    with tqdm(**options, leave=False, disable=None) as bar:
+        threading.Thread(target=tick, daemon=True).start()
+        yield bar
 
 
 class KeptOutput:
