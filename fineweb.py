@@ -35,7 +35,7 @@ from support.tokenizer import EOT, SHA256, SHARD_NAME, open_shard
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"
 MAX_SHARD_SIZE = 4 * 10**9  # training numbers the tokens of a shard in 32 bits
-SAMPLE = 10**6  # bytes of text from which the number of tokens is estimated
+SAMPLE = 10**6  # bytes of text, to estimate the tokens per byte
 
 # In manifest.json: how much of the text is in the shards; here, of a new folder.
 START = {
@@ -203,19 +203,17 @@ def verify(out: Path) -> None:
     print(f"{len(listed)} shards: all checksums match")
 
 
-def sampled(batches: Iterator, text_bytes: float, before: int) -> tuple[Iterator, int]:
-    """-> (the batches, the tokens of all the text as estimated from the first ones).
-
-    text_bytes: of all the text. before: tokens of the text before `batches`."""
+def sampled(batches: Iterator) -> tuple[Iterator, float]:
+    """-> (the same batches, the tokens per byte of the first ones)."""
     first = []
     size = tokens = 0
     for batch in batches:
         first.append(batch)
-        size += batch[3]
         tokens += len(batch[1])
+        size += batch[3]
         if size >= SAMPLE:
-            return chain(first, batches), round(text_bytes * tokens / size)
-    return iter(first), before + tokens  # exact: this is all
+            break
+    return chain(first, batches), tokens / max(size, 1)
 
 
 def cut(
@@ -225,7 +223,7 @@ def cut(
 
     batches: results of texts.tokenize(). validation: stream 0 is a validation split, all of which
     becomes shard 0. A full shard is held back until another token arrives: only the last one's
-    state is complete. bar: shows progress."""
+    state is complete."""
     used = folder.manifest["used"]
     skipped = folder.manifest["skipped"]
     parts: list[np.ndarray] = []
@@ -275,8 +273,8 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
     # world_size: earlier versions also worked under torchrun
     options |= columns
     options |= {"world_size": 1, "batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
-    if config.shard_size:
-        options["shard_size"] = config.shard_size
+    if config.shard_size or folder.shards:
+        options["shard_size"] = config.shard_size or folder.manifest.get("shard_size")
     folder.check(options)
     if folder.finished and options["source"] not in ("files", "folder"):
         return  # a commit doesn't change: no need to ask the Hub
@@ -289,16 +287,13 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
             folder.check(options)
             if folder.finished:
                 return
-            batches, tokens = sampled(batches, text_bytes, before)
-        tenth = int(float(f"{tokens / 10 + 1:.1e}"))  # to two digits
-        size = config.shard_size or min(tenth, 10**8)
-        if folder.shards:  # as estimated at their start
-            size = folder.manifest.get("shard_size")
-        folder.begin(options | {"shard_size": size})
+            batches, tokens_per_byte = sampled(batches)
+        tokens = int(text_bytes * tokens_per_byte)
+        size = options.setdefault("shard_size", min(tokens // 10 + 1, 10**8))
+        folder.begin(options)
         print(f"the text has about {tokens / 1e6:,.1f} million tokens; {size:,} per shard")
-        if config.max_shards:
-            tokens = min(tokens, config.max_shards * size)
-        with progress(total=tokens, initial=before, unit="tok", unit_scale=True) as bar:
+        total = min(tokens, config.max_shards * size or tokens)
+        with progress(total=total, initial=before, unit="tok", unit_scale=True) as bar:
             for parts, state in cut(batches, folder, size, not config.input, bar):
                 folder.write(parts, state)
                 if folder.finished:
@@ -314,17 +309,15 @@ def fetch_pretokenized(number: int, folder: Folder) -> None:
         commit = folder.manifest.get("commit") or HfApi().dataset_info(PRETOKENIZED).sha
     folder.begin({"source": PRETOKENIZED, "commit": commit})
     downloads = folder.out / ".hub"
-    with progress(total=number, initial=len(folder.shards), unit="shard") as bar:
-        while len(folder.shards) < number:
-            name = folder.next_name.replace("edufineweb", "finewebedu").replace(".npy", ".bin")
-            with explained(source):
-                path = hf_hub_download(
-                    PRETOKENIZED, name, repo_type="dataset", revision=commit, local_dir=downloads
-                )
-            open_shard(Path(path))
-            os.replace(path, folder.out / name)
-            folder.add(folder.out / name, {})
-            bar.update()
+    while len(folder.shards) < number:
+        name = folder.next_name.replace("edufineweb", "finewebedu").replace(".npy", ".bin")
+        with explained(source):
+            path = hf_hub_download(
+                PRETOKENIZED, name, repo_type="dataset", revision=commit, local_dir=downloads
+            )
+        open_shard(Path(path))
+        os.replace(path, folder.out / name)
+        folder.add(folder.out / name, {})
     shutil.rmtree(downloads, ignore_errors=True)
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from tqdm import tqdm
+
 from support.errors import LostRank, RunError, UserError, first_line
 from support.signals import received
 
@@ -65,9 +67,8 @@ def warn(message: str, label: str = "warning") -> None:
 
 
 @contextlib.contextmanager
-def progress(**options: Any) -> Iterator[Any]:
-    """A tqdm bar if stderr is a terminal. Its clock never stops; the end clears it."""
-    from tqdm import tqdm
+def progress(**options: Any) -> Iterator[tqdm]:
+    """A bar, if stderr is a terminal. Its clock never stops; the end clears it."""
 
     def tick() -> None:
         while not bar.disable:  # as it is once closed

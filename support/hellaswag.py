@@ -50,15 +50,12 @@ def download() -> Path:
                 return DOWNLOADED
             DOWNLOADED.parent.mkdir(exist_ok=True)
             with (
-                progress(desc="HellaSwag", unit="B", unit_scale=True) as bar,
+                progress(desc="download", total=10042, unit="task") as bar,
                 atomic_path(DOWNLOADED) as partial,
                 urlopen(URL, timeout=20) as response,
             ):
-                bar.total = response.length  # None if unknown
-                with open(partial, "wb") as file:
-                    for line in response:
-                        file.write(line)
-                        bar.update(len(line))
+                bar.iterable = response  # a line per task
+                partial.write_bytes(b"".join(bar))
                 if sha256(partial) != SHA256:
                     raise OSError("not the official file")
             return DOWNLOADED

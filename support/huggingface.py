@@ -175,7 +175,7 @@ def write_pretrained(
 
 
 def write_tokenizer(folder: Path, block_size: int) -> None:
-    """Writes GPT-2's tokenizer from its files: importing transformers takes seconds."""
+    """Writes GPT-2's tokenizer by copying its files: importing transformers takes seconds."""
     config = {
         "tokenizer_class": "GPT2Tokenizer",
         "model_max_length": block_size,
@@ -185,7 +185,7 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
     }
     files.write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
     for ours, theirs in {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}.items():
-        files.write_text(folder / theirs, bpe_files()[ours])
+        files.write_text(folder / theirs, bpe_files()[ours].read_text(encoding="utf-8"))
 
 
 def read_pretrained(name: str | Path, names: list[str]) -> tuple[dict, dict[str, Tensor], bool]:

@@ -30,11 +30,12 @@ def has_gpt2_tokenizer(folder: Path) -> bool:
     """True if the tokenizer files in a folder are those that save_pretrained writes."""
     try:
         vocab = json.loads((folder / "vocab.json").read_bytes())
-        merges = (folder / "merges.txt").read_text(encoding="utf-8")
+        merges = (folder / "merges.txt").read_bytes()
     except (OSError, ValueError):
         return False
     files = bpe_files()
-    return vocab == json.loads(files["encoder.json"]) and merges == files["vocab.bpe"]
+    same_vocab = vocab == json.loads(files["encoder.json"].read_bytes())
+    return same_vocab and merges == files["vocab.bpe"].read_bytes()
 
 
 def load_gpt(name: str, device: torch.device) -> GPT | None:

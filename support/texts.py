@@ -370,7 +370,7 @@ def document(stream: Stream, row: dict[str, Any]) -> str:
 
 def tokenize(position: list, stream: Stream, rows: list[dict]) -> tuple[Any, ...]:
     """A batch of rows -> (position; tokens, 1-D uint16; number of nulls and empty texts; bytes)."""
-    # As in the file: all of a .jsonl line; each value followed by a line end or comma.
+    # As in the file: whole lines of .jsonl. +1: a line end, or a comma.
     size = sum(len(str(value).encode()) + 1 for row in rows for value in row.values())
     parts: list[Any] = [[]]  # concatenate needs at least one
     skipped = 0

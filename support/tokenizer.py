@@ -1,12 +1,11 @@
 """GPT-2's tokenizer, which needs no network, and token shards. Does not import torch.
 
-`vocab.bpe` is OpenAI's list of GPT-2's merges, from which all else follows.
+tiktoken's code reads OpenAI's two BPE files, which are in support/gpt2/.
 
 A shard is a 1-D array of uint16 tokens in which every document begins with 50256. It is named
 NAME_train_000001.npy, or .bin in llm.c's format."""
 
 import functools
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import tiktoken
-from tiktoken.load import check_hash
+from tiktoken.load import check_hash, data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's split of text into words
 
 from support.errors import UserError
@@ -34,31 +33,20 @@ SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
 
 
 @functools.cache
-def bpe_files() -> dict[str, str]:
-    """The texts of OpenAI's `vocab.bpe` (the merges), verified, and `encoder.json` (the ids)."""
-    path = Path(__file__).with_name("vocab.bpe")
-    merges = path.read_text(encoding="utf-8", errors="replace")
-    if not check_hash(merges.encode(), SHA256[path.name]):
-        raise UserError(f"{path}: not GPT-2's; restore it from the repository")
-    tokens = [*bytes_by_character(), *merges.replace(" ", "").split("\n")[1:-1], "<|endoftext|>"]
-    ids = {token: index for index, token in enumerate(tokens)}
-    return {path.name: merges, "encoder.json": json.dumps(ids)}
-
-
-def bytes_by_character() -> dict[str, int]:
-    """What OpenAI's files write for each byte, in the order of the tokens 0 to 255."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]  # written as in Latin-1
-    others = [byte for byte in range(256) if byte not in visible]  # as U+0100 and so on
-    codes = [*visible, *range(256, 256 + len(others))]
-    return dict(zip(map(chr, codes), visible + others, strict=True))
+def bpe_files() -> dict[str, Path]:
+    """The paths of `vocab.bpe` (the merges) and `encoder.json` (the ids), verified."""
+    paths = {name: Path(__file__).parent / "gpt2" / name for name in SHA256}
+    for name, path in paths.items():
+        if not check_hash(path.read_bytes(), SHA256[name]):
+            raise UserError(f"{path}: not GPT-2's; restore it from the repository")
+    return paths
 
 
 @functools.cache
 def get_tokenizer() -> tiktoken.Encoding:
     """tiktoken's "gpt2" encoding, 50,257 tokens, with encode_ordinary(text) and decode(ids)."""
-    byte = bytes_by_character()
-    tokens = list(json.loads(bpe_files()["encoder.json"]))[:EOT]
-    ranks = {bytes(byte[char] for char in token): rank for rank, token in enumerate(tokens)}
+    files = bpe_files()
+    ranks = data_gym_to_mergeable_bpe_ranks(str(files["vocab.bpe"]), str(files["encoder.json"]))
     return tiktoken.Encoding(
         "gpt2",
         pat_str=r50k_pat_str,

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -13,23 +14,18 @@ from hypothesis import strategies as st
 
 from support import tokenizer
 from support.errors import UserError
-from support.files import sha256
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files, get_tokenizer
 from tests.conftest import ROOT
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, permutation
 
 
-def test_it_is_tiktokens_own_construction(tmp_path):
-    """The same ranks and split pattern as tiktoken's own "gpt2", from OpenAI's two files."""
+def test_it_is_tiktokens_own_construction():
+    """The same ranks and split pattern as tiktoken's own "gpt2" from the same files."""
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext import openai_public
 
-    ours = get_tokenizer()
-    paths = [tmp_path / name for name in ("vocab.bpe", "encoder.json")]
-    for path in paths:
-        path.write_text(bpe_files()[path.name], encoding="utf-8", newline="\n")
-        assert sha256(path) == tokenizer.SHA256[path.name]
-    ranks = data_gym_to_mergeable_bpe_ranks(*map(str, paths))
+    files, ours = bpe_files(), get_tokenizer()
+    ranks = data_gym_to_mergeable_bpe_ranks(str(files["vocab.bpe"]), str(files["encoder.json"]))
     assert ours._mergeable_ranks == ranks and ours._pat_str == openai_public.r50k_pat_str
     assert ours.n_vocab == VOCAB_SIZE and ours._special_tokens == {"<|endoftext|>": EOT}
 
@@ -57,16 +53,16 @@ def test_saved_tokenizer_equals_tiktoken(saved_tokenizer, text):
         assert saved_tokenizer.encode(text) == ids and saved_tokenizer.decode(ids) == text
 
 
-def test_a_damaged_vocabulary_is_refused(tmp_path, monkeypatch):
-    """Unless only its line ends are Windows', as git may check it out."""
+def test_damaged_vocabularies_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "__file__", str(tmp_path / "tokenizer.py"))
-    whole = (ROOT / "support" / "vocab.bpe").read_bytes()
-    for content in (b"", whole[:-1], whole[:-9] + b"\xff" + whole[-8:]):
-        (tmp_path / "vocab.bpe").write_bytes(content)
-        with pytest.raises(UserError, match=r"vocab\.bpe: not GPT-2's; restore it"):
+    shutil.copytree(ROOT / "support" / "gpt2", tmp_path / "gpt2")
+    assert bpe_files.__wrapped__()["vocab.bpe"].is_relative_to(tmp_path)
+    for name, size in (("encoder.json", 1_042_301), ("vocab.bpe", 456_318)):
+        path = tmp_path / "gpt2" / name
+        assert path.stat().st_size == size
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(UserError, match=rf"{name}: not GPT-2's; restore it from the repos"):
             bpe_files.__wrapped__()
-    (tmp_path / "vocab.bpe").write_bytes(whole.replace(b"\n", b"\r\n"))
-    assert bpe_files.__wrapped__() == bpe_files()
 
 
 letters = st.sampled_from("ab'sé世🙂1. \n\t\r\x85\u3000\x1c\xa0") | st.characters(codec="utf-8")
