@@ -193,8 +193,7 @@ def verify(out: Path) -> None:
     """Names the files that changed or are unexpected."""
     shards = read_manifest(out / "manifest.json")["shards"]
     listed = {shard["name"]: shard["sha256"] for shard in shards}
-    suffixes = (".npy", ".bin", ".partial")
-    paths = [path for path in out.glob("*") if path.suffix in suffixes]
+    paths = [path for path in out.glob("*") if path.suffix in (".npy", ".bin", ".partial")]
     with progress(iterable=paths, unit="file") as bar:
         found = {path.name: sha256(path) for path in bar}
     names = sorted({name for name, _ in found.items() ^ listed.items()})

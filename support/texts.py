@@ -344,11 +344,6 @@ def with_nulls(value: Any) -> Any:
     return value
 
 
-def integer(digits: str) -> int | str:
-    """An integer in JSON. Python converts no more than 4,300 digits."""
-    return int(digits) if len(digits) <= 4300 else digits
-
-
 def document(stream: Stream, row: dict[str, Any]) -> str:
     """The text of a row, or "" if it has none."""
     if stream.kind in ("jsonl", "txt", "md"):
@@ -357,7 +352,8 @@ def document(stream: Stream, row: dict[str, Any]) -> str:
             return text
         if not text.strip():
             return ""
-        row = json.loads(text, parse_int=integer)
+        # Python converts at most 4,300 digits.
+        row = json.loads(text, parse_int=lambda n: int(n) if len(n) <= 4300 else n)
     if all(row[column] is None for column in stream.columns):
         return ""
     text = row[stream.columns[0]]

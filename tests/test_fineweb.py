@@ -606,6 +606,14 @@ def test_shard_size_neither_depends_on_workers_nor_changes(monkeypatch):
     assert "shard_size 30000, now 30001" in refused(*args, "--shard-size", 30_001, "--out", "old")
 
 
+def test_only_a_sample_is_read_before_the_first_shard(monkeypatch):
+    monkeypatch.setattr(fineweb, "SAMPLE", 10)
+    source = iter([(i, [EOT] * 3, 0, 6) for i in range(9)])
+    batches, tokens_per_byte = fineweb.sampled(source)
+    assert tokens_per_byte == 0.5 and next(source)[0] == 2
+    assert [i for i, *_ in batches] == [0, 1, 3, 4, 5, 6, 7, 8]  # 2 was taken above
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -663,7 +671,7 @@ def test_the_clock_of_a_progress_bar_runs_until_it_is_cleared(monkeypatch):
         time.sleep(1.3)
         assert "0/5 [00:01<" in sys.stderr.last_line()
         raise KeyboardInterrupt
-    assert sys.stderr.last_line() == ""
+    assert sys.stderr.last_line() == "" and "\n" not in sys.stderr.getvalue()
     monkeypatch.setattr(sys, "stderr", io.StringIO())  # no terminal
     with cli.progress(total=5) as bar:
         bar.update()
