@@ -18,14 +18,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from support import texts
-from support.cli import flag, parse_args, run, torchrun_ranks
+from support.cli import flag, parse_args, progress, run, torchrun_ranks
 from support.errors import UserError
 from support.files import atomic_path, locked, sha256, write_text
 from support.texts import explained
@@ -34,6 +35,7 @@ from support.tokenizer import EOT, SHA256, SHARD_NAME, open_shard
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"
 MAX_SHARD_SIZE = 4 * 10**9  # training numbers the tokens of a shard in 32 bits
+SAMPLE = 10**6  # bytes of text, to estimate the tokens per byte
 
 # In manifest.json: how much of the text is in the shards; here, of a new folder.
 START = {
@@ -184,23 +186,37 @@ class Folder:
         shard = {"name": path.name, "tokens": len(tokens), "documents": documents}
         self.shards.append(shard | {"sha256": sha256(path)})
         self.save(state)
-        print(f"{path.name}: {len(tokens):,} tokens, {documents:,} documents", flush=True)
+        tqdm.write(f"{path.name}: {len(tokens):,} tokens, {documents:,} documents")
 
 
 def verify(out: Path) -> None:
     """Names the files that changed or are unexpected."""
     shards = read_manifest(out / "manifest.json")["shards"]
     listed = {shard["name"]: shard["sha256"] for shard in shards}
-    suffixes = (".npy", ".bin", ".partial")
-    found = {path.name: sha256(path) for path in out.glob("*") if path.suffix in suffixes}
+    paths = [path for path in out.glob("*") if path.suffix in (".npy", ".bin", ".partial")]
+    with progress(iterable=paths, unit="file") as bar:
+        found = {path.name: sha256(path) for path in bar}
     names = sorted({name for name, _ in found.items() ^ listed.items()})
     if names or not listed:
         raise UserError(f"{out}: does not match manifest.json: {', '.join(names) or 'no shards'}")
     print(f"{len(listed)} shards: all checksums match")
 
 
+def sampled(batches: Iterator) -> tuple[Iterator, float]:
+    """-> (the same batches, the tokens per byte of the first ones)."""
+    first = []
+    size = tokens = 0
+    for batch in batches:
+        first.append(batch)
+        tokens += len(batch[1])
+        size += batch[3]
+        if size >= SAMPLE:
+            break
+    return chain(first, batches), tokens / max(size, 1)
+
+
 def cut(
-    batches: Iterable, folder: Folder, size: int, validation: bool
+    batches: Iterable, folder: Folder, size: int, validation: bool, bar: tqdm
 ) -> Iterator[tuple[list[np.ndarray], dict[str, Any]]]:
     """Cuts the text into shards of `size` tokens. Yields (parts of a shard, the state after it).
 
@@ -211,7 +227,8 @@ def cut(
     skipped = folder.manifest["skipped"]
     parts: list[np.ndarray] = []
     room = size  # tokens that the shard can still take
-    for position, tokens, empty_texts in batches:
+    for position, tokens, empty_texts, _ in batches:
+        bar.update(len(tokens))
         if validation and position[0] == 0:
             room = sys.maxsize
         elif room > size:  # the validation split has ended
@@ -255,27 +272,31 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
     # world_size: earlier versions also worked under torchrun
     options |= columns
     options |= {"world_size": 1, "batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
-    if config.shard_size:
-        options["shard_size"] = config.shard_size
+    if config.shard_size or folder.shards:
+        options["shard_size"] = config.shard_size or folder.manifest.get("shard_size")
     folder.check(options)
     if folder.finished and options["source"] not in ("files", "folder"):
         return  # a commit doesn't change: no need to ask the Hub
     workers = config.workers or os.cpu_count() or 1
+    before = sum(shard["tokens"] for shard in folder.shards) - folder.manifest["used"]
     with closing(texts.tokenized(workers, opener, folder.manifest["position"])) as batches:
-        options |= next(batches)
-        tokens = options.pop("tokens")  # estimated from file sizes
-        tenth = int(float(f"{tokens / 10 + 1:.0e}"))  # to one digit
-        size = config.shard_size or min(tenth, 10**8)
-        options["shard_size"] = size
-        folder.check(options)
-        if folder.finished:
-            return
-        folder.begin(options)
-        print(f"the text has about {tokens / 1e6:,.1f} million tokens; {size:,} per shard")
-        for parts, state in cut(batches, folder, size, validation=not config.input):
-            folder.write(parts, state)
+        with progress(desc="reading", unit="tok") as bar:
+            options |= next(batches)
+            text_bytes = options.pop("text_bytes")
+            folder.check(options)
             if folder.finished:
                 return
+            batches, tokens_per_byte = sampled(batches)
+        tokens = int(text_bytes * tokens_per_byte)
+        size = options.setdefault("shard_size", min(tokens // 10 + 1, 10**8))
+        folder.begin(options)
+        print(f"the text has about {tokens / 1e6:,.1f} million tokens; {size:,} per shard")
+        total = min(tokens, config.max_shards * size or tokens)
+        with progress(total=total, initial=before, unit="tok", unit_scale=True) as bar:
+            for parts, state in cut(batches, folder, size, not config.input, bar):
+                folder.write(parts, state)
+                if folder.finished:
+                    return
 
 
 def fetch_pretokenized(number: int, folder: Folder) -> None:

@@ -7,10 +7,13 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+from tqdm import tqdm
 
 from support.errors import LostRank, RunError, UserError, first_line
 from support.signals import received
@@ -61,6 +64,20 @@ def warn(message: str, label: str = "warning") -> None:
     """Prints to stderr. A warning that can't be printed is dropped: it must not end the run."""
     with contextlib.suppress(OSError):
         print(f"{label}: {message}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress(**options: Any) -> Iterator[tqdm]:
+    """A bar, if stderr is a terminal. Its clock never stops; the end clears it."""
+
+    def tick() -> None:
+        while not bar.disable:  # as it is once closed
+            time.sleep(1)
+            bar.refresh()
+
+    with tqdm(**options, leave=False, disable=None) as bar:
+        threading.Thread(target=tick, daemon=True).start()
+        yield bar
 
 
 class KeptOutput:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from support.cli import print0, torchrun_ranks
+from support.cli import print0, progress, torchrun_ranks
 from support.devices import round_length
 from support.errors import UserError
 from support.files import atomic_path, sha256
@@ -49,8 +49,13 @@ def download() -> Path:
             if DOWNLOADED.exists() and sha256(DOWNLOADED) == SHA256:
                 return DOWNLOADED
             DOWNLOADED.parent.mkdir(exist_ok=True)
-            with atomic_path(DOWNLOADED) as partial, urlopen(URL, timeout=20) as response:
-                partial.write_bytes(response.read())
+            with (
+                progress(desc="download", total=10042, unit="task") as bar,
+                atomic_path(DOWNLOADED) as partial,
+                urlopen(URL, timeout=20) as response,
+            ):
+                bar.iterable = response  # a line per task
+                partial.write_bytes(b"".join(bar))
                 if sha256(partial) != SHA256:
                     raise OSError("not the official file")
             return DOWNLOADED

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from support.errors import UserError
 from support.tokenizer import EOT, encode, get_tokenizer
@@ -123,7 +124,7 @@ def find_in_folder(folder: Path, usable: Callable[[Path], Any]) -> list[str]:
             skipped[path.suffix or path.name] += 1
     if skipped:
         counts = ", ".join(f"{number} {kind}" for kind, number in skipped.items())
-        print(f"{folder}: skipped {counts}", flush=True)
+        tqdm.write(f"{folder}: skipped {counts}")
     return paths
 
 
@@ -145,7 +146,7 @@ def set_up_datasets() -> None:
 
 
 def facts_about(name: str, paths: list[str], commit: str | None) -> dict[str, Any]:
-    """A source's commit, or what identifies its files; an estimate of its number of tokens."""
+    """A source's commit, or what identifies its files; an estimate of its bytes of text."""
     import fsspec
 
     files = []
@@ -164,7 +165,7 @@ def facts_about(name: str, paths: list[str], commit: str | None) -> dict[str, An
             parent = os.path.commonpath([os.path.dirname(path) for path, _, _ in files])
             for file in files:
                 file[0] = Path(file[0]).relative_to(parent).as_posix()
-    return {"commit": commit, "files": files, "tokens": int(text_bytes / 4.5)}  # of English
+    return {"commit": commit, "files": files, "text_bytes": text_bytes}
 
 
 def parquet_options(columns: list[str]) -> dict[str, Any]:
@@ -312,6 +313,7 @@ def batches(stream: Stream, state: dict | None, row: int) -> Iterator[tuple[list
 
 def start_child() -> None:
     """Makes this process exit with its parent, even after kill -9. The parent handles Ctrl-C."""
+    tqdm.set_lock(threading.RLock())  # a fork shares it: killed, it would keep the parent's locked
 
     def follow_parent() -> None:
         multiprocessing.parent_process().join()
@@ -342,11 +344,6 @@ def with_nulls(value: Any) -> Any:
     return value
 
 
-def integer(digits: str) -> int | str:
-    """An integer in JSON. Python converts no more than 4,300 digits."""
-    return int(digits) if len(digits) <= 4300 else digits
-
-
 def document(stream: Stream, row: dict[str, Any]) -> str:
     """The text of a row, or "" if it has none."""
     if stream.kind in ("jsonl", "txt", "md"):
@@ -355,7 +352,8 @@ def document(stream: Stream, row: dict[str, Any]) -> str:
             return text
         if not text.strip():
             return ""
-        row = json.loads(text, parse_int=integer)
+        # Python converts at most 4,300 digits.
+        row = json.loads(text, parse_int=lambda n: int(n) if len(n) <= 4300 else n)
     if all(row[column] is None for column in stream.columns):
         return ""
     text = row[stream.columns[0]]
@@ -366,8 +364,10 @@ def document(stream: Stream, row: dict[str, Any]) -> str:
     return text
 
 
-def tokenize(position: list, stream: Stream, rows: list[dict]) -> tuple[list, np.ndarray, int]:
-    """A batch of rows -> (its position; tokens, 1-D uint16; number of nulls and empty texts)."""
+def tokenize(position: list, stream: Stream, rows: list[dict]) -> tuple[Any, ...]:
+    """A batch of rows -> (position; tokens, 1-D uint16; number of nulls and empty texts; bytes)."""
+    # As in the file: whole lines of .jsonl. +1: a line end, or a comma.
+    size = sum(len(str(value).encode()) + 1 for row in rows for value in row.values())
     parts: list[Any] = [[]]  # concatenate needs at least one
     skipped = 0
     for number, row in enumerate(rows, position[2] + 1):  # messages count rows from 1
@@ -377,7 +377,7 @@ def tokenize(position: list, stream: Stream, rows: list[dict]) -> tuple[list, np
             parts += [[EOT], *encode(text)]
         else:
             skipped += 1
-    return position, np.concatenate(parts, dtype=np.uint16, casting="unsafe"), skipped
+    return position, np.concatenate(parts, dtype=np.uint16, casting="unsafe"), skipped, size
 
 
 def tokenized(workers: int, opener: Callable, position: list) -> Iterator[Any]:

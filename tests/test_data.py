@@ -1,8 +1,8 @@
 """Tokenizer against tiktoken; loader over random shards, batch shapes and world sizes."""
 
-import hashlib
 import itertools
 import math
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support import tokenizer
 from support.errors import UserError
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files, get_tokenizer
+from tests.conftest import ROOT
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, permutation
 
 
@@ -52,10 +53,16 @@ def test_saved_tokenizer_equals_tiktoken(saved_tokenizer, text):
         assert saved_tokenizer.encode(text) == ids and saved_tokenizer.decode(ids) == text
 
 
-def test_foreign_files_are_refused(monkeypatch):
-    monkeypatch.setitem(tokenizer.SHA256, "vocab.bpe", hashlib.sha256(b"").hexdigest())
-    with pytest.raises(UserError, match=r"vocab\.bpe is not GPT-2's: pip install"):
-        bpe_files.__wrapped__()
+def test_damaged_vocabularies_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "__file__", str(tmp_path / "tokenizer.py"))
+    shutil.copytree(ROOT / "support" / "gpt2", tmp_path / "gpt2")
+    assert bpe_files.__wrapped__()["vocab.bpe"].is_relative_to(tmp_path)
+    for name, size in (("encoder.json", 1_042_301), ("vocab.bpe", 456_318)):
+        path = tmp_path / "gpt2" / name
+        assert path.stat().st_size == size
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(UserError, match=rf"{name}: not GPT-2's; restore it from the repos"):
+            bpe_files.__wrapped__()
 
 
 letters = st.sampled_from("ab'sé世🙂1. \n\t\r\x85\u3000\x1c\xa0") | st.characters(codec="utf-8")

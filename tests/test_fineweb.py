@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -29,7 +30,7 @@ import pytest
 from tqdm import tqdm
 
 import fineweb
-from support import texts
+from support import cli, texts
 from support.errors import UserError
 from support.files import locked, sha256
 from support.tokenizer import EOT, get_tokenizer, tokenize_text
@@ -536,23 +537,145 @@ def test_training_has_text():
     """If all fits into the validation shard, exactly or not, it is cut."""
     rows = [{"text": f"text {i}", "e": [0.0] * 900} for i in range(50)]
     path = write("a.jsonl", "\n".join(map(json.dumps, rows)).encode())
-    args, tokens = ["--input", path], expected_tokens(row["text"] for row in rows)
+    args = ["--input", path, "--shard-size", 10**6]
+    tokens = expected_tokens(row["text"] for row in rows)
     make(*args, "--out", "whole")
     assert shard_tokens("whole") == tokens
     assert len(np.load(shard_paths("whole")[0])) == len(tokens) // 10
     make(*args, "--max-shards", 1)
     make(*args)
     assert contents() == contents("whole")
-    make(*args, "--out", "exact", "--shard-size", len(tokens))
+    make("--input", path, "--out", "exact", "--shard-size", len(tokens))
     assert len(shard_paths("exact")) == 2
     path = write("nine.txt", b"a b c d e f g h")
     make("--input", path, "--shard-size", 100, "--out", "nine")
     assert [len(np.load(path)) for path in shard_paths("nine")] == [1, 8]
 
 
-def test_a_text_makes_about_ten_shards():
-    make("--input", ROOT / "input.txt")
-    assert 9 < len(shard_paths()) < 18
+def languages():
+    """{language: its documents, of about 700 bytes}, some 250 kB each."""
+    chance = random.Random(0)
+    characters = "的一是不了人我在有他这中大来上国个到说们为子和你地出道也时年得就那要下，。"
+    chinese = "".join(chance.choices(characters, k=90_000))
+    code = "".join(path.read_text("utf-8") for path in sorted(ROOT.glob("*.py")))
+    english = (ROOT / "input.txt").read_text("utf-8")[:250_000]
+    pages = {"zh": (chinese, 230), "py": (code, 700), "en": (english, 700)}
+    return {
+        name: [text[i : i + length] for i in range(0, len(text), length)]
+        for name, (text, length) in pages.items()
+    }
+
+
+@pytest.mark.parametrize("language", ["zh", "py", "en"])
+def test_a_shard_is_about_a_tenth_of_the_text(language, monkeypatch):
+    monkeypatch.setattr(fineweb, "SAMPLE", 10**4)
+    change(monkeypatch, {"support.texts.BATCH_ROWS": 16})
+    documents = languages()[language]
+    tokens = len(expected_tokens(documents))
+    escaped = "\n".join(json.dumps({"text": text, "url": "https://"}) for text in documents)
+    write_folder("txt", {f"{i:03}.txt": text.encode() for i, text in enumerate(documents)})
+    files = {"a.jsonl": json_lines(documents), "escaped.jsonl": escaped.encode()}
+    files["a.jsonl.gz"] = gzip.compress(json_lines(documents))
+    write_folder("in", files)
+    pq.write_table(pa.table({"text": documents}), "in/a.parquet")
+    for path in ("txt", *Path("in").iterdir()):
+        out = f"out_{Path(path).name}"
+        make("--input", path, "--out", out, "--max-shards", 1)
+        compressed = out.endswith((".parquet", ".gz"))
+        low, high = (0.05, 0.25) if compressed else (0.08, 0.13)
+        assert low < len(np.load(shard_paths(out)[0])) / tokens < high, path
+
+
+def test_shard_size_neither_depends_on_workers_nor_changes(monkeypatch):
+    """The text that a resumed run reads first may have fewer tokens per byte."""
+    monkeypatch.setattr(fineweb, "SAMPLE", 10**4)
+    change(monkeypatch, {"support.texts.BATCH_ROWS": 16})
+    documents = languages()
+    args = ["--input", write("a.jsonl", json_lines(documents["zh"]))]
+    args.append(write("b.jsonl", json_lines(documents["en"])))
+    make(*args, "--out", "whole", "--workers", 3)
+    size = read_manifest("whole")["shard_size"]
+    assert {len(np.load(path)) for path in shard_paths("whole")[:-1]} == {size}
+    for shards in (1, 5, 0):
+        make(*args, "--max-shards", shards)
+    assert contents() == contents("whole")
+    make(*args, "--out", "old", "--shard-size", 30_000, "--max-shards", 2)  # any other size
+    make(*args, "--out", "old")
+    assert len(np.load(shard_paths("old")[-2])) == 30_000
+    assert shard_tokens("old") == shard_tokens("whole")
+    assert "shard_size 30000, now 30001" in refused(*args, "--shard-size", 30_001, "--out", "old")
+
+
+def test_only_a_sample_is_read_before_the_first_shard(monkeypatch):
+    monkeypatch.setattr(fineweb, "SAMPLE", 10)
+    source = iter([(i, [EOT] * 3, 0, 6) for i in range(9)])
+    batches, tokens_per_byte = fineweb.sampled(source)
+    assert tokens_per_byte == 0.5 and next(source)[0] == 2
+    assert [i for i, *_ in batches] == [0, 1, 3, 4, 5, 6, 7, 8]  # 2 was taken above
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def last_line(self):
+        """What a terminal shows in its last line."""
+        line = ""
+        for part in self.getvalue().rpartition("\n")[2].split("\r"):
+            line = part + line[len(part) :]
+        return line.rstrip()
+
+
+def record_bars(monkeypatch):
+    """A list of the progress bars that fineweb.py makes from now on; stderr is a terminal."""
+    shown = []
+
+    @contextmanager
+    def recorded(**options):
+        with cli.progress(**options) as bar:
+            shown.append(bar)
+            yield bar
+
+    monkeypatch.setattr(fineweb, "progress", recorded)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    return shown
+
+
+def test_progress_of_whole_resumed_and_repaired_folders(monkeypatch, capsys):
+    bars = record_bars(monkeypatch)
+    documents = [f"text number {i}" for i in range(1000)]
+    tokens = len(expected_tokens(documents))
+    args = ["--input", write("a.jsonl", json_lines(documents)), "--shard-size", 1000]
+    for shards, total in ((2, 2000), (4, 4000), (0, pytest.approx(tokens, rel=0.1))):
+        before = read_manifest()["shards"] if shards != 2 else []
+        make(*args, "--max-shards", shards)
+        bar = bars[-1]
+        assert bar.total == total
+        assert sum(s["tokens"] for s in before) - 1300 < bar.initial < bar.n
+    assert bar.n == tokens
+    shard_paths()[-1].unlink()
+    make(*args)  # reads it all again
+    assert (bars[-1].initial, bars[-1].n) == (0, tokens)
+    make("--verify")
+    assert bars[-1].n == bars[-1].total == len(shard_paths())
+    out = capsys.readouterr().out
+    assert "\r" not in out and out.endswith("all checksums match\n")
+    assert "0%|" in sys.stderr.getvalue() and sys.stderr.last_line() == ""
+    refused("--input", write("b.jsonl", b'{"text": "a"}\n{"text'), "--out", "b")
+    assert "reading" in sys.stderr.getvalue() and sys.stderr.last_line() == ""
+
+
+def test_the_clock_of_a_progress_bar_runs_until_it_is_cleared(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with pytest.raises(KeyboardInterrupt), cli.progress(total=5, unit="file"):
+        time.sleep(1.3)
+        assert "0/5 [00:01<" in sys.stderr.last_line()
+        raise KeyboardInterrupt
+    assert sys.stderr.last_line() == "" and "\n" not in sys.stderr.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # no terminal
+    with cli.progress(total=5) as bar:
+        bar.update()
+    assert not sys.stderr.getvalue()
 
 
 def test_which_files_of_a_folder_are_read(capfd):

