@@ -122,8 +122,9 @@ def test_python_blocks_run(text, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
-def test_the_slurm_script_has_no_syntax_error():
-    subprocess.run(["bash", "-n", ROOT / "examples/slurm.sh"], check=True)
+@pytest.mark.parametrize("name", ["slurm.sh", "slurm_fineweb.sh"])
+def test_the_slurm_scripts_have_no_syntax_error(name):
+    subprocess.run(["bash", "-n", ROOT / "examples" / name], check=True)
 
 
 LINKED = [*PAGES, *ROOT.glob("reference/*.md"), *ROOT.glob("bench/**/*.md")]

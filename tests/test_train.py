@@ -196,6 +196,25 @@ def test_a_run_ends_with_its_results(text, tmp_path, monkeypatch, capsys):
         assert "train_gpt2.py" in content and str(tmp_path) not in content
 
 
+@pytest.mark.parametrize(
+    "tokens, steps, note",
+    [
+        (1000, 0, ""),
+        (1000, 1, "note: --max-steps 16 would read the text once\n"),
+        (1000, 2, ""),
+        (100, 15, ""),
+        (100, 16, "note: --max-steps 6 would read the text 4 times, after which it teaches little"),
+    ],
+)
+def test_a_plan_far_from_the_size_of_the_text_is_noted(tokens, steps, note, tmp_path, capsys):
+    path = tmp_path / "a.txt"
+    path.write_text(" the" * (tokens * 10 // 9 - 1))  # nine tenths are for training
+    train("--total-batch-size 64 --max-steps", steps, "--data", path, "--log-dir", tmp_path / "log")
+    out = capsys.readouterr().out
+    assert f"data: {path}, {tokens:,} training tokens" in out
+    assert note in out and out.count("note: ") == bool(note), out
+
+
 def test_a_new_start_keeps_an_earlier_runs_files(text, tmp_path, monkeypatch):
     """Also if it ends before its first line and is resumed."""
     args = ["--save-every 2 --data", text, "--log-dir", tmp_path, "--max-steps"]
