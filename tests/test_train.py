@@ -102,7 +102,8 @@ def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
         assert losses(tmp_path)[step] == pytest.approx(loss.item(), abs=1e-5)
     trained = GPT.from_pretrained(tmp_path / "step_000002")
     for (name, a), b in zip(model.named_parameters(), trained.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3, msg=name)
+        # AdamW divides tiny gradients by their size, and so magnifies their rounding.
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3, msg=name)
 
 
 def test_validation_loss_is_the_mean_over_all_tokens(text, monkeypatch):
