@@ -304,7 +304,6 @@ class GPT(nn.Module):
 # Data: token order and the data loader (support/tokenizer.py opens shards)
 
 SHARDS_FOLDER = "edu_fineweb10B"
-PASSAGE = 256  # tokens of a .txt file that stay together when it is shuffled
 
 
 def permutation(n: int, *seed: int) -> np.ndarray:
@@ -313,7 +312,7 @@ def permutation(n: int, *seed: int) -> np.ndarray:
 
 
 class DocumentOrder(NamedTuple):
-    """The documents of a shard in the order of an epoch, (n,) int64 each."""
+    """The documents (long ones: passages) of a shard in an epoch's order, (n,) int64 each."""
 
     ends: np.ndarray  # where each ends in the shuffled shard
     file_ends: np.ndarray  # where it ends in the file
@@ -330,12 +329,12 @@ class DataLoaderLite:
         shard 2    | doc 5 | doc 0 | … |
         read(…)          [-------------------]                 any slice, across all borders
 
-    A document begins at 50256; a .txt file is cut into passages of 256 tokens. Without shuffle the
-    order is that of the files.
+    A document begins at 50256; a .txt file is one. Those of more than 4 T tokens are shuffled in
+    passages of 4 T. Without shuffle the order is that of the files.
 
     In each micro-step the ranks take the next B * T tokens each, in rank order. So a step has the
     same tokens for any number of ranks, each token is an input once per epoch, and the state is one
-    position. data: folder of shards, or .txt file."""
+    position. data: folder of shards, also in subfolders, or .txt file."""
 
     def __init__(
         self,
@@ -357,9 +356,9 @@ class DataLoaderLite:
         self.shuffle = shuffle
         self.pin_memory = pin_memory  # batches can be copied to a GPU while it computes
         self.position = 0  # in the sequence, of the next micro-batch of all ranks
-        # The files, and their tokens, 1-D uint16, memory-mapped.
-        self.paths, self.shards = tokenizer.open_split(Path(data), split)
-        self.passages = Path(data).is_file()  # a .txt
+        # The files, their names in `data`, and their tokens, 1-D uint16, memory-mapped.
+        self.paths, self.names, self.shards = tokenizer.open_split(Path(data), split)
+        self.passage = 4 * T  # tokens of a long document that stay together when it is shuffled
         self.lengths = np.array([len(shard) for shard in self.shards])
         self.total_tokens = int(self.lengths.sum())
         if self.total_tokens <= T:
@@ -401,13 +400,9 @@ class DataLoaderLite:
         if (epoch, shard) in self.document_orders:
             return self.document_orders[epoch, shard]
         tokens = self.shards[shard]
-        if not self.shuffle:  # the whole shard counts as one document
-            starts = np.zeros(1, dtype=np.int64)
-        elif self.passages:
-            starts = np.arange(0, len(tokens), PASSAGE)
-        else:
-            # Tokens before the first 50256 end a document of the previous shard: they count as one.
-            starts = np.union1d(np.zeros(1, dtype=np.int64), np.flatnonzero(tokens == EOT))
+        starts = np.zeros(1, dtype=np.int64)  # without shuffle the whole shard is one passage
+        if self.shuffle:
+            starts = tokenizer.passage_starts(tokens, self.passage)
         lengths = np.diff(starts, append=len(tokens))
         # shard + 1: the permutation of the shards themselves has no third number
         order = permutation(len(starts), self.seed, epoch, shard + 1)
@@ -431,18 +426,23 @@ class DataLoaderLite:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order of tokens depends on."""
-        names = [path.name for path in self.paths]
-        shards = list(zip(names, self.lengths.tolist(), strict=True))
+        shards = list(zip(self.names, self.lengths.tolist(), strict=True))
         digest = hashlib.sha256(json.dumps(shards).encode()).hexdigest()
         return {
             "position": self.position,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "shards": digest,
+            "passage": self.passage,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Moves to a saved position in the same data."""
+        """Moves to a saved position in the same data, and to its order."""
+        # Checkpoints without it are older: a .txt had passages of 256 tokens, shards had none.
+        before = 256 if self.paths[0].suffix == ".txt" else self.total_tokens
+        state = {"passage": before} | state
+        self.passage = state["passage"]
+        self.document_orders.clear()
         for key, value in self.state_dict().items():
             if key != "position" and state[key] != value:
                 difference = f"{key} {value}, was {state[key]}"
@@ -473,8 +473,8 @@ class TrainConfig:
 
     # Data
 
-    data: str = SHARDS_FOLDER  # folder of token shards, or .txt file
-    shuffle: bool = True  # reshuffle shards and their documents (.txt: passages) every epoch
+    data: str = SHARDS_FOLDER  # folder of token shards, also in subfolders, or .txt file
+    shuffle: bool = True  # reshuffle shards, documents and passages of long ones every epoch
     total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
     seq_len: int = 1024  # tokens per sequence (T)

@@ -22,6 +22,7 @@ from support.signals import received
 HINTS = dict.fromkeys((errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "")
 HINTS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; choose a writable place")
 HINTS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space")
+HINTS[errno.EMFILE] = "; raise it with `ulimit -n`"
 
 
 def torchrun_ranks() -> tuple[int, int, int]:

@@ -83,13 +83,21 @@ def announce(
     T = loader.T
     flops = model.flops_per_token(T)
     peak_flops, source = peak
-    epochs = max_steps * total_batch_size / loader.total_tokens
+    steps_per_epoch = loader.total_tokens / total_batch_size
+    epochs = max_steps / steps_per_epoch
     micro_steps = total_batch_size // (loader.B * T * loader.world_size)
     print0(f"device: {device}")
     print0(f"model: {model.num_parameters():,} parameters, {flops / 1e6:,.0f} MFLOP per token")
     print0(f"speed: MFU 100 % = {peak_flops / 1e12:,.3g} TFLOP/s per device ({source})")
     print0(f"data: {shown(data)}, {loader.total_tokens:,} training tokens")
     print0(f"steps: {max_steps:,} of {total_batch_size:,} tokens, {epochs:.3f} epochs")
+    if max_steps and not 0.1 <= epochs <= 10:
+        # Up to four epochs, repeated text is almost as good as new (Muennighoff et al. 2023).
+        fit = 4 if epochs > 10 else 1
+        steps = max(float(f"{fit * steps_per_epoch:.1e}"), 1)
+        beyond = "4 times, after which it teaches little; keep --warmup-steps below"
+        times = beyond if fit > 1 else "once"
+        print0(f"note: --max-steps {steps:.0f} would read the text {times}")
     shape = f"{loader.B} x {T} tokens x {micro_steps} micro-steps"
     print0(f"batch: {shape} x {loader.world_size} ranks")
     resumed = f", resumed from {checkpoint}" if checkpoint else ""

@@ -43,7 +43,7 @@ def print_plan(
     tokens = max_steps * total_batch_size
     epochs = f"no {data} yet"
     if Path(data).exists():
-        _, shards = open_split(Path(data), "train")
+        *_, shards = open_split(Path(data), "train")
         available = sum(len(shard) for shard in shards)
         epochs = f"{tokens / available:.3f} of {available:,} training tokens"
     peak, source = peak_flops(chosen, precision)

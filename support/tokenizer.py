@@ -7,6 +7,7 @@ NAME_train_000001.npy, or .bin in llm.c's format."""
 
 import functools
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import tiktoken
 from tiktoken.load import check_hash, data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's split of text into words
 
+from support.cli import print0
 from support.errors import UserError
 
 EOT = 50256  # <|endoftext|>, which begins every document
@@ -99,18 +101,27 @@ def encode(text: str) -> Iterator[np.ndarray]:
         start = end
 
 
-def tokenize_text(path: Path, split: str) -> np.ndarray:
-    """A split of a .txt file, 1-D uint16: the file is one document, its last tenth for validation.
-
-    As in fineweb.py, line ends become \\n, and a byte order mark is dropped."""
+@functools.lru_cache(maxsize=1)  # both splits are parts of it
+def encode_file(path: Path, *version: int) -> np.ndarray:
+    """All tokens of a .txt file, 1-D uint16. version: changes with the file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from None
     if not text.strip():
         raise UserError(f"{path}: an empty text")
+    if len(text) > 10**7:  # takes more than a second
+        print0(f"tokenizing {path}: {len(text) / 1e6:,.0f} million characters")
     # unsafe: from uint32; all tokens fit into uint16
-    tokens = np.concatenate([[EOT], *encode(text)], dtype=np.uint16, casting="unsafe")
+    return np.concatenate([[EOT], *encode(text)], dtype=np.uint16, casting="unsafe")
+
+
+def tokenize_text(path: Path, split: str) -> np.ndarray:
+    """A split of a .txt file, 1-D uint16: the file is one document, its last tenth for validation.
+
+    As in fineweb.py, line ends become \\n, and a byte order mark is dropped."""
+    file = path.stat()
+    tokens = encode_file(path, file.st_ino, file.st_size, file.st_mtime_ns)
     boundary = len(tokens) - max(len(tokens) // 10, 1)
     return tokens[:boundary] if split == "train" else tokens[boundary:]
 
@@ -137,24 +148,50 @@ def open_shard(path: Path) -> np.ndarray:
     return tokens
 
 
-def open_split(data: Path, split: str) -> tuple[list[Path], list[np.ndarray]]:
-    """(files, their tokens) of a split: a folder's shards by name, or a part of a .txt file."""
+def find_shards(data: Path, split: str) -> list[Path]:
+    """The shards of a split in a folder and its subfolders, sorted by path.
+
+    Skips hidden subfolders, and whatever else is in a subfolder, such as the log of a run."""
+    found = {}  # by folder and name, so that no link makes a shard count twice
+    for path in [*sorted(data.glob("*")), *sorted(data.glob("[!.]*/*"))]:
+        match = SHARD_NAME.fullmatch(path.name)
+        ours = path.parent == data or SHARD_NAME.search(path.name)
+        if match and match[1] == split:
+            found.setdefault(path.parent.resolve() / path.name, path)
+        elif ours and path.name.endswith(".partial"):
+            raise UserError(f"{path}: half written; rerun fineweb.py to finish it")
+        elif ours and not match and path.suffix in (".npy", ".bin"):
+            raise UserError(f"{path}: not named like NAME_train_000001.npy; move it elsewhere")
+    return sorted(found.values())
+
+
+def open_split(data: Path, split: str) -> tuple[list[Path], list[str], list[np.ndarray]]:
+    """(files, their names in `data`, their tokens) of a split of a folder or a .txt file."""
     if data.suffix == ".txt" and data.is_file():
-        return [data], [tokenize_text(data, split)]
+        return [data], [data.name], [tokenize_text(data, split)]
     if not data.is_dir():
         raise UserError(f"{data}: neither a .txt file nor a folder of shards (see fineweb.py)")
-    paths = []
-    for path in sorted(data.iterdir()):
-        match = SHARD_NAME.fullmatch(path.name)
-        if match and match[1] == split:
-            paths.append(path)
-        elif path.name.endswith(".partial"):
-            raise UserError(f"{path}: half written; rerun fineweb.py to finish it")
-        elif not match and path.suffix in (".npy", ".bin"):
-            raise UserError(f"{path}: not named like NAME_train_000001.npy; move it elsewhere")
+    paths = find_shards(data, split)
     if not paths:
         raise UserError(f"{data}: no {split} shards; `python fineweb.py --out {data}` makes them")
-    return paths, [open_shard(path) for path in paths]
+    if os.name != "nt":  # each mapped shard counts as an open file, of which Linux allows 1,024
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
+    names = [path.relative_to(data).as_posix() for path in paths]
+    return paths, names, [open_shard(path) for path in paths]
+
+
+def passage_starts(tokens: np.ndarray, length: int) -> np.ndarray:
+    """Where the passages of a shard begin: its documents, cut every `length` tokens. (n,) int64
+
+    Tokens before the first 50256 end a document of the previous shard: they count as one."""
+    documents = np.union1d(0, np.flatnonzero(tokens == EOT))
+    passages = -(-np.diff(documents, append=len(tokens)) // length)  # in each, rounded up
+    first = passages.cumsum() - passages  # the number of its first passage
+    index = np.arange(passages.sum()) - first.repeat(passages)  # of a passage in its document
+    return documents.repeat(passages) + index * length
 
 
 def check_tokens(tokens: np.ndarray, path: Path) -> None:

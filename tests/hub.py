@@ -43,7 +43,7 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         repository, kind, commit, name = re.fullmatch(
             r"(?:/api)?/datasets/([^/]+/[^/]+)/?(\w*)/?(\w*)/?(.*)", unquote(url.path)
         ).groups()
-        files = self.server.files.get(repository, {}) if commit in ("", Hub.commit) else {}
+        files = self.server.files.get(repository, {}) if commit in ("", "main", Hub.commit) else {}
         closed = self.server.closed.get(repository) if files else "RepoNotFound"
         known = self.headers.get("Authorization") == f"Bearer {Hub.TOKEN}"
         visible = closed == "GatedRepo" and not kind  # anybody may see that it exists

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from support import tokenizer
 from support.errors import UserError
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files, get_tokenizer
-from tests.conftest import ROOT
+from tests.conftest import ROOT, posix
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, permutation
 
 
@@ -120,25 +121,33 @@ shard_sets = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=8), min_
 shard_sets = shard_sets.filter(lambda shards: sum(map(sum, shards)) > 8)  # the longest sequence
 
 
-@given(shard_sets, st.booleans(), st.integers(0, 3), st.data())
-@settings(max_examples=40, deadline=None)
-def test_an_epoch_is_each_token_once_in_whole_documents(shards, shuffle, epoch, data):
+@given(shard_sets, st.booleans(), st.integers(0, 3), st.integers(1, 8), st.data())
+@settings(max_examples=60, deadline=None)
+def test_an_epoch_is_each_token_once_in_whole_passages(shards, shuffle, epoch, T, data):
     with tempfile.TemporaryDirectory() as folder:
         arrays = write_shards(Path(folder), shards)
         seed = data.draw(st.integers(0, 9))
-        stream = DataLoaderLite(folder, "train", 1, 1, seed=seed, shuffle=shuffle)
+        stream = DataLoaderLite(folder, "train", 1, T, seed=seed, shuffle=shuffle)
         assert all(isinstance(shard, np.memmap) for shard in stream.shards)
         n = stream.total_tokens
-        tokens, everything = stream.read(epoch * n, n).tolist(), np.concatenate(arrays)
-        starts = {0, *np.flatnonzero(everything == EOT), *np.cumsum([len(a) for a in arrays])}
-        everything = everything.tolist()
+        tokens, everything = stream.read(epoch * n, n).tolist(), np.concatenate(arrays).tolist()
         assert sorted(tokens) == sorted(everything)
         if not shuffle:
             assert tokens == everything
-        # Documents stay whole: a token's successor is the one in its shard, or begins a document.
-        follows = {everything[i - 1]: everything[i] for i in range(1, n) if i not in starts}
+        # Passages of 4 T tokens stay whole: a token's successor is the one in its document, or
+        # begins a passage; 50256 is in every document, so not looked for.
+        begins, follows, first = set(), {}, 0
+        for array in arrays:
+            for i, token in enumerate(array.tolist()):
+                if i == 0 or token == EOT:
+                    first = i
+                if (i - first) % (4 * T) == 0:
+                    begins.add(token)
+                else:
+                    follows[int(array[i - 1])] = token
         for a, b in itertools.pairwise(tokens):
-            assert a == EOT or a not in follows or follows[a] == b
+            if shuffle and a != EOT:
+                assert follows[a] == b if a in follows else b in begins
         # Any range can be read directly, also across epochs; past orders are forgotten.
         begin, count = data.draw(st.integers(0, 2 * n)), data.draw(st.integers(1, 2 * n))
         whole = np.concatenate([stream.read(e * n, n) for e in range(4)])
@@ -188,30 +197,157 @@ def test_another_stream_is_not_resumed(tmp_path):
             DataLoaderLite(tmp_path / name, "train", 1, 4, seed=seed).load_state_dict(state)
 
 
-def test_text_is_split_nine_to_one_and_shuffled_by_passages(tmp_path):
+def test_text_is_split_nine_to_one(tmp_path):
     text = "".join(f"On day {i}, <|endoftext|> was only text.\n" for i in range(200))
     (tmp_path / "a.txt").write_text(text)
-    train, val, shuffled = (
-        DataLoaderLite(tmp_path / "a.txt", split, 1, 8, shuffle=shuffle)
-        for split, shuffle in (("train", False), ("val", False), ("train", True))
+    train, val = (
+        DataLoaderLite(tmp_path / "a.txt", split, 1, 8, shuffle=False) for split in ("train", "val")
     )
     tokens, n = [EOT, *get_tokenizer().encode_ordinary(text)], train.total_tokens
     assert [*train.read(0, n), *val.read(0, val.total_tokens)] == tokens
     assert val.total_tokens == len(tokens) // 10
-    found = shuffled.read(0, n).tolist()
-    passages = [tokens[i : min(i + 256, n)] for i in range(0, n, 256)]
-    i, order = 0, []
-    while i < n:
-        order.append(next(k for k, p in enumerate(passages) if found[i : i + len(p)] == p))
-        i += len(passages[order[-1]])
-    assert sorted(order) == list(range(len(passages))) != order
+
+
+def test_a_text_is_encoded_once_until_it_changes(tmp_path, monkeypatch, capsys):
+    path, encode = tmp_path / "a.txt", tokenizer.encode
+    calls = []
+    monkeypatch.setattr(tokenizer, "encode", lambda text: calls.append(text) or encode(text))
+    for text in ("To be. " * 90, "Or not. " * 90):
+        path.write_text(text)
+        parts = [DataLoaderLite(path, split, 1, 8, shuffle=False) for split in ("train", "val")]
+        tokens = np.concatenate([part.read(0, part.total_tokens) for part in parts])
+        assert tokens.tolist() == [EOT, *get_tokenizer().encode_ordinary(text)]
+    assert calls == ["To be. " * 90, "Or not. " * 90]
+    assert not capsys.readouterr().out
+    # What takes seconds is announced.
+    path.write_text("z" * 30_000_000)
+    monkeypatch.setattr(tokenizer, "encode", lambda text: [np.arange(90)])
+    DataLoaderLite(path, "train", 1, 8)
+    assert capsys.readouterr().out == f"tokenizing {path}: 30 million characters\n"
+
+
+def cuts(loader: DataLoaderLite) -> np.ndarray:
+    """The places in an ascending shard, sorted, from which an epoch reads on elsewhere."""
+    tokens = loader.read(0, loader.total_tokens).astype(int)
+    return np.sort(tokens[:-1][np.diff(tokens) != 1]) + 1
+
+
+@pytest.mark.parametrize("kind", ["shard", "text"])
+def test_a_long_document_is_shuffled_by_passages_of_four_sequences(tmp_path, kind, monkeypatch):
+    """Also if it is the end of one that began in an earlier shard. An old state keeps its order."""
+    data, tokens = tmp_path, np.arange(3072, dtype=np.uint16)
+    if kind == "shard":
+        np.save(tmp_path / "x_train_000001.npy", tokens)
+    else:
+        data = tmp_path / "a.txt"
+        data.touch()
+        monkeypatch.setattr(tokenizer, "tokenize_text", lambda path, split: tokens)
+    loader = DataLoaderLite(data, "train", 1, 8)
+    found = cuts(loader)
+    # Two passages in their old order leave no cut between them.
+    assert len(found) > 85 and set(found) <= {*range(32, 3073, 32)}
+    state = loader.state_dict()
+    longer = DataLoaderLite(data, "train", 1, 16)
+    assert set(cuts(longer)) <= {*range(64, 3073, 64)}
+    longer.load_state_dict(state)
+    assert (cuts(longer) == found).all()
+    # What checkpoints had before: whole documents, and 256 tokens of a .txt.
+    expected = tokens
+    if kind == "text":
+        order = permutation(12, 1337, 0, 1)
+        expected = np.concatenate([tokens[256 * i : 256 * (i + 1)] for i in order])
+    del state["passage"]
+    for _ in range(2):
+        again = DataLoaderLite(data, "train", 1, 8)
+        again.read(0, 9)
+        again.load_state_dict(state)
+        assert (again.read(0, 3072) == expected).all()
+        state = again.state_dict()
 
 
 def test_a_folder_named_like_a_text_is_shuffled_by_documents(tmp_path):
-    """Each shorter than a passage."""
+    """Each is one passage, or shorter."""
     write_shards(tmp_path / "a.txt", [[5] * 8])
-    tokens = DataLoaderLite(tmp_path / "a.txt", "train", 1, 1).read(0, 40)
+    tokens = DataLoaderLite(tmp_path / "a.txt", "train", 1, 2).read(0, 40)
     assert (tokens[::5] == EOT).all() and (np.diff(tokens[1::5].astype(int)) != 4).any()
+
+
+def part_folders(root: Path) -> None:
+    """Shards of the same names in `root` and three of its subfolders, with other things."""
+    for name, start in ((".", 0), ("b", 100), ("a", 200), ("c.d", 300)):
+        (root / name).mkdir(exist_ok=True)
+        tokens = np.arange(start, start + 100, dtype=np.uint16)
+        np.save(root / name / "x_val_000000.npy", tokens[:99])
+        np.save(root / name / "x_train_000001.npy", tokens)
+    for name in (".hub/x_train_000003.npy", "log/step_000600/pytorch_model.bin", "log/moments.npy"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        np.save(root / name, np.arange(99))
+    (root / "log/.step_000700.1.partial").mkdir()
+    (root / "deeper/still").mkdir(parents=True)
+    np.save(root / "deeper/still/x_train_000009.npy", np.arange(99, dtype=np.uint16))
+
+
+def test_subfolders_are_read_in_the_order_of_their_names(tmp_path):
+    part_folders(tmp_path / "all")
+    (tmp_path / "all/a_link").symlink_to("a", target_is_directory=True)
+    (tmp_path / "all/loop").symlink_to("..", target_is_directory=True)
+    (tmp_path / "all/again").symlink_to(".", target_is_directory=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "all/c.d").rename(tmp_path / "elsewhere/c")
+    (tmp_path / "all/d").symlink_to(tmp_path / "elsewhere/c", target_is_directory=True)
+    for split, name, size in (
+        ("train", "x_train_000001.npy", 100),
+        ("val", "x_val_000000.npy", 99),
+    ):
+        loader = DataLoaderLite(tmp_path / "all", split, 1, 8, shuffle=False)
+        assert loader.names == [f"a/{name}", f"b/{name}", f"d/{name}", name]
+        starts = loader.read(0, 4 * size)[::size]
+        assert starts.tolist() == [200, 100, 300, 0]
+
+
+def test_a_run_goes_on_if_the_folder_moves_but_not_if_subfolders_change_places(tmp_path):
+    part_folders(tmp_path / "all")
+    np.save(tmp_path / "all/a/x_train_000001.npy", np.arange(101, dtype=np.uint16))
+    state = DataLoaderLite(tmp_path / "all", "train", 1, 8).state_dict()
+    moved = (tmp_path / "all").rename(tmp_path / "moved")
+    DataLoaderLite(moved, "train", 1, 8).load_state_dict(state)
+    for before, after in (("a", "c"), ("b", "a"), ("c", "b")):
+        (moved / before).rename(moved / after)
+    with pytest.raises(UserError, match="shards"):
+        DataLoaderLite(moved, "train", 1, 8).load_state_dict(state)
+
+
+def test_data_of_earlier_checkpoints_are_recognized(tmp_path):
+    """What they store, before subfolders were read."""
+    digests = {
+        "shards": "82f707db1e891af3ba2d6995803ab45f625feeaaf9b74898a76b5c10efb34c0b",
+        "a.txt": "60fc8e306a38ffbbb0e1c640db5d0857ed0fa8f51bba42a703dc91e1ee2629fc",
+    }
+    write_shards(tmp_path / "shards", [[5] * 9, [7] * 4])
+    (tmp_path / "a.txt").write_text("To be. " * 90)
+    for name, digest in digests.items():
+        assert DataLoaderLite(tmp_path / name, "train", 1, 4).state_dict()["shards"] == digest
+
+
+def test_a_subfolder_that_is_half_made_is_named(tmp_path):
+    part_folders(tmp_path)
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e/.edufineweb_val_000000.npy.12.partial").touch()
+    with pytest.raises(UserError, match=r"e/\.edufineweb\S+partial: half written"):
+        DataLoaderLite(tmp_path, "train", 1, 8)
+
+
+@posix
+def test_more_shards_than_a_process_may_open_files(tmp_path):
+    import resource
+
+    write_shards(tmp_path, [[9]] * 90)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 20, before[1]))
+    try:
+        assert DataLoaderLite(tmp_path, "train", 1, 8).total_tokens == 90 * 9
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def saved(array):

@@ -33,7 +33,7 @@ import fineweb
 from support import cli, texts
 from support.errors import UserError
 from support.files import locked, sha256
-from support.tokenizer import EOT, get_tokenizer, tokenize_text
+from support.tokenizer import EOT, get_tokenizer, open_split, tokenize_text
 from tests.conftest import RANK, ROOT, posix, script
 
 pytestmark = [posix, pytest.mark.usefixtures("empty_folder")]
@@ -774,6 +774,48 @@ def test_through_the_hub():
     subprocess.run([sys.executable, "-c", code], env=env, timeout=300, check=True)
 
 
+SBATCH = """#!/bin/bash
+for i in $(seq "$(sed 's/--array=1-//; s/%.*//' <<< "$1")"); do
+    SLURM_ARRAY_TASK_ID=$i SLURM_CPUS_PER_TASK=1 bash "$2"
+done
+"""
+PYTHON = f"""#!/bin/bash
+[ "$1" = -c ] && exec {sys.executable} "$@"
+echo "$@" >> calls
+"""
+
+
+def fetch_crawls(hub, files, card):
+    """As examples/slurm_fineweb.sh does: `sbatch` and `python` are stand-ins that log commands."""
+    crawls = {f"CC-MAIN-20{n}": [f"crawl {n}, text {i}" for i in range(20)] for n in (24, 13, 25)}
+    configs = "".join(f"- config_name: {n}\n  data_files: data/{n}/*\n" for n in crawls)
+    card = card.replace(b"configs:\n", b"configs:\n" + configs.encode())
+    contents = {f"data/{name}/0.parquet": parquet(texts) for name, texts in crawls.items()}
+    files = files | contents | {"README.md": card}
+    hub.files[fineweb.FINEWEB] = files
+    for name, content in (("sbatch", SBATCH), ("python", PYTHON)):
+        write(f"bin/{name}", content.encode()).chmod(0o755)
+    env = os.environ | {"PATH": f"{os.path.abspath('bin')}:{os.environ['PATH']}"}
+    names = sorted(crawls)
+    for _ in range(2):  # the second time nothing is asked of the Hub
+        subprocess.run(["bash", ROOT / "examples/slurm_fineweb.sh"], env=env, check=True)
+        assert Path("all/crawls.txt").read_text().split() == names
+        commands = [line.split() for line in Path("calls").read_text().splitlines()]
+        Path("calls").unlink()
+        assert [command[:3] for command in commands] == [["fineweb.py", "--name", n] for n in names]
+        for command in commands:
+            fineweb.main(command[1:])
+        hub.files[fineweb.FINEWEB] = {}
+    hub.files[fineweb.FINEWEB] = files
+    for name in names:
+        make("--verify", "--out", f"all/{name}")
+    _, found, train = open_split(Path("all"), "train")
+    _, _, val = open_split(Path("all"), "val")
+    assert [name.split("/")[0] for name in found] == names
+    for i, name in enumerate(names):
+        assert [*val[i], *train[i]] == expected_tokens(crawls[name])
+
+
 def use_hub(hub):
     hub.files = {f"me/{kind[:7]}": dataset(kind) for kind in ("parquet", "jsonl.gz", "csv")}
     train = [*SPLITS["train"][0::2], *SPLITS["train"][1::2]]
@@ -806,7 +848,7 @@ def use_hub(hub):
         assert shard_tokens(f"out/{name}") == expected_tokens(SPLITS["validation"] + train)
     card = b"---\nconfigs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*\n---\n"
     files = {"sample/10BT/0.parquet": parquet(SPLITS["train"]), "data/x.parquet": b"no"}
-    hub.files[fineweb.FINEWEB] = files | {"README.md": card}
+    fetch_crawls(hub, files, card)
     fineweb.main([])
     assert shard_tokens("edu_fineweb10B") == expected_tokens(SPLITS["train"])
     message = refused("--name", "sample-1BT", "--out", "none")

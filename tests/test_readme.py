@@ -23,6 +23,7 @@ NOT_RUN = {  # how a command begins -> why it is not run
     "pip ": "installs",
     "python -m pytest": "runs this test",
     "sbatch ": "needs a cluster",
+    "bash examples/slurm_fineweb.sh": "needs a cluster; tests/test_fineweb.py has a stand-in",
     "torchrun ": "needs GPUs; tests/test_resume.py starts it on the CPU",
     "python hellaswag.py": "downloads; tests/test_hellaswag.py has local tasks",
     "python bench": "takes minutes; see tests/test_bench.py and tests/test_sweep.py",
@@ -90,6 +91,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     # instead of the download
     fineweb.main(["--input", "a.txt", "--out", "edu_fineweb10B", "--workers", "1"])
     shutil.copytree("edu_fineweb10B", "tiny")
+    shutil.copytree("edu_fineweb10B", "all/CC-MAIN-2013-20")
     todo = [command for command in commands() if reason_not_to_run(command) is None]
     assert len(todo) >= 8
     for i, command in enumerate(todo):
@@ -123,8 +125,9 @@ def test_python_blocks_run(text, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
-def test_the_slurm_script_has_no_syntax_error():
-    subprocess.run(["bash", "-n", ROOT / "examples/slurm.sh"], check=True)
+@pytest.mark.parametrize("name", ["slurm.sh", "slurm_fineweb.sh"])
+def test_the_slurm_scripts_have_no_syntax_error(name):
+    subprocess.run(["bash", "-n", ROOT / "examples" / name], check=True)
 
 
 LINKED = [*PAGES, *ROOT.glob("reference/*.md"), *ROOT.glob("bench/**/*.md")]

@@ -106,7 +106,8 @@ def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
         assert losses(tmp_path)[step] == pytest.approx(loss.item(), abs=1e-5)
     trained = GPT.from_pretrained(tmp_path / "step_000002")
     for (name, a), b in zip(model.named_parameters(), trained.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3, msg=name)
+        # AdamW divides tiny gradients by their size, and so magnifies their rounding.
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3, msg=name)
 
 
 def test_validation_loss_is_the_mean_over_all_tokens(text, tmp_path, monkeypatch):
@@ -249,6 +250,25 @@ def test_the_last_model_card_has_the_final_validation_loss(tmp_path, monkeypatch
     monkeypatch.setattr(train_gpt2, "validation_loss", lambda *args: math.nan)
     train(*args, tmp_path / "nan")
     assert card("nan").eval_results is None and card("nan").license == "mit"
+
+
+@pytest.mark.parametrize(
+    "tokens, steps, note",
+    [
+        (1000, 0, ""),
+        (1000, 1, "note: --max-steps 16 would read the text once\n"),
+        (1000, 2, ""),
+        (100, 15, ""),
+        (100, 16, "note: --max-steps 6 would read the text 4 times, after which it teaches little"),
+    ],
+)
+def test_a_plan_far_from_the_size_of_the_text_is_noted(tokens, steps, note, tmp_path, capsys):
+    path = tmp_path / "a.txt"
+    path.write_text(" the" * (tokens * 10 // 9 - 1))  # nine tenths are for training
+    train("--total-batch-size 64 --max-steps", steps, "--data", path, "--log-dir", tmp_path / "log")
+    out = capsys.readouterr().out
+    assert f"data: {path}, {tokens:,} training tokens" in out
+    assert note in out and out.count("note: ") == bool(note), out
 
 
 def test_a_new_start_keeps_an_earlier_runs_files(text, tmp_path, monkeypatch):
