@@ -66,14 +66,14 @@ def test_play_shows_the_last_run_of_a_log(tmp_path, run_play):
 
 
 def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
-    """log*/ folders with a log, in one plot with a legend; each run has its colour."""
-    for name, loss in {"log_adamw": 6.0, "log": 5.0, "log_empty": 0, "other": 7.0}.items():
+    """Those in log*/ that have a run.json, in one plot with a legend; each has its colour."""
+    config = {"total_batch_size": 10, "data": "input.txt"}
+    for name, loss in {"log_adamw": 6.0, "log": 5.0, "log_nanogpt": 4.0, "other": 7.0}.items():
         folder = tmp_path / name
         folder.mkdir()
-        if loss:
-            lines = [f"{step} train {loss}\n{step} lr 1e-3\n" for step in range(9)]
-            (folder / "log.txt").write_text("".join([*lines, f"9 val {loss - 1}\n"]))
-            config = {"total_batch_size": 10, "data": "input.txt"}
+        lines = [f"{step} train {loss}\n{step} lr 1e-3\n" for step in range(9)]
+        (folder / "log.txt").write_text("".join([*lines, f"9 val {loss - 1}\n"]))
+        if name != "log_nanogpt":  # another script's log
             (folder / "run.json").write_text(json.dumps([{"config": config}]))
     GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(tmp_path / "log_adamw/step_000009")
     out, figures = run_play()
