@@ -1,5 +1,6 @@
 """Notebooks are committed without outputs; the cells of play.ipynb and colab.ipynb run."""
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -30,7 +31,7 @@ def test_committed_without_outputs(path):
 
 @pytest.fixture
 def run_play(tmp_path, monkeypatch, capsys):
-    """Runs play.ipynb's cells in tmp_path; returns what they print and the number of figures."""
+    """Runs play.ipynb's cells in tmp_path; returns what they print, and the figures."""
     import matplotlib.pyplot as plt
 
     def run():
@@ -41,7 +42,7 @@ def run_play(tmp_path, monkeypatch, capsys):
         names = {"__name__": "__main__"}
         for cell in code_cells(ROOT / "play.ipynb"):
             exec(cell.source, names)
-        return capsys.readouterr().out, len(shown)
+        return capsys.readouterr().out, shown
 
     return run
 
@@ -61,7 +62,33 @@ def test_play_shows_the_last_run_of_a_log(tmp_path, run_play):
     assert "log: 50 train, 50 lr, 50 norm, 50 tok_per_sec, 1 val, 1 hella" in out
     assert "lowest validation loss 3.5000" in out
     assert "no checkpoint" in out
-    assert figures == 3
+    assert len(figures) == 3
+
+
+def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
+    """Those in log*/ that have a run.json, in one plot with a legend; each has its colour."""
+    config = {"total_batch_size": 10, "data": "input.txt"}
+    for name, loss in {"log_adamw": 6.0, "log": 5.0, "log_nanogpt": 4.0, "other": 7.0}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [f"{step} train {loss}\n{step} lr 1e-3\n" for step in range(9)]
+        (folder / "log.txt").write_text("".join([*lines, f"9 val {loss - 1}\n"]))
+        if name != "log_nanogpt":  # another script's log
+            (folder / "run.json").write_text(json.dumps([{"config": config}]))
+    GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(tmp_path / "log_adamw/step_000009")
+    out, figures = run_play()
+    assert "log: lowest validation loss 4.0000" in out
+    assert "log_adamw: lowest validation loss 5.0000" in out
+    loss = figures[0].axes[0]
+    curves = {line.get_label(): line for line in loss.get_lines()}
+    named = [text.get_text() for text in loss.get_legend().get_texts()]
+    assert named == ["log, train", "log, validation", "log_adamw, train", "log_adamw, validation"]
+    assert curves["log, validation"].get_ydata().tolist() == [4.0]
+    assert curves["log_adamw, validation"].get_ydata().tolist() == [5.0]
+    assert len({curves[f"{name}, train"].get_color() for name in ("log", "log_adamw")}) == 2
+    rates = figures[1].axes[0]
+    assert [text.get_text() for text in rates.get_legend().get_texts()] == ["log", "log_adamw"]
+    assert "ROMEO:" in out  # a sample of the run that has a checkpoint
 
 
 def test_hours_are_those_of_the_timed_steps(tmp_path):
@@ -94,7 +121,7 @@ def test_play_shows_the_reference_without_a_log(tmp_path, run_play):
     assert "4 val, 600 train" in out
     assert "no HellaSwag in these logs" in out
     assert "ROMEO:" in out  # a sample
-    assert figures == 3
+    assert len(figures) == 3
 
 
 def test_smoothing_neither_lags_nor_ends_at_a_nan():

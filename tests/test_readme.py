@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,17 @@ def blocks(language: str) -> list[str]:
     return found
 
 
+def code_spans(page: Path) -> list[str]:
+    """The `inline code` of a page."""
+    prose = "".join(page.read_text(encoding="utf-8").split("```")[::2])
+    return [" ".join(span.split()) for span in re.findall("`([^`]+)`", prose)]
+
+
 def commands() -> list[str]:
-    """The distinct commands of all blocks without a language, without comments."""
+    """The distinct commands of all blocks without a language and in prose, without comments."""
     found = {}
-    for block in blocks(""):
+    inline = [span for page in PAGES for span in code_spans(page) if span.startswith("python ")]
+    for block in [*blocks(""), *inline]:
         for command in re.split(r"\n| && ", block):
             if command and not command.startswith(("mkdir ", "cp ", "cd ")):
                 found[shlex.join(shlex.split(command, comments=True))] = None
@@ -122,6 +130,20 @@ def test_python_blocks_run(text, tmp_path, monkeypatch):
     assert blocks("python")
     for block in blocks("python"):
         exec(block, {})
+
+
+def test_the_map_of_the_lecture_names_flags_and_code_that_exist():
+    spans = code_spans(ROOT / "docs/lecture.md")
+    assert len(spans) > 20
+    for span in spans:
+        if span.startswith("python "):
+            continue  # run with the others
+        if span.startswith("--"):
+            train_gpt2.read_config(shlex.split(span))
+        elif span.endswith((".py", ".ipynb")):
+            assert (ROOT / span).exists(), span
+        else:
+            attrgetter(span)(train_gpt2)
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
