@@ -21,8 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests of Hub code start a local server
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-if os.name != "nt":  # from Python 3.14 on, processes are forked from one with these imports
-    modules = ["train_gpt2", "torch._dynamo", "tests.test_fineweb"]
+if os.name != "nt":  # ranks are forked from a process with these; from Python 3.14 on, all are
+    modules = ["tests.preloaded"]
+    if sys.version_info >= (3, 14):
+        modules.append("tests.test_fineweb")
     multiprocessing.set_forkserver_preload(modules)
 
 
@@ -38,6 +40,12 @@ TINY = words(
     "--eval-tokens 128 --eval-every 0 --sample-every 0 --save-every 0",
 )
 RANK = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1")
+
+
+@pytest.fixture(autouse=True)
+def no_measured_peak(monkeypatch):
+    """It takes a second. Runs that are started as processes measure it."""
+    monkeypatch.setattr("support.devices.matmul_flops", lambda device, dtype, n=0: 1e12)
 
 
 @pytest.fixture
@@ -73,7 +81,7 @@ def run_rank(
     env: dict[str, str], cwd: str, output: Path, args: list[str], disturb: Callable[[], None] | None
 ) -> None:
     import train_gpt2
-    from support import run_folder
+    from support import devices, run_folder
     from support.cli import run
 
     os.environ.update(env)
@@ -82,6 +90,7 @@ def run_rank(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     run_folder.draw_curves = mock.Mock()
+    devices.matmul_flops = mock.Mock(return_value=1e12)
     if disturb is not None:
         disturb()
     run(lambda: train_gpt2.main(args))
@@ -96,7 +105,11 @@ def start_ranks(
     may replace functions of train_gpt2. When one fails, the others get SIGTERM."""
     if os.name == "nt":
         pytest.skip("Windows does not fork")
+    from multiprocessing import forkserver
+
     forks = multiprocessing.get_context("forkserver")
+    with contextlib.chdir(ROOT):  # where it finds what to import
+        forkserver.ensure_running()
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -27,12 +27,6 @@ from tests.conftest import ROOT, TINY, losses, train, train_on_ranks, words
 from train_gpt2 import GPT, GPTConfig, Ranks, choose_micro_batch_size, read_config
 
 
-@pytest.fixture(autouse=True)
-def no_measured_peak(monkeypatch):
-    """It takes a second."""
-    monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n=0: 1e12)
-
-
 def test_precision_on_a_cpu(monkeypatch, text, tmp_path):
     """auto: float32 for a small model, bfloat16 for a large one where that is faster."""
     args = ["--dtype auto --max-steps 2 --save-every 2 --data", text, "--log-dir"]
@@ -244,7 +238,6 @@ def on_a_device_without_float64():
     device = no_float64.install()
     ranks.choose_device = lambda *args: device
     devices.choose_precision = lambda *args, **options: (torch.float32, "a stand-in")
-    devices.matmul_flops = lambda *args: 1e12
     # The stand-in does not see these calls.
     Generator = torch.Generator
     torch.Generator = lambda device=None: Generator()
@@ -460,6 +453,7 @@ CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(hand
 )
 def test_what_fits_is_tried(error, monkeypatch):
     """Beside earlier micro-steps' gradients, if any. The trial leaves no gradients behind."""
+    monkeypatch.setattr(memory, "gc", mock.Mock())  # takes long in a process with this much
     model = OutOfMemoryAbove(12, error)
     autocast = torch.autocast("cpu", enabled=False)
 
@@ -496,6 +490,7 @@ def test_what_fits_is_tried(error, monkeypatch):
 def test_a_trial_reserves_what_else_a_step_needs(several_ranks, shards, keeps_logits, monkeypatch):
     model, empty = OutOfMemoryAbove(12, RuntimeError()), mock.Mock()
     autocast = torch.autocast("cpu", torch.bfloat16)
+    monkeypatch.setattr(memory, "gc", mock.Mock())
     monkeypatch.setattr(torch, "empty", empty)
     how = {"several_ranks": several_ranks, "shards": shards, "keeps_logits": keeps_logits}
     assert fits(model, 12, 4, autocast, low_memory=True, accumulates=False, **how)

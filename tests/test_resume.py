@@ -12,7 +12,9 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from support.errors import RunError, UserError
 from support.files import sha256
 from support.loss import CrossEntropy
 from support.run_log import run_entries
+from tests import torture
 from tests.conftest import (
     ROOT,
     TINY,
@@ -34,7 +37,7 @@ from tests.conftest import (
     train_on_ranks,
     words,
 )
-from tests.torture import arguments, assert_same, torture
+from tests.torture import assert_same
 
 pytestmark = posix
 
@@ -43,10 +46,8 @@ pytestmark = posix
     "dtype, optimizer, ranks",
     [
         ("float32", "adamw", 1),
-        ("float32", "muon", 2),
-        ("bfloat16", "muon", 1),
         ("float16", "adamw", 1),
-        ("bfloat16", "adamw", 2),
+        ("bfloat16", "muon", 2),
     ],
 )
 def test_a_resumed_run_equals_one_that_never_stopped(dtype, optimizer, ranks, text, tmp_path):
@@ -65,24 +66,26 @@ def test_a_resumed_run_equals_one_that_never_stopped(dtype, optimizer, ranks, te
     assert [entry["step"] for entry in run_entries(tmp_path / "broken")] == [0, 2]
 
 
-def test_a_run_killed_while_it_saves_equals_one_that_never_was(tmp_path):
+def test_a_run_killed_while_it_saves_equals_one_that_never_was(text, tmp_path, monkeypatch):
     """In its first checkpoint, so it restarts and overwrites its log. More: tests/torture.py."""
     random.seed(1)
+    monkeypatch.setattr(torture, "FLAGS", f"{torture.FLAGS} --data {text}")
 
     def finish(log_dir: Path, steps: int) -> None:
-        train_gpt2.main(arguments(log_dir, steps))
+        with mock.patch("support.run_folder.draw_curves"):
+            train_gpt2.main(torture.arguments(log_dir, steps))
 
-    assert torture(tmp_path, kills=1, steps=12, finish=finish) == (1, [3])
+    assert torture.torture(tmp_path, kills=1, steps=12, finish=finish) == (1, [3])
 
 
 def test_two_ranks_then_one_then_three(text, tmp_path):
     """12 sequences per step; 2 and 3 ranks shard the optimizer's state."""
-    args = ["--total-batch-size 192 --save-every 4 --max-lr 1e-2 --max-steps 12 --data", text]
+    args = ["--total-batch-size 192 --save-every 2 --max-lr 1e-2 --max-steps 6 --data", text]
     args.append("--keep-checkpoints 0 --log-dir")
     train(*args, tmp_path / "alone")
     log_dir = tmp_path / "broken"
-    for ranks, start in ((2, 0), (1, 4), (3, 8)):
-        for later in list_checkpoints(log_dir)[start // 4 :]:
+    for ranks, start in ((2, 0), (1, 2), (3, 4)):
+        for later in list_checkpoints(log_dir)[start // 2 :]:
             shutil.rmtree(later)
         if ranks == 1:
             train(*args, log_dir, "--resume")
@@ -274,9 +277,10 @@ def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_pa
     assert weights[0] == weights[1] and state["skipped"] == 1 and len(state["random"]) == 3
 
 
-def test_torchrun_starts_two_ranks(text, tmp_path):
+def test_torchrun_starts_two_ranks(tmp_path):
+    np.save(tmp_path / "x_train_000000.npy", np.arange(9000, dtype=np.uint16))
     torchrun = words(Path(sys.executable), "-m torch.distributed.run --standalone")
-    args = words("--max-steps 2 --data", text, "--log-dir", tmp_path / "log")
+    args = words("--max-steps 2 --data", tmp_path, "--log-dir", tmp_path / "log")
     command = [*torchrun, "--nproc_per_node=2", str(ROOT / "train_gpt2.py"), *TINY, *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and " x 2 ranks" in done.stdout, done.stderr

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from torch.utils._pytree import tree_map_only
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -101,6 +100,8 @@ def torture(
 
 
 def draw(folder: Path, killed_at: list[int], path: Path) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 3.1), dpi=200, layout="constrained")
     axes = figure.subplots()
     for run, label, color, width in (
