@@ -58,6 +58,7 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     texts = train_on_ranks(3, tmp_path, *args, *more, disturb=show_gradients)
     # Four from each rank at step 4, two from rank 0 at the end.
     assert [output.count(f"rank {rank} sample") for rank, output in enumerate(texts)] == [6, 4, 4]
+    assert len({output.split("sample 0:")[1].split("rank ")[0] for output in texts}) == 3
     assert "2 x 16 tokens x 2 micro-steps x 3 ranks" in texts[0]
     assert "optimize_ddp False" in texts[0]
     places = [line.split()[-1] for line in texts[0].splitlines() if "gradients at" in line]
