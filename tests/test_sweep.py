@@ -3,6 +3,8 @@
 import importlib.util
 import io
 import json
+import re
+import shutil
 import sys
 from itertools import chain
 from types import SimpleNamespace
@@ -158,6 +160,29 @@ def test_kept_logs_are_compared_and_drawn(fork, tmp_path, monkeypatch, capsys):
     band = axes.collections[0].get_paths()[0].vertices[:, 1]
     assert (min(band), max(band)) == pytest.approx((3.5 - 0.5**0.5, 5.5 + 0.5**0.5), 1e-6)
     assert (tmp_path / "small.png").stat().st_size > 10_000
+
+
+def test_the_example_in_the_docs_is_one(tmp_path):
+    page = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+    path = tmp_path / "idea.toml"
+    path.write_text(page.split("```toml\n")[1].split("```")[0])
+    recipes, baselines = sweep.read_sweep(path)
+    assert recipes.pop("rotary").pop("script") == "fork" and [*recipes] == baselines
+    (run, *others) = sweep.runs_of("default", recipes["default"])
+    assert f"| {run.tokens:,} tokens |" in page and len(others) == 2
+
+
+def test_the_table_of_recipes_is_made_from_the_kept_logs(tmp_path, capsys):
+    shutil.copytree(ROOT / "bench/recipes", tmp_path, dirs_exist_ok=True)
+    sweep.main([str(tmp_path / "length.toml")])
+    printed = capsys.readouterr().out
+    page = (tmp_path / "README.md").read_text(encoding="utf-8")
+    for name in ("default", "wsd-1.8e-3", "muon-6e-3"):
+        (row,) = re.findall(rf"^\| {name} \| (.*) \|$", page, re.MULTILINE)
+        for loss in row.split(" | "):
+            assert f"| {name} | {loss} (" in printed
+    for share in ("0.241 ± 0.016 (3)", "0.228 ± 0.044 (2)", "0.226 (1)"):  # muon-6e-3
+        assert f"; {share} of its tokens" in printed
 
 
 @pytest.mark.parametrize(
