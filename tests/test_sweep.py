@@ -1,62 +1,44 @@
 """bench/recipes/sweep.py: recipes compared by length; trackers."""
 
 import importlib.util
+import io
 import json
+import re
 import shutil
-import statistics
-import subprocess
 import sys
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.figure import Figure
 
 from tests.conftest import ROOT, train
+from train_gpt2 import read_config
 
 SPEC = importlib.util.spec_from_file_location("sweep", ROOT / "bench/recipes/sweep.py")
 sweep = sys.modules["sweep"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(sweep)
 
 SWEEP = """
-baselines = ["default"]
 [common]
 preset = "shakespeare"
-data = "{text}"
-n_layer = 1
-n_head = 1
-n_embd = 8
-seq_len = 16
 total_batch_size = 32
-eval_every = 2
-eval_tokens = 64
-sample_every = 0
-save_every = 2
+seq_len = 16
 warmup_steps = 0.5
-warmdown_steps = 0.5
+warmdown_steps = 0.25
 lengths = {{ "4" = [1] }}
 [recipes.default]
 [recipes.muon]
 shuffle = false
-lengths = {{ "2" = [1] }}
+lengths = {{ "2" = [7] }}
 [recipes.fork]
 script = "{fork}"
 z_loss = 0.5
 lengths = {{ "3" = [1] }}
 """
 
-
-@pytest.fixture
-def fork(tmp_path):
-    """A folder with another train_gpt2.py, that has a flag more and another support/.
-
-    It records what it is called with, and trains nothing."""
-    folder = tmp_path / "a fork"
-    (folder / "support").mkdir(parents=True)
-    (folder / "support/cli.py").write_text("def run(main): main()")
-    (folder / "train_gpt2.py").write_text(FORK)
-    return folder
-
-
-FORK = """
+# Trains nothing: records what it is called with, and fails once if there is a file `kill`.
+SCRIPT = """
 import json, sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,56 +49,140 @@ def read_config(flags):
     return SimpleNamespace(total_batch_size=48)
 
 def main():
-    read_config(sys.argv)
-    folder = Path(sys.argv[sys.argv.index("--log-dir") + 1])
-    (folder / "log.txt").write_text("0 val 9.0\\n1 val 3.0\\n2 val 6.5\\n")
-    (folder / "flags.json").write_text(json.dumps(sys.argv))
+    value = dict(zip(sys.argv[1:], sys.argv[2:]))
+    folder = Path(value["--log-dir"])
+    kill = Path(__file__).with_name("kill")
+    with open(folder / "calls.txt", "a") as calls:
+        print(json.dumps(sys.argv), file=calls)
+    if kill.exists():
+        kill.unlink()
+        (folder / "log.txt").write_text("0 val 9.0\\n1 train 3.0\\n")
+        sys.exit(3)
+    (folder / "log.txt").write_text(f"0 val 9.0\\n1 val 3.0\\n{value['--max-steps']} val 6.5\\n")
 
 if __name__ == "__main__":
     run(main)
 """
 
 
-def run_here(command, run=subprocess.run, **options):
-    """Runs our own script in this process, a fork's in one of its own."""
-    if command[:2] == [sys.executable, sweep.SCRIPT]:
-        return SimpleNamespace(returncode=train(*command[2:]))
-    return run(command, **options)
+@pytest.fixture
+def fork(tmp_path, monkeypatch):
+    """A folder with another train_gpt2.py and support/; a similar one stands for the original."""
+    for name in ("a fork", "original"):
+        (tmp_path / name / "support").mkdir(parents=True)
+        (tmp_path / name / "support/cli.py").write_text("def run(main): main()")
+        (tmp_path / name / "train_gpt2.py").write_text(SCRIPT)
+    monkeypatch.setattr(sweep, "ROOT", tmp_path / "original")
+    return tmp_path / "a fork"
 
 
-def test_a_sweep_trains_what_is_missing_and_compares(text, fork, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sweep.subprocess, "run", run_here)
-    path, out, logs = tmp_path / "small.toml", tmp_path / "out", tmp_path / "logs/small"
-    path.write_text("[recipes.a]\nlengths.x = [1]")
-    with pytest.raises(sweep.UserError, match="needs lengths"):
-        sweep.main([str(path)])
-    path.write_text(SWEEP.format(text=text, fork=fork))
+def test_a_sweep_trains_what_is_missing_and_continues(fork, tmp_path, monkeypatch, capsys):
+    path, out = tmp_path / "small.toml", tmp_path / "out"
+    path.write_text(SWEEP.format(fork=fork))
+    (fork / "kill").touch()
+    clock = chain([1000, 1128, 1192], range(2000, 3000))
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=clock.__next__))
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        with pytest.raises(sweep.UserError, match=r"fork-3-1: status 3; console\.txt says why"):
+            sweep.main([str(path), "--out", str(out)])
+    printed = capsys.readouterr().out.replace("\r", "").splitlines()
+    assert printed[:4] == [
+        "3 runs, of which 3 are missing",
+        f"run 1 of 3: {out}/small/default-4-1/console.txt",
+        f"run 2 of 3, 3 min 28 s left: {out}/small/muon-2-7/console.txt",
+        f"run 3 of 3, 2 min 24 s left: {out}/small/fork-3-1/console.txt",
+    ]
+    # 4 and 2 steps of 32 tokens, and one of 48
+    assert "128/336" in terminal.getvalue() and "240/336" in terminal.getvalue()
     sweep.main([str(path), "--out", str(out)])
-    printed = capsys.readouterr().out
-    assert printed.startswith(
-        f"3 runs, of which 3 are missing\nrun 1 of 3: {out}/small/default-4-1/"
-    )
-    assert "\n0 min 0 s left\nFinal validation loss" in printed
-    assert "| fork |  |  | 6.500 (1) |" in printed.splitlines()  # 144 tokens; the last loss
-    config = json.loads((out / "small/default-4-1/run.json").read_text())[-1]["config"]
-    assert (config["max_steps"], config["warmup_steps"], config["warmdown_steps"]) == (4, 2, 2)
-    assert not json.loads((out / "small/muon-2-1/run.json").read_text())[-1]["config"]["shuffle"]
-    flags = json.loads((out / "small/fork-3-1/flags.json").read_text())
-    assert flags[0] == str(fork / "train_gpt2.py") and flags[flags.index("--seed") + 1] == "1"
-    shutil.rmtree(out)
-    path.write_text(path.read_text().replace('"2" = [1]', '"2" = [1], "4" = [1]'))
-    path.write_text(path.read_text().replace('lengths = { "4"', 'lengths = { "2" = [1, 2], "4"'))
-    losses = {"default-2-1": 9.0, "default-2-2": 7.0, "default-4-1": 6.0}
-    losses |= {"muon-2-1": 7.0, "muon-4-1": 5.0}
-    for name, loss in losses.items():
-        (logs / f"{name}.txt").write_text(f"0 val 10.0\n1 val 1.0\n2 val {loss}\n")
-    sweep.main([str(path), "--out", str(out)])
+    captured = capsys.readouterr()
+    assert captured.out.startswith("3 runs, of which 1 are missing\n") and not captured.err
+    assert "| 144 tokens | final loss |\n|---|---|\n| fork | 6.500 (1) |" in captured.out
+    calls = {}
+    for name in ("default-4-1", "muon-2-7", "fork-3-1"):
+        lines = (out / "small" / name / "calls.txt").read_text().splitlines()
+        calls[name] = [json.loads(line) for line in lines]
+    (script, *flags), *others = calls["default-4-1"]
+    assert script == str(tmp_path / "original/train_gpt2.py") and not others
+    config = read_config(flags)
+    assert (config.max_steps, config.warmup_steps, config.warmdown_steps) == (4, 2, 1)
+    assert (config.seed, config.shuffle, config.resume) == (1, True, True)
+    assert config.log_dir == str(out / "small/default-4-1")
+    config = read_config(calls["muon-2-7"][0][1:])
+    assert (config.max_steps, config.seed, config.shuffle) == (2, 7, False)
+    first, second = calls["fork-3-1"]
+    assert first == second and first[0] == str(fork / "train_gpt2.py") and "--resume" in first
+
+
+def test_kept_logs_are_compared_and_drawn(fork, tmp_path, monkeypatch, capsys):
+    path, logs = tmp_path / "small.toml", tmp_path / "logs/small"
+    runs = {"default": {2: [9.0, 7.0], 4: [6.0, 5.0], 8: [1.0]}}
+    runs |= {"muon": {2: [7.0], 4: [5.0, 4.5]}, "third": {4: [5.5]}}
+    logs.mkdir(parents=True)
+    text = "[common]\ntotal_batch_size = 32\nseq_len = 16\n"
+    for name, lengths in runs.items():
+        text += f"[recipes.{name}.lengths]\n"
+        for steps, losses in lengths.items():
+            text += f"{steps} = {list(range(len(losses)))}\n"
+            for seed, loss in enumerate(losses):
+                curve = f"0 val 10.9\n1 val {loss - 2}\n{steps - 1} val {loss - 1}\n"
+                (logs / f"{name}-{steps}-{seed}.txt").write_text(f"{curve}{steps} val {loss}\n")
+    path.write_text(text)
+    figures = []
+    original = Figure.savefig
+
+    def savefig(figure, *args, **options):
+        figures.append(figure)
+        original(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    sweep.main([str(path), "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
     rows = capsys.readouterr().out.splitlines()
-    assert "| default | 8.000 ± 1.414 (2) | 6.000 (1) |  |" in rows
-    assert "| muon | 7.000 (1) | 5.000 (1) |  |" in rows and "| muon | 0.707 (1) |" in rows
-    assert "| muon | -2.000 (1) | -1.000 (1) |" in rows
-    assert not out.exists()
+    title = rows.index("| 128 tokens | final loss | minus default's |")
+    assert rows[title + 2 : title + 5] == [
+        "| default | 5.500 ± 0.707 (2) | baseline |",
+        "| muon | 4.750 ± 0.354 (2) | -0.750 (2), too few to judge; 0.707 (1) of its tokens |",
+        "| third | 5.500 (1) | -0.500 (1), too few to judge |",
+    ]
+    assert "| default | 8.000 ± 1.414 (2) | baseline |" in rows
+    # The longest runs of which the baseline has several seeds
+    axes = figures[0].axes[0]
+    labels = [line.get_label().split(":")[0] for line in axes.lines]
+    assert labels == ["default", "muon", "third"]
+    for line, mean in zip(axes.lines, (5.5, 4.75, 5.5), strict=True):
+        assert line.get_xdata() == pytest.approx([32, 96, 128])  # without step 0
+        assert line.get_ydata() == pytest.approx([mean - 2, mean - 1, mean])
+    assert [line.get_color() == "black" for line in axes.lines] == [True, False, False]
+    band = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert (min(band), max(band)) == pytest.approx((3.5 - 0.5**0.5, 5.5 + 0.5**0.5), 1e-6)
     assert (tmp_path / "small.png").stat().st_size > 10_000
+
+
+def test_the_example_in_the_docs_is_one(tmp_path):
+    page = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+    path = tmp_path / "idea.toml"
+    path.write_text(page.split("```toml\n")[1].split("```")[0])
+    recipes, baselines = sweep.read_sweep(path)
+    assert recipes.pop("rotary").pop("script") == "fork" and [*recipes] == baselines
+    (run, *others) = sweep.runs_of("default", recipes["default"])
+    assert f"| {run.tokens:,} tokens |" in page and len(others) == 2
+
+
+def test_the_table_of_recipes_is_made_from_the_kept_logs(tmp_path, capsys):
+    shutil.copytree(ROOT / "bench/recipes", tmp_path, dirs_exist_ok=True)
+    sweep.main([str(tmp_path / "length.toml")])
+    printed = capsys.readouterr().out
+    page = (tmp_path / "README.md").read_text(encoding="utf-8")
+    for name in ("default", "wsd-1.8e-3", "muon-6e-3"):
+        (row,) = re.findall(rf"^\| {name} \| (.*) \|$", page, re.MULTILINE)
+        for loss in row.split(" | "):
+            assert f"| {name} | {loss} (" in printed
+    for share in ("0.241 ± 0.016 (3)", "0.228 ± 0.044 (2)", "0.226 (1)"):  # muon-6e-3
+        assert f"; {share} of its tokens" in printed
 
 
 @pytest.mark.parametrize(
@@ -125,40 +191,50 @@ def test_a_sweep_trains_what_is_missing_and_compares(text, fork, tmp_path, capsy
         (
             "a fork",
             "nowhere",
-            r"recipe fork: script \S+/nowhere: needs a train_gpt2\.py with a supp",
+            r"recipe fork: script \S+/nowhere: needs a train_gpt2\.py and its su",
         ),
-        ("a fork", "text.txt", r"recipe fork: script \S+/text\.txt: needs a train_gpt2\.py with"),
+        ("a fork", "original/support", r"fork: script \S+/support: needs a train_gpt2\.py and"),
         ("z_loss = 0.5", "", r"/a fork/train_gpt2\.py: does not take these settings: --preset"),
+        ('"3" = [1]', '"x" = [1]', "recipe fork: needs lengths"),
+        ('"3" = [1]', '"3" = []', "recipe fork: needs lengths"),
+        ('"3" = [1]', '"3" = 1', "recipe fork: needs lengths"),
+        ('{ "3" = [1] }', "[3]", "recipe fork: needs lengths"),
+        ('{ "3" = [1] }', "{}", "recipe fork: needs lengths"),
+        ("[common]", 'baselines = ["x"]', "baselines among these names"),
+        ("[common]", "[common", "not TOML"),
     ],
 )
-def test_mistakes_of_a_fork_show_before_any_run(old, new, message, text, fork, tmp_path):
-    (tmp_path / "small.toml").write_text(SWEEP.format(text=text, fork=fork).replace(old, new))
+def test_mistakes_show_before_any_run(old, new, message, fork, tmp_path):
+    (tmp_path / "small.toml").write_text(SWEEP.format(fork=fork).replace(old, new))
     with pytest.raises(sweep.UserError, match=message):
         sweep.main([str(tmp_path / "small.toml"), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
 def test_differences_are_paired_by_seed():
-    a = {100: {1: 6.0, 2: 7.0}, 400: {1: 3.0}, 800: {4: 9.0}}
-    b = {100: {2: 6.5, 1: 6.25, 3: 9.0}, 800: {5: 1.0}, 1600: {1: 2.0}}
-    assert sweep.differences({"a": a, "b": b}, "a", "b") == {100: {1: -0.25, 2: 0.5}}
+    losses = {("a", 100): {1: 6.0, 2: 7.0, 4: 1.0}, ("b", 100): {2: 6.5, 1: 6.25, 3: 9.0}}
+    losses |= {("c", 100): {7: 1.0}}
+    assert sweep.comparison(losses, "a", "b", 100) == "0.125 (2), too few to judge"
+    assert sweep.comparison(losses, "a", "c", 100) == "no common seed"
 
 
 def test_intervals_are_students():
-    """From tables of t: 12.706, 4.303, 2.262, 2.228 and 2.086 for 1, 2, 9, 10 and 20 degrees."""
-    assert sweep.spread([3.0], interval=True) == "3.000 (1)"
-    assert sweep.spread([1, 2, 3]) == "2.000 ± 1.000 (3)"
-    for n, t in ((2, 12.706), (3, 4.303), (10, 2.262), (11, 2.228), (21, 2.086)):
-        values = [1000.0 * (i % 2) for i in range(n)]
-        _, _, width, _ = sweep.spread(values, interval=True).split()
-        expected = t * statistics.stdev(values) / n**0.5
-        assert float(width) == pytest.approx(expected, rel=2e-3)
+    """From tables of t: 4.303, 2.447, 2.262 and 2.086 for 2, 6, 9 and 20 degrees of freedom."""
+    for n, t in ((3, 4.303), (7, 2.447), (10, 2.262), (21, 2.086)):
+        assert sweep.half_width(n) * n**0.5 == pytest.approx(t, rel=1e-3)
+    assert sweep.difference([-1.1, -1.0, -0.9]) == "-1.000 ± 0.248 (3), p < 0.05"
+    # 2.571 / sqrt(6) > 1 > 2.447 / sqrt(7)
+    assert sweep.difference([0, 1, 2]) == "1.000 ± 2.484 (3), p < 0.05 needs 7 seeds"
+    assert sweep.difference([0, -1, -2]) == "-1.000 ± 2.484 (3), p < 0.05 needs 7 seeds"
+    assert sweep.difference([-1, 0, 1]).endswith("(3), p < 0.05 needs over 100 seeds")
 
 
 def test_tokens_to_the_same_loss():
     a = {100: {1: 6.0, 2: 7.0}, 400: {1: 3.0, 2: 4.0}, 1600: {1: 2.0}}
     b = {400: {1: 4.5, 2: 7.0, 3: 1.0}, 1600: {1: 2.5, 2: 1.0}}
-    assert sweep.shares({"a": a, "b": b}, "a", "b") == {400: {1: 0.5, 2: 0.25}, 1600: {1: 0.5}}
+    losses = {("a", n): cell for n, cell in a.items()} | {("b", n): cell for n, cell in b.items()}
+    assert sweep.shares(losses, "a", "b", 400) == pytest.approx([0.5, 0.25])
+    assert sweep.shares(losses, "a", "b", 1600) == pytest.approx([0.5])
 
 
 def test_trackers_get_every_stream_until_they_fail(text, tmp_path, monkeypatch, capfd):

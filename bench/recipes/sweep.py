@@ -1,4 +1,4 @@
-"""Trains recipes for several lengths and seeds, and compares their final validation losses.
+"""Trains recipes for several lengths and seeds, and compares their validation losses.
 
     python bench/recipes/sweep.py bench/recipes/length.toml
 
@@ -6,25 +6,26 @@ The TOML file holds settings of train_gpt2.py: `[common]`, and `[recipes.NAME]`,
 them. Special keys:
 - `lengths`, in either: seeds for each number of steps, like {"366" = [1, 2]}
 - `warmup_steps` and `warmdown_steps`: fractions of the number of steps
-- `script`: another train_gpt2.py with its own support/, or the folder of both, such as a fork
-- `baselines`, at the top of the file: names of recipes to compare with
+- `script`: the folder of another train_gpt2.py and its support/
+- `baselines`, at the top of the file: names of recipes to compare with; by default the first
 
-The validation losses of each run are kept in logs/FILE/RECIPE-STEPS-SEED.txt, next to the file.
-Missing runs are first trained in OUT; the same command continues them. After a change of a script,
-remove the kept logs of its recipes."""
+Missing runs are trained in OUT; the same command continues them. Validation losses are kept in
+logs/FILE/RECIPE-STEPS-SEED.txt, next to the file: after a change of a recipe's settings or script,
+remove its logs. FILE.png shows them."""
 
-import statistics
+import contextlib
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -33,28 +34,25 @@ from support.console import duration
 from support.errors import UserError
 from support.files import atomic_path, write_text
 from support.run_log import format_line, log_lines, read_log
-from train_gpt2 import read_config
+from train_gpt2 import ROOT, read_config
 
-SCRIPT = Path(__file__).parents[2] / "train_gpt2.py"
-# Arguments: a script's folder and name, and its flags. Prints its --total-batch-size.
+# Arguments: a script's folder, and flags. Prints its --total-batch-size.
 READ_BATCH = """
 import sys
-from importlib import import_module
-folder, name, *flags = sys.argv[1:]
-sys.path.insert(0, folder)
+sys.path.insert(0, sys.argv[1])
 from support.cli import run
-run(lambda: print(import_module(name).read_config(flags).total_batch_size))
+from train_gpt2 import read_config
+run(lambda: print(read_config(sys.argv[2:]).total_batch_size))
 """
-# 95 % of Student's t are within so many standard errors, for 1, 2, ... degrees of freedom.
-STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
-Cells = dict[int, dict[int, float]]  # tokens -> seed -> final loss, difference or share of tokens
-Table = dict[str, Cells]  # recipe -> its row of cells
+Curve = dict[int, float]  # {tokens so far: validation loss}
+Curves = dict[tuple[str, int], dict[int, Curve]]  # {(recipe, tokens): {seed: curve}}
+Losses = dict[tuple[str, int], dict[int, float]]  # {(recipe, tokens): {seed: final loss}}
 
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """Trains recipes for several lengths and seeds and compares them."""
+    """Trains recipes for several lengths and seeds, and compares them."""
 
     file: Annotated[Path, tyro.conf.Positional]
     """TOML file with recipes, lengths and seeds."""
@@ -67,6 +65,7 @@ class Run:
     name: str  # of its log
     recipe: str
     tokens: int
+    batch: int  # tokens per step
     seed: int
     command: list[Any]
 
@@ -75,17 +74,20 @@ def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """({recipe: the common settings updated by its own}, names of the baselines)."""
     try:
         sweep = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise UserError(f"{path}: not TOML ({error})") from None
     recipes = sweep.get("recipes", {})
-    baselines = sweep.get("baselines", [])
+    baselines = sweep.get("baselines", list(recipes)[:1])
     unknown = sweep.keys() - {"common", "recipes", "baselines"}
     if unknown or not recipes or set(baselines) - recipes.keys():
         raise UserError(f"{path}: needs [common], [recipes.NAME] and baselines among these names")
     recipes = {name: {**sweep.get("common", {}), **recipe} for name, recipe in recipes.items()}
     for name, recipe in recipes.items():
-        lengths = recipe.get("lengths", {})
-        if not lengths or not all(length.isdecimal() for length in lengths):
+        lengths = recipe.get("lengths") or {"": []}
+        if not isinstance(lengths, dict) or not all(
+            steps.isdecimal() and isinstance(seeds, list) and seeds
+            for steps, seeds in lengths.items()
+        ):
             raise UserError(f'{path}: recipe {name}: needs lengths = {{"366" = [1]}}')
     return recipes, baselines
 
@@ -102,146 +104,178 @@ def flags_of(recipe: dict[str, Any], steps: int) -> list[str]:
     return flags
 
 
-def tokens_per_step(script: Path, flags: list[str]) -> int:
+def tokens_per_step(folder: Path, flags: list[str]) -> int:
     """--total-batch-size. Mistakes in the settings show here, before any run."""
-    if script == SCRIPT:
+    if folder == ROOT:
         return read_config(flags).total_batch_size
     # A fork has other settings and another support/, so it reads them in a separate process.
-    command = [sys.executable, "-c", READ_BATCH, script.parent, script.stem, *flags]
+    command = [sys.executable, "-c", READ_BATCH, folder, *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise UserError(f"{script}: does not take these settings: {' '.join(flags)}")
+        raise UserError(f"{folder}/train_gpt2.py: does not take these settings: {' '.join(flags)}")
     return int(done.stdout.split()[-1])
 
 
 def runs_of(name: str, recipe: dict[str, Any]) -> Iterator[Run]:
-    script = Path(recipe.get("script", SCRIPT)).absolute()
-    if script.is_dir():
-        script /= "train_gpt2.py"
-    if not script.is_file() or not (script.parent / "support").is_dir():
-        needed = "needs a train_gpt2.py with a support/ beside it, or their folder"
-        raise UserError(f"recipe {name}: script {script}: {needed}")
+    folder = Path(recipe.get("script", ROOT)).absolute()
+    script = folder / "train_gpt2.py"
+    if not script.is_file() or not (folder / "support").is_dir():
+        raise UserError(f"recipe {name}: script {folder}: needs a train_gpt2.py and its support/")
     batch = 0
     for length, seeds in recipe["lengths"].items():
         steps = int(length)
         flags = flags_of(recipe, steps)
-        batch = batch or tokens_per_step(script, flags)
+        batch = batch or tokens_per_step(folder, flags)
         for seed in seeds:
             command = [sys.executable, script, *flags, "--seed", str(seed)]
-            yield Run(f"{name}-{steps}-{seed}", name, steps * batch, seed, command)
+            yield Run(f"{name}-{steps}-{seed}", name, steps * batch, batch, seed, command)
 
 
-def train(command: list[Any], folder: Path) -> None:
-    """Starts or continues a run; its output goes to folder/console.txt."""
+def train(one: Run, folder: Path, bar: tqdm) -> None:
+    """Starts or continues a run, and moves the bar; its output goes to folder/console.txt."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "console.txt", "ab") as console:
-        resumed = [*command, "--resume", "--log-dir", folder]
-        done = subprocess.run(resumed, stdout=console, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise UserError(f"{folder}: status {done.returncode}; console.txt says why")
+    command = [*one.command, "--resume", "--log-dir", folder]
+    before = bar.n
+    with (
+        open(folder / "console.txt", "ab") as console,
+        subprocess.Popen(command, stdout=console, stderr=subprocess.STDOUT) as process,
+    ):
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=2)
+            for step, _, _ in log_lines(folder / "log.txt")[-1:]:
+                bar.n = before + step * one.batch
+            bar.refresh()
+    if process.returncode:
+        raise UserError(f"{folder}: status {process.returncode}; console.txt says why")
+    bar.n = before + one.tokens
 
 
-def final_losses(config: SweepConfig, recipes: dict[str, dict[str, Any]]) -> Table:
-    """The last validation loss of every run. Trains those without a kept log."""
-    runs = [one for name, recipe in recipes.items() for one in runs_of(name, recipe)]
-    kept = config.file.parent / "logs" / config.file.stem
+def train_missing(runs: list[Run], out: Path, kept: Path) -> None:
+    """Trains the runs without a log in `kept`, and keeps their validation losses there."""
     missing = [one for one in runs if not (kept / f"{one.name}.txt").exists()]
     print(f"{len(runs)} runs, of which {len(missing)} are missing")
     began = time.monotonic()
-    trained = 0  # tokens
     total = sum(one.tokens for one in missing)
-    for number, one in enumerate(missing, start=1):
-        folder = config.out / config.file.stem / one.name
-        print(f"run {number} of {len(missing)}: {folder}/console.txt", flush=True)
-        train(one.command, folder)
-        trained += one.tokens
-        seconds = (time.monotonic() - began) * (total / trained - 1)
-        print(f"{duration(seconds)} left", flush=True)
-        steps, values = read_log(folder).get("val", ([], []))
-        lines = [format_line(step, "val", loss) for step, loss in zip(steps, values, strict=True)]
-        kept.mkdir(parents=True, exist_ok=True)
-        write_text(kept / f"{one.name}.txt", "".join(lines))
-    losses: Table = {name: {} for name in recipes}
+    left = ""
+    with tqdm(total=total, unit="tok", unit_scale=True, leave=False, disable=None) as bar:
+        for number, one in enumerate(missing, start=1):
+            folder = out / one.name
+            tqdm.write(f"run {number} of {len(missing)}{left}: {folder}/console.txt")
+            train(one, folder, bar)
+            left = f", {duration((time.monotonic() - began) * (total / bar.n - 1))} left"
+            steps, losses = read_log(folder).get("val", ([], []))
+            lines = map(format_line, steps, ["val"] * len(steps), losses)
+            kept.mkdir(parents=True, exist_ok=True)
+            write_text(kept / f"{one.name}.txt", "".join(lines))
+
+
+def read_curves(runs: list[Run], kept: Path) -> Curves:
+    """The validation losses of all runs."""
+    curves = {}
     for one in runs:
         log = kept / f"{one.name}.txt"
-        curve = [float(loss) for _, stream, loss in log_lines(log) if stream == "val"]
+        lines = log_lines(log)
+        curve = {step * one.batch: float(loss) for step, name, loss in lines if name == "val"}
         if not curve:
             raise UserError(f"{log}: no validation loss: remove it and set eval_every")
-        losses[one.recipe].setdefault(one.tokens, {})[one.seed] = curve[-1]
-    return losses
+        curves.setdefault((one.recipe, one.tokens), {})[one.seed] = curve
+    return curves
 
 
-def differences(losses: Table, name: str, baseline: str) -> Cells:
-    """A recipe's final loss minus the baseline's, for the same seed: it orders the documents."""
-    found: Cells = {}
-    for tokens, targets in losses[baseline].items():
-        for seed, loss in losses[name].get(tokens, {}).items():
-            if seed in targets:
-                found.setdefault(tokens, {})[seed] = loss - targets[seed]
+def shares(losses: Losses, name: str, baseline: str, tokens: int) -> list[float]:
+    """The share of the baseline's tokens that a recipe needs for its final loss, for each seed.
+
+    Between lengths, the loss is linear in the logarithm of tokens."""
+    found = []
+    for seed, target in losses[baseline, tokens].items():
+        lengths = [n for other, n in losses if other == name and seed in losses[other, n]]
+        points = sorted((-losses[name, n][seed], np.log(n)) for n in lengths)
+        if points and points[0][0] <= -target <= points[-1][0]:
+            found.append(np.exp(np.interp(-target, *np.transpose(points))) / tokens)
     return found
 
 
-def tokens_to_reach(points: dict[int, float], target: float) -> float | None:
-    """The number of tokens to train a recipe for, so that it ends at the loss `target`.
-
-    points: {tokens: final loss}. Between them linear in the logarithm of tokens; None outside."""
-    for (shorter, high), (longer, low) in pairwise(sorted(points.items())):
-        if high >= target >= low:
-            drop = (high - low) or 1  # 1: all three losses are equal
-            return shorter * (longer / shorter) ** ((high - target) / drop)
-    return None
+def spread(values: list[float]) -> str:
+    """Mean ± standard deviation (number)."""
+    deviation = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.3f}{deviation} ({len(values)})"
 
 
-def shares(losses: Table, name: str, baseline: str) -> Cells:
-    """The share of the baseline's tokens that a recipe needs for its final loss, by seed."""
-    found: Cells = {}
-    for tokens, targets in losses[baseline].items():
-        for seed, target in targets.items():
-            points = {n: cell[seed] for n, cell in losses[name].items() if seed in cell}
-            needed = tokens_to_reach(points, target)
-            if needed is not None:
-                found.setdefault(tokens, {})[seed] = needed / tokens
-    return found
+def half_width(n: int) -> float:
+    """Half of the 95 % confidence interval of a mean of n values, in standard deviations."""
+    # Student's t is sqrt(n - 1) tan(angle), with a density proportional to cos(angle)^(n - 2).
+    angle = np.linspace(0, np.pi / 2, 100_000)
+    share = np.cumsum(np.cos(angle) ** (n - 2))
+    return np.sqrt(1 - 1 / n) * np.tan(np.interp(0.95 * share[-1], share, angle))
 
 
-def spread(values: Collection[float], interval: bool = False) -> str:
-    """Mean ± standard deviation (number); or ± half the mean's 95 % confidence interval."""
+def difference(values: list[float]) -> str:
+    """Mean ± half its 95 % interval (number), and whether that excludes 0: a paired t-test."""
+    if not values:
+        return "no common seed"
     n = len(values)
-    mean = f"{statistics.fmean(values):.3f}"
-    if n == 1:
-        return f"{mean} (1)"
-    width = statistics.stdev(values)
-    if interval:
-        # Student's t; from ten degrees of freedom on an expansion that is exact to 0.2 %
-        t = STUDENT_T[n - 2] if n < 11 else 1.96 + 2.37 / (n - 1) + 2.82 / (n - 1) ** 2
-        width *= t / n**0.5
-    return f"{mean} ± {width:.3f} ({n})"
+    mean = np.mean(values)
+    if n < 3:
+        return f"{mean:.3f} ({n}), too few to judge"
+    deviation = np.std(values, ddof=1)
+    enough = (seeds for seeds in range(n, 101) if half_width(seeds) * deviation < abs(mean))
+    needed = next(enough, "over 100")
+    text = f"{mean:.3f} ± {half_width(n) * deviation:.3f} ({n}), p < 0.05"
+    return text if needed == n else f"{text} needs {needed} seeds"
 
 
-def table(rows: Table, interval: bool = False) -> str:
-    """A Markdown table with a column for each length."""
-    lengths = sorted({tokens for cells in rows.values() for tokens in cells})
-    titles = [f"{tokens / 1e6:.2f}M tokens" for tokens in lengths]
-    lines = ["| recipe | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
-    for name, cells in rows.items():
-        texts = [spread(cells[n].values(), interval) if n in cells else "" for n in lengths]
-        lines.append(f"| {name} | " + " | ".join(texts) + " |")
-    return "\n".join(lines) + "\n"
+def comparison(losses: Losses, name: str, baseline: str, tokens: int) -> str:
+    """A recipe's final losses minus the baseline's, paired by seed, which orders the documents."""
+    if name == baseline:
+        return "baseline"
+    ours = losses[name, tokens]
+    theirs = losses[baseline, tokens]
+    text = difference([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
+    share = shares(losses, name, baseline, tokens)
+    return f"{text}; {spread(share)} of its tokens" if share else text
 
 
-def picture(compared: Table, path: Path) -> None:
-    """Draws the mean shares by length."""
+def tables(losses: Losses, baselines: list[str]) -> str:
+    """A Markdown table for each length."""
+    lines = []
+    for tokens in sorted({tokens for _, tokens in losses}):
+        others = [name for name in baselines if (name, tokens) in losses]
+        titles = [f"{tokens:,} tokens", "final loss", *(f"minus {b}'s" for b in others)]
+        lines += ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+        for name in [name for name, n in losses if n == tokens]:
+            texts = [name, spread(list(losses[name, tokens].values()))]
+            texts += [comparison(losses, name, other, tokens) for other in others]
+            lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def picture(runs: dict[str, dict[int, Curve]], baseline: str, path: Path) -> None:
+    """Draws each recipe's validation loss over tokens, mean ± standard deviation of its seeds.
+
+    runs: {recipe: {seed: curve}}"""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, LogLocator
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
-    for label, cells in compared.items():
-        means = [statistics.fmean(cells[tokens].values()) for tokens in sorted(cells)]
-        axes.plot(sorted(cells), means, "o-", label=label)
-    axes.set(xscale="log", xlabel="training tokens of the baseline", ylim=(0, None))
-    axes.set_title("Share of the baseline's tokens for its final validation loss")
+    for i, (name, curves) in enumerate(runs.items()):
+        shared = set.intersection(*map(set, curves.values()))
+        # The first twentieth would squeeze the rest.
+        x = sorted(tokens for tokens in shared if tokens >= max(shared) / 20)
+        losses = np.array([[curve[tokens] for tokens in x] for curve in curves.values()])
+        mean = losses.mean(axis=0)
+        deviation = losses.std(axis=0, ddof=1) if len(losses) > 1 else 0
+        color = "black" if name == baseline else f"C{i}"
+        label = f"{name}: {spread(list(losses[:, -1]))}"
+        axes.plot(x, mean, "o-", color=color, ms=4, markevery=[-1], label=label)
+        axes.fill_between(x, mean - deviation, mean + deviation, color=color, alpha=0.2, lw=0)
+    axes.set(xscale="log", xlabel="tokens", ylabel="validation loss, nats per token")
+    axes.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=EngFormatter(sep=""))
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend()
+    title = "mean ± standard deviation (seeds)\nblack: the baseline"
+    figure.legend(loc="outside right upper", title=title)
     with atomic_path(path) as partial:
         figure.savefig(partial, format="png")
 
@@ -249,21 +283,21 @@ def picture(compared: Table, path: Path) -> None:
 def main(args: list[str] | None = None) -> None:
     config = parse_args(SweepConfig, args=args)
     recipes, baselines = read_sweep(config.file)
-    losses = final_losses(config, recipes)
-    print("Final validation loss, mean ± standard deviation (seeds)\n\n" + table(losses))
-    compared = {}
-    for baseline in baselines:
-        others = [name for name in recipes if name != baseline]
-        rows = {name: found for name in others if (found := differences(losses, name, baseline))}
-        if rows:
-            title = f"Difference from {baseline}, paired by seed, mean ± 95 % interval (seeds)"
-            print(f"{title}\n\n{table(rows, interval=True)}")
-        rows = {name: found for name in others if (found := shares(losses, name, baseline))}
-        compared |= {f"{name} to {baseline}": found for name, found in rows.items()}
-        if rows:
-            print(f"Share of the tokens of {baseline} for its final loss\n\n{table(rows)}")
-    if compared:
-        picture(compared, config.file.with_suffix(".png"))
+    runs = [one for name, recipe in recipes.items() for one in runs_of(name, recipe)]
+    kept = config.file.parent / "logs" / config.file.stem
+    train_missing(runs, config.out / config.file.stem, kept)
+    curves = read_curves(runs, kept)
+    losses = {}
+    for key, seeds in curves.items():
+        losses[key] = {seed: curve[max(curve)] for seed, curve in seeds.items()}
+    print("Mean ± standard deviation (seeds); of differences, paired by seed, ± 95 % interval")
+    print(tables(losses, baselines))
+    if baselines:
+        # The baseline's longest runs, of several seeds if there are any.
+        lengths = [key for key in curves if key[0] == baselines[0]]
+        _, tokens = max(lengths, key=lambda key: (len(curves[key]) > 1, key[1]))
+        drawn = {name: seeds for (name, n), seeds in curves.items() if n == tokens}
+        picture(drawn, baselines[0], config.file.with_suffix(".png"))
 
 
 if __name__ == "__main__":
