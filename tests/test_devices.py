@@ -236,6 +236,7 @@ def test_an_apple_gpu_is_for_one_process_and_trains_in_float32(monkeypatch):
 
 def on_a_device_without_float64():
     device = no_float64.install()
+    devices.keep_freed_memory(True)  # as choose_device does
     ranks.choose_device = lambda *args: device
     devices.choose_precision = lambda *args, **options: (torch.float32, "a stand-in")
     # The stand-in does not see these calls.
@@ -262,13 +263,13 @@ def test_a_device_without_float64(text, tmp_path):
     lines = (ROOT / "tests" / "hellaswag_sample.jsonl").read_text().splitlines(keepends=True)
     tasks.write_text("".join(lines[:2]))
     args = ["--data", text, "--hellaswag-data", tasks, "--eval-every 1 --hellaswag-every 1"]
-    args.append("--sample-every 2 --save-every 1 --seq-len 64 --micro-batch-size 1 --min-lr 5e-3")
+    args.append("--save-every 1 --seq-len 64 --micro-batch-size 1 --min-lr 5e-3")
     args.append("--optimizer muon --resume --log-dir")
     outputs = []
-    for steps in (1, 2):
-        device = [*args, tmp_path / "device", "--max-steps", steps]
+    for flags in ("--max-steps 1", "--max-steps 2 --sample-every 2"):
+        device = [*args, tmp_path / "device", flags]
         outputs += train_on_ranks(1, tmp_path, *device, disturb=on_a_device_without_float64)
-    assert [output.count("rank 0 sample") for output in outputs] == [2, 2]
+    assert [output.count("rank 0 sample") for output in outputs] == [0, 2]
     assert "resumed from" in outputs[1]
     train(*args, tmp_path / "cpu", "--max-steps 2")
     for stream in ("train", "val", "hella"):
