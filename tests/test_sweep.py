@@ -37,7 +37,7 @@ z_loss = 0.5
 lengths = {{ "3" = [1] }}
 """
 
-# Trains nothing: records what it is called with, and fails once if there is a file `kill`.
+# Trains nothing: records what it is called with, and logs. It fails once if there is a file `kill`.
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -54,11 +54,13 @@ def main():
     kill = Path(__file__).with_name("kill")
     with open(folder / "calls.txt", "a") as calls:
         print(json.dumps(sys.argv), file=calls)
-    if kill.exists():
-        kill.unlink()
-        (folder / "log.txt").write_text("0 val 9.0\\n1 train 3.0\\n")
-        sys.exit(3)
-    (folder / "log.txt").write_text(f"0 val 9.0\\n1 val 3.0\\n{value['--max-steps']} val 6.5\\n")
+    with open(folder / "log.txt", "a") as log:
+        if kill.exists():
+            kill.unlink()
+            log.write("0 val 8.0\\n1 train 3.0\\n")
+            sys.exit(3)
+        if "--eval-every" not in value:
+            log.write(f"0 val 9.0\\n1 val 3.0\\n{value['--max-steps']} val 6.5\\n")
 
 if __name__ == "__main__":
     run(main)
@@ -101,6 +103,8 @@ def test_a_sweep_trains_what_is_missing_and_continues(fork, tmp_path, monkeypatc
     captured = capsys.readouterr()
     assert captured.out.startswith("3 runs, of which 1 are missing\n") and not captured.err
     assert "| 144 tokens | final loss |\n|---|---|\n| fork | 6.500 (1) |" in captured.out
+    kept = (tmp_path / "logs/small/fork-3-1.txt").read_text()
+    assert kept == "0 val 9.000000\n1 val 3.000000\n3 val 6.500000\n"
     calls = {}
     for name in ("default-4-1", "muon-2-7", "fork-3-1"):
         lines = (out / "small" / name / "calls.txt").read_text().splitlines()
@@ -115,6 +119,13 @@ def test_a_sweep_trains_what_is_missing_and_continues(fork, tmp_path, monkeypatc
     assert (config.max_steps, config.seed, config.shuffle) == (2, 7, False)
     first, second = calls["fork-3-1"]
     assert first == second and first[0] == str(fork / "train_gpt2.py") and "--resume" in first
+
+
+def test_runs_without_a_validation_loss_are_named(fork, tmp_path):
+    text = SWEEP.format(fork=fork).replace("[common]", "[common]\neval_every = 0")
+    (tmp_path / "small.toml").write_text(text)
+    with pytest.raises(sweep.UserError, match=r"default-4-1\.txt: no validation loss"):
+        sweep.main([str(tmp_path / "small.toml"), "--out", str(tmp_path / "out")])
 
 
 def test_kept_logs_are_compared_and_drawn(fork, tmp_path, monkeypatch, capsys):
@@ -181,7 +192,9 @@ def test_the_table_of_recipes_is_made_from_the_kept_logs(tmp_path, capsys):
         (row,) = re.findall(rf"^\| {name} \| (.*) \|$", page, re.MULTILINE)
         for loss in row.split(" | "):
             assert f"| {name} | {loss} (" in printed
-    for share in ("0.241 ± 0.016 (3)", "0.228 ± 0.044 (2)", "0.226 (1)"):  # muon-6e-3
+    muon = ["0.241 ± 0.016 (3)", "0.228 ± 0.044 (2)", "0.226 (1)"]  # of default's tokens
+    muon += ["0.433 ± 0.019 (3)", "0.432 ± 0.013 (2)", "0.430 (1)"]  # of wsd-1.8e-3's
+    for share in muon:
         assert f"; {share} of its tokens" in printed
 
 
@@ -230,11 +243,12 @@ def test_intervals_are_students():
 
 
 def test_tokens_to_the_same_loss():
-    a = {100: {1: 6.0, 2: 7.0}, 400: {1: 3.0, 2: 4.0}, 1600: {1: 2.0}}
+    a = {1600: {1: 2.0}, 400: {1: 3.0, 2: 4.0}, 100: {1: 6.0, 2: 7.0}}
     b = {400: {1: 4.5, 2: 7.0, 3: 1.0}, 1600: {1: 2.5, 2: 1.0}}
     losses = {("a", n): cell for n, cell in a.items()} | {("b", n): cell for n, cell in b.items()}
     assert sweep.shares(losses, "a", "b", 400) == pytest.approx([0.5, 0.25])
     assert sweep.shares(losses, "a", "b", 1600) == pytest.approx([0.5])
+    assert sweep.shares(losses, "b", "a", 400) == pytest.approx([2 * 2**0.5, 2])
 
 
 def test_trackers_get_every_stream_until_they_fail(text, tmp_path, monkeypatch, capfd):

@@ -164,8 +164,8 @@ def train_missing(runs: list[Run], out: Path, kept: Path) -> None:
             tqdm.write(f"run {number} of {len(missing)}{left}: {folder}/console.txt")
             train(one, folder, bar)
             left = f", {duration((time.monotonic() - began) * (total / bar.n - 1))} left"
-            steps, losses = read_log(folder).get("val", ([], []))
-            lines = map(format_line, steps, ["val"] * len(steps), losses)
+            curve = zip(*read_log(folder).get("val", ()), strict=True)
+            lines = [format_line(step, "val", loss) for step, loss in curve]
             kept.mkdir(parents=True, exist_ok=True)
             write_text(kept / f"{one.name}.txt", "".join(lines))
 
