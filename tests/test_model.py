@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import train_gpt2
 from support import loss as loss_module
-from support.devices import can_compile
 from support.errors import UserError
 from support.huggingface import CONV1D, gpt2_logits
 from support.loss import (
@@ -318,9 +317,11 @@ def test_chunked_loss_of_large_logits_is_finite():
 
 
 def test_compiled_loss_ignores_padded_columns(monkeypatch):
-    """torch.compile sees the real device, so the padded head is spelled out."""
-    if not can_compile(torch.device("cpu")):
-        pytest.skip("no C++ compiler")
+    """torch.compile sees the real device, so the padded head is spelled out.
+
+    Inductor's decompositions, without its C++, which takes half a minute to compile."""
+    decomposed = partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch, "compile", decomposed)
 
     def padded_head(x, wte, padded):
         bias = F.pad(wte.new_zeros(50257), (0, 47), value=-math.inf)
