@@ -130,6 +130,10 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
             assert str(newer) in warning, name
             assert name in warning or name == "SHA256SUMS", warning
             (newer / name).write_bytes(content)
+    sums = (newer / "SHA256SUMS").read_text()
+    (newer / "SHA256SUMS").write_text(sums.splitlines(keepends=True)[0])  # right, but too few
+    assert find_checkpoint(tmp_path) == older
+    (newer / "SHA256SUMS").write_text(sums)
     (newer / "README.md").write_text("A user's words.")
     assert find_checkpoint(tmp_path) == newer
     with open(newer / "SHA256SUMS", "a") as file:  # earlier versions listed it
