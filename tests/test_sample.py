@@ -40,6 +40,8 @@ def test_the_newest_checkpoint_speaks_greedily_or_by_seed(log_dir, capsys):
         sample.main(words(log_dir, "ROMEO: --max-new-tokens 12 --num-samples 2 --seed", seed))
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2] and outputs[0].count("ROMEO:") == 2
+    first, second = outputs[0].split("ROMEO:")[1:]
+    assert first != second
 
 
 def test_another_tokenizer_is_left_to_transformers(log_dir, tmp_path, monkeypatch, capsys):
