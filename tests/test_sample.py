@@ -88,10 +88,11 @@ def test_prompts_from_standard_input(log_dir, monkeypatch, capsys):
 
 @pytest.mark.parametrize("tokens, kept", [(5, 19), (50, 12)])
 def test_a_prompt_longer_than_the_context_leaves_room(tokens, kept, log_dir, capsys):
-    sample.main([str(log_dir), " or" * 100, *words("--temperature 0 --max-new-tokens", tokens)])
+    prompt = " to" + " or" * 98 + " be"  # 100 tokens
+    sample.main([str(log_dir), prompt, *words("--temperature 0 --max-new-tokens", tokens)])
     out, err = capsys.readouterr()
     assert err == f"warning: prompt of 100 tokens cut to its last {kept}; the context has 24\n"
-    assert out.rstrip("\n") == greedy(log_dir, " or" * kept, 24 - kept).rstrip("\n")
+    assert out.rstrip("\n") == greedy(log_dir, " or" * (kept - 1) + " be", 24 - kept).rstrip("\n")
 
 
 BAD = [("seed", 2**64), *(("temperature", value) for value in ("1e-300", "nan", "inf"))]
