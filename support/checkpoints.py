@@ -3,6 +3,7 @@
 They appear whole or not at all; damage is detected by the checksums. Bad files raise UserError."""
 
 import contextlib
+import json
 import math
 import re
 import shlex
@@ -69,13 +70,14 @@ def write_card(folder: Path, run: dict[str, Any], step: int, loss: float = math.
 
     run: the run's entry in run.json. loss: the final validation loss, if it is known."""
     with contextlib.suppress(Exception):
-        # Arguments may be bytes that are not UTF-8.
-        card = model_card(run, step, loss).encode(errors="replace").decode()
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        card = model_card(run, step, loss, gpt2=settings["model_type"] == "gpt2")
+        card = card.encode(errors="replace").decode()  # arguments may be bytes, not UTF-8
         write_text(folder / "README.md", card)
 
 
-def model_card(run: dict[str, Any], step: int, loss: float) -> str:
-    """A checkpoint's README.md, in the Hub's format."""
+def model_card(run: dict[str, Any], step: int, loss: float, gpt2: bool) -> str:
+    """A checkpoint's README.md, in the Hub's format. gpt2: False for a fork that is none."""
     from huggingface_hub import EvalResult, ModelCardData
 
     config = run["config"]
@@ -91,18 +93,19 @@ def model_card(run: dict[str, Any], step: int, loss: float) -> str:
     )
     metadata = ModelCardData(
         license="mit",
-        library_name="transformers",
+        library_name="transformers" if gpt2 else None,
         pipeline_tag="text-generation",
-        tags=["gpt2"],
+        tags=["gpt2"] if gpt2 else None,
         datasets=[source] if "/" in source else None,  # a name on the Hub
         model_name="gpt2-repro",
         eval_results=[result] if math.isfinite(loss) else None,
     )
     command = shlex.join(["python", *run["command"]])
+    kind = "A GPT-2" if gpt2 else "A changed GPT-2, which only its own code loads,"
     return f"""---
 {metadata.to_yaml()}
 ---
-A GPT-2 after {step:,} steps of {config["total_batch_size"]:,} tokens of
+{kind} after {step:,} steps of {config["total_batch_size"]:,} tokens of
 `{data.name}`, from {config["init"]}, trained by gpt2-repro at commit
 {run["git_commit"]}: `{command}`
 

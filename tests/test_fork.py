@@ -12,6 +12,7 @@ from dataclasses import make_dataclass, replace
 import pytest
 import torch
 import torch.nn as nn
+from huggingface_hub import ModelCard
 from torch.nn import functional as F
 
 import support.loading
@@ -111,6 +112,8 @@ def test_a_change_trains_resumes_samples_and_scores(name, fork, text, tmp_path, 
     assert kind == ("gpt2" if name in STAYS_GPT2 else "gpt2-repro-fork")
     note = "not GPT-2's model any more" in capsys.readouterr().out
     assert note == (name not in STAYS_GPT2)
+    card = ModelCard.load(last / "README.md").data
+    assert card.library_name == ("transformers" if name in STAYS_GPT2 else None)
     if name in STAYS_GPT2:
         GPT.from_pretrained(last)
     else:
