@@ -93,10 +93,12 @@ def announce(
     print0(f"steps: {max_steps:,} of {total_batch_size:,} tokens, {epochs:.3f} epochs")
     if max_steps and not 0.1 <= epochs <= 10:
         # Up to four epochs, repeated text is almost as good as new (Muennighoff et al. 2023).
-        fit = 4 if epochs > 10 else 1
-        steps = max(float(f"{fit * steps_per_epoch:.1e}"), 1)
-        beyond = "4 times, after which it teaches little; keep --warmup-steps below"
-        times = beyond if fit > 1 else "once"
+        fit = 1
+        times = "once"
+        if epochs > 10:
+            fit = 4
+            times = "4 times, after which it teaches little; keep --warmup-steps below"
+        steps = max(float(f"{fit * steps_per_epoch:.1e}"), 1)  # to two digits
         print0(f"note: --max-steps {steps:.0f} would read the text {times}")
     shape = f"{loader.B} x {T} tokens x {micro_steps} micro-steps"
     print0(f"batch: {shape} x {loader.world_size} ranks")
