@@ -46,9 +46,9 @@ MISTAKES = {  # flags, given a folder; part of the message
     "no validation": (lambda tmp: ["--data", shards(tmp), "--eval-every 1"], "no val shards"),
     "no shards": (lambda tmp: ["--data", tmp], "no train shards; "),
     "several": (
-        flags("--max-lr nan --warmup-steps -1 --n-head 3 --beta2 1 --eval-every 1 --eval-tokens 9"),
+        flags("--max-lr nan --warmup-steps -1 --n-head 3 --beta2 1 --eval-every 1 --eval-tokens 15"),
         f"--warmup-steps -1{BOUNDS}--max-lr nan{BOUNDS}--n-embd 16: not divisible by --n-head 3; "
-        "--beta2 1.0: must be below 1; --eval-tokens 9: less",
+        "--beta2 1.0: must be below 1; --eval-tokens 15: less",
     ),
     "rates": (flags("--min-lr 6e-3"), "--min-lr 0.006: above --max-lr 0.005"),
     "huge seed": (flags("--seed", 2**64), f"--seed {2**64}: must be"),

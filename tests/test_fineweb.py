@@ -685,7 +685,7 @@ def test_which_files_of_a_folder_are_read(capfd):
     """Hidden ones are not; what else is skipped is counted. With --dataset only one kind is."""
     names = "a.txt b.TXT c/d.JSONL.gz .hid/e.txt c/.f.txt g.pdf c/h.pdf i.json README.md Makefile"
     files = {name: name.encode() for name in names.split()}
-    folder = write_folder("in", files | {"c/d.JSONL.gz": gzip.compress(b'{"text": "d"}')})
+    folder = write_folder(".hid/in", files | {"c/d.JSONL.gz": gzip.compress(b'{"text": "d"}')})
     (folder / "link").symlink_to(write("other/j.txt", b"j").parent.absolute())
     make("--input", folder)
     assert shard_tokens() == expected_tokens(["a.txt", "b.TXT", "d"])

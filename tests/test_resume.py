@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -145,6 +146,14 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
     with pytest.raises(UserError, match="all 2 checkpoints are damaged"):
         train(*args, "--max-steps 8 --resume")
     assert everything == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_a_setting_that_an_older_checkpoint_lacks_was_the_default():
+    config = train_gpt2.TrainConfig(beta2=0.9)
+    saved = asdict(config)
+    del saved["beta2"]
+    assert train_gpt2.differences(saved, config) == ["--beta2 was 0.95, is 0.9"]
+    assert not train_gpt2.differences(saved, train_gpt2.TrainConfig())
 
 
 def test_which_checkpoints_are_kept(text, tmp_path):

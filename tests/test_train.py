@@ -147,6 +147,16 @@ def test_validation_loss_is_the_mean_over_all_tokens(text, tmp_path, monkeypatch
     assert nine == pytest.approx(expected, abs=1e-5)
 
 
+def test_clipping_can_be_turned_off(text, tmp_path):
+    weights = []
+    for clip in ("0", "1e9", "1"):
+        log = tmp_path / clip
+        train("--max-steps 2 --save-every 2 --data", text, "--grad-clip", clip, "--log-dir", log)
+        assert min(losses(log, "norm")) > 1
+        weights.append((log / "step_000002/model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+
+
 def test_one_sequence_is_enough_for_validation():
     flags = "--seq-len 32 --eval-tokens 32 --warmup-steps 0 --max-steps 0"
     assert train_gpt2.read_config(flags.split()).eval_tokens == 32
@@ -157,7 +167,7 @@ def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys, monkeyp
 
     C++ takes long to compile, so only the last run has it, with no vector instructions, for which
     PyTorch would first compile six programs."""
-    flags = "--max-steps 4 --eval-every 2 --hellaswag-every 2 --sample-every 2 --seq-len 64"
+    flags = "--max-steps 4 --eval-every 3 --hellaswag-every 3 --sample-every 3 --seq-len 64"
     args = [flags, "--data", text, "--hellaswag-data", ROOT / "tests/hellaswag_sample.jsonl"]
     train(*args, "--log-dir", tmp_path / "eager")
     counters.clear()
