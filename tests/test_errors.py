@@ -46,7 +46,9 @@ MISTAKES = {  # flags, given a folder; part of the message
     "no validation": (lambda tmp: ["--data", shards(tmp), "--eval-every 1"], "no val shards"),
     "no shards": (lambda tmp: ["--data", tmp], "no train shards; "),
     "several": (
-        flags("--max-lr nan --warmup-steps -1 --n-head 3 --beta2 1 --eval-every 1 --eval-tokens 15"),
+        flags(
+            "--max-lr nan --warmup-steps -1 --n-head 3 --beta2 1 --eval-every 1 --eval-tokens 15"
+        ),
         f"--warmup-steps -1{BOUNDS}--max-lr nan{BOUNDS}--n-embd 16: not divisible by --n-head 3; "
         "--beta2 1.0: must be below 1; --eval-tokens 15: less",
     ),
