@@ -24,6 +24,8 @@ def test_ranks_share_a_step_equally():
     autocast = torch.autocast("cpu", enabled=False)
     chosen = [choose_micro_batch_size(config, None, on_ranks(n), autocast) for n in (1, 2, 4, 8)]
     assert chosen == [8, 4, 2, 1]
+    large = read_config(["--preset", "gpt2"])  # 4,096 tokens at a time on a CPU
+    assert choose_micro_batch_size(large, None, on_ranks(1), autocast) == 4
     for world_size, nearest in ((3, 576), (5, 640), (16, 1024)):
         message = f"--total-batch-size 512 .* nearest that is: {nearest}$"
         with pytest.raises(UserError, match=message):

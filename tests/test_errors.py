@@ -178,6 +178,15 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "folder"]
 
 
+def test_a_file_is_on_disk_before_it_appears(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr("support.files.fsync", lambda path: flushed.append((path, new.exists())))
+    new = tmp_path / "a"
+    with atomic_path(new) as partial:
+        partial.write_bytes(b"new")
+    assert flushed == [(partial, False), (tmp_path, True)]
+
+
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         run(lambda: 1 // 0)

@@ -94,6 +94,9 @@ def test_two_ranks_then_one_then_three(text, tmp_path):
         else:
             train_on_ranks(ranks, tmp_path, *args, log_dir, "--resume --shard-optimizer")
         assert run_entries(log_dir)[-1]["step"] == start
+        states = read_training_state(list_checkpoints(log_dir)[-1])["random"]
+        # or all ranks of a fork would have the same dropout
+        assert len({bytes(state["cpu"].numpy()) for state in states}) == ranks
     assert losses(log_dir) == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
 
 
@@ -154,6 +157,12 @@ def test_a_setting_that_an_older_checkpoint_lacks_was_the_default():
     del saved["beta2"]
     assert train_gpt2.differences(saved, config) == ["--beta2 was 0.95, is 0.9"]
     assert not train_gpt2.differences(saved, train_gpt2.TrainConfig())
+
+
+def test_checkpoints_are_sorted_by_their_steps(tmp_path):
+    for name in ("step_1000000", "step_999999", "step_000002"):
+        (tmp_path / name).mkdir()
+    assert steps_of(tmp_path) == [2, 999_999, 1_000_000]
 
 
 def test_which_checkpoints_are_kept(text, tmp_path):

@@ -309,9 +309,11 @@ def test_a_new_start_keeps_an_earlier_runs_files(text, tmp_path, monkeypatch):
 
 
 def test_zero_steps_evaluate_and_exit(text, tmp_path):
-    GPT(GPTConfig(16, 50257, 1, 2, 16)).save_pretrained(tmp_path / "model")
-    args = ["--init", tmp_path / "model", "--max-steps 0 --eval-every 1 --data", text]
-    train(*args, "--log-dir", tmp_path)
+    shape = GPTConfig(16, 50257, 1, 4, 16)  # not the flags'
+    GPT(shape).save_pretrained(tmp_path / "model")
+    args = ["--init", tmp_path / "model", "--max-steps 0 --eval-every 1 --save-every 1 --data"]
+    train(*args, text, "--log-dir", tmp_path)
+    assert GPT.from_pretrained(tmp_path / "step_000000").config == shape
     assert losses(tmp_path, "val") == [pytest.approx(math.log(50257), abs=0.1)]
     assert not losses(tmp_path)
 
