@@ -344,6 +344,7 @@ COMMANDS = {
     "--dataset no/such": "--dataset no/such: cannot be read",
     "--dataset a/b --pretokenized 1": "--pretokenized and --dataset: choose one",
     "--config x --workers -1": "--workers -1: must be from 0 to 4000000000; --config and --split",
+    "--split test --input a.txt": "--config and --split need --dataset",
     "--shard-size 4000000001": "--shard-size 4000000001: must be from 0 to 4000000000",
     "--input": "--input: has no value",
     "--template {a} --text-column a": "--text-column and --template: choose one",

@@ -202,6 +202,12 @@ def test_a_tokenizer_is_compared_without_its_special_tokens(model, tmp_path):
             evaluate(tmp_path)
 
 
+@pytest.mark.parametrize("flag", ["--batch-size=0", "--limit=-1"])
+def test_numbers_out_of_range_are_one_line(flag):
+    with pytest.raises(UserError, match="at least 1 and 0"):
+        main(["-m", "nowhere", flag])
+
+
 def test_weights_that_are_not_finite_are_scored_and_sampled_in_a_line(text, tmp_path, capsys):
     """A run whose weights overflowed ends with its own message, not within an evaluation."""
 

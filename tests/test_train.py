@@ -145,6 +145,12 @@ def test_validation_loss_is_the_mean_over_all_tokens(text, tmp_path, monkeypatch
     expected = model(tokens[:144].view(9, 16), tokens[1:145].view(9, 16))[1].item()
     nine = train_gpt2.validation_loss(model, whole, 10**6, alone, autocast)
     assert nine == pytest.approx(expected, abs=1e-5)
+    assert train_gpt2.validation_text(whole, 10**6).tokens == 144
+    np.save(tmp_path / "a_val_000000.npy", tokens.numpy().astype("uint16"))
+    whole = train_gpt2.DataLoaderLite(tmp_path, "val", 8, 16, shuffle=False)
+    ten = train_gpt2.validation_loss(model, whole, 10**6, alone, autocast)
+    assert ten == pytest.approx(results[0], abs=1e-5)
+    assert train_gpt2.validation_text(whole, 10**6).tokens == 160
 
 
 def test_clipping_can_be_turned_off(text, tmp_path):
