@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import train_gpt2
 from support import loss as loss_module
 from support.errors import UserError
-from support.huggingface import CONV1D, gpt2_logits
+from support.huggingface import CONV1D, gpt2_logits, model_folder
 from support.loss import (
     ChunkedLoss,
     CrossEntropy,
@@ -161,6 +162,23 @@ def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone()
     assert torch.equal(greedy, model.generate(idx, 20, temperature=0))
     for t in range(60, 80):  # the context is the last 64 tokens
         assert torch.equal(greedy[:, t], model(greedy[:, max(0, t - 64) : t])[0][:, -1].argmax(-1))
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_a_hub_models_weights_are_downloaded_once(weights, tmp_path, monkeypatch):
+    """As safetensors; a pickled .bin, which transformers reads, only where there are none."""
+    asked = []
+
+    def snapshot_download(name, allow_patterns):
+        asked.append(allow_patterns)
+        if any(Path(weights).match(pattern) for pattern in allow_patterns):
+            (tmp_path / weights).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert model_folder("me/hub-model") == tmp_path
+    assert (tmp_path / weights).exists()
+    assert asked[1:] == ([["*.bin"]] if weights.endswith(".bin") else [])
 
 
 def test_other_models_are_refused(tmp_path):
