@@ -150,6 +150,7 @@ def test_a_preset_is_chosen_and_changes_defaults(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert train_gpt2.read_config([]).data.endswith("input.txt")
     (tmp_path / "edu_fineweb10B").mkdir()
+    assert train_gpt2.read_config([]).data.endswith("input.txt")
     (tmp_path / "edu_fineweb10B/edufineweb_train_000001.npy").touch()
     assert train_gpt2.read_config([]).data == "edu_fineweb10B"
     config = train_gpt2.read_config(words("--preset gpt3 --max-steps 7"))

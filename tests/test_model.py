@@ -160,6 +160,7 @@ def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone()
     assert torch.equal(draw(top_k=0), draw(top_k=50257))
     greedy = draw(top_k=1)
     assert torch.equal(greedy, model.generate(idx, 20, temperature=0))
+    assert torch.equal(greedy, draw(temperature=1e-6))
     for t in range(60, 80):  # the context is the last 64 tokens
         assert torch.equal(greedy[:, t], model(greedy[:, max(0, t - 64) : t])[0][:, -1].argmax(-1))
 

@@ -151,12 +151,15 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
     assert everything == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
-def test_a_setting_that_an_older_checkpoint_lacks_was_the_default():
+def test_a_setting_that_a_checkpoint_lacks_or_the_flags_leave_out():
     config = train_gpt2.TrainConfig(beta2=0.9)
     saved = asdict(config)
     del saved["beta2"]
     assert train_gpt2.differences(saved, config) == ["--beta2 was 0.95, is 0.9"]
+    saved["init"] = "gpt2"  # --resume does not need it again
     assert not train_gpt2.differences(saved, train_gpt2.TrainConfig())
+    changed = train_gpt2.differences(saved, train_gpt2.TrainConfig(init="gpt2-xl"))
+    assert changed == ["--init was gpt2, is gpt2-xl"]
 
 
 def test_checkpoints_are_sorted_by_their_steps(tmp_path):
