@@ -347,9 +347,14 @@ def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
     number = getattr(signal, name)  # Windows, which skips these tests, lacks some
     original = train_gpt2.DataLoaderLite.next_batch
 
+    random_states = []
+
     def next_batch(self):
+        if self.position == 3 * 128:
+            random_states.append(torch.get_rng_state())
         if self.position == 3 * 128 + 32:
             os.kill(os.getpid(), number)
+        torch.rand(1)  # as dropout in a fork
         return original(self)
 
     monkeypatch.setattr(train_gpt2.DataLoaderLite, "next_batch", next_batch)
@@ -357,6 +362,8 @@ def test_a_signal_saves_and_stops(text, tmp_path, monkeypatch, name, status):
     default = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     assert train(*args) == status
     assert steps_of(tmp_path) == [3] and len(losses(tmp_path)) == 3
+    saved = read_training_state(tmp_path / "step_000003")["random"]
+    assert torch.equal(saved[0]["cpu"], random_states[0])
     if number == signal.SIGTERM:
         monkeypatch.undo()
         assert train(*args, "--resume") == 0
