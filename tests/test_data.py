@@ -232,6 +232,16 @@ def cuts(loader: DataLoaderLite) -> np.ndarray:
     return np.sort(tokens[:-1][np.diff(tokens) != 1]) + 1
 
 
+def test_every_epoch_has_another_order_of_shards(tmp_path):
+    for i in range(8):
+        shard = np.full(10, i, dtype=np.uint16)
+        np.save(tmp_path / f"x_train_{i:06d}.npy", shard)
+    loader = DataLoaderLite(tmp_path, "train", 1, 4)
+    first, second = loader.read(0, 160).reshape(2, 8, 10)
+    assert sorted(first[:, 0]) == sorted(second[:, 0]) == list(range(8))
+    assert (first[:, 0] != second[:, 0]).any()
+
+
 @pytest.mark.parametrize("kind", ["shard", "text"])
 def test_a_long_document_is_shuffled_by_passages_of_four_sequences(tmp_path, kind, monkeypatch):
     """Also if it is the end of one that began in an earlier shard. An old state keeps its order."""

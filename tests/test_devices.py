@@ -65,6 +65,7 @@ def set_up_precision(monkeypatch, device, dtype):
     "name, capability, dtype, tflops",
     [
         ("Tesla T4", (7, 5), torch.float16, 65),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), torch.bfloat16, 312),
         ("NVIDIA H100 80GB HBM3", (9, 0), torch.bfloat16, 989),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), torch.bfloat16, None),
     ],

@@ -130,7 +130,8 @@ def test_recomputed_blocks_give_the_same_bits_for_less_memory(dtype):
     """A block keeps its input only, 4 bytes per B T C, instead of 34 (float32: 68)."""
     torch.manual_seed(0)
     model, results, sizes = GPT(GPTConfig(block_size=32, n_layer=6, n_head=4, n_embd=64)), [], []
-    for model.low_memory in (False, True):
+    for low_memory in (False, True):
+        model.prepare(low_memory=low_memory)
         memory = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32), memory:
             x = model.hidden(tokens(4, 32))
