@@ -1,0 +1,214 @@
+"""What single flags, and lines of the output, promise."""
+
+import contextlib
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+import train_gpt2
+from support import cli, console, devices, files, plots, signals
+from tests.conftest import steps_of, train, words
+from train_gpt2 import GPT, GPTConfig, Ranks
+
+CPU = torch.device("cpu")
+NO_AUTOCAST = torch.autocast("cpu", enabled=False)
+SMALL_RUN = [
+    "--preset shakespeare --n-layer 1 --n-head 1 --n-embd 8 --seq-len 16 --total-batch-size 128",
+    "--device cpu --dtype float32 --eval-tokens 64 --eval-every 0 --sample-every 0 --save-every 0",
+]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_how_many_samples_of_what_length(rank, last, monkeypatch, capsys):
+    """Four of 32 tokens from each rank, by seeds of their own; at the end two of 64 from rank 0."""
+    asked = []
+
+    def generate(idx, max_new_tokens, generator):
+        asked.append((idx.tolist(), max_new_tokens, generator.initial_seed()))
+        return idx
+
+    model = GPT(GPTConfig(16, 50257, 1, 1, 8))
+    monkeypatch.setattr(model, "generate", generate)
+    train_gpt2.print_samples(model, " the", Ranks(rank, 2, CPU), NO_AUTOCAST, last)
+    expected = [([[262]] * 4, 32, 42 + rank)]
+    if last:
+        expected = [([[262]] * 2, 64, 42)] if rank == 0 else []
+    assert asked == expected
+    assert capsys.readouterr().out.count(f"rank {rank} sample") == sum(len(a[0]) for a in expected)
+
+
+@pytest.mark.parametrize(
+    "flags, interval", [("", 20), ("--save-every 7", 7), ("--save-every 7 --eval-every 5", 5)]
+)
+def test_the_time_left_is_by_the_interval_of_evaluations(flags, interval, text, tmp_path):
+    args = ["--max-steps 1 --data", text, "--log-dir", tmp_path, flags]
+    with pytest.raises(StopIteration, match=f"^{interval}$"):
+        train_gpt2.main(
+            words(*SMALL_RUN, *args),
+            before_step=lambda step, training: stop_with(training.meter.interval),
+        )
+
+
+def stop_with(value):
+    raise StopIteration(value)
+
+
+def test_the_first_line_says_why_it_trains_on_shakespeare(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shape = words(*SMALL_RUN)[2:]
+    line = "no shards in edu_fineweb10B/ (`python fineweb.py` builds them): the shakespeare preset"
+    for args, said in (([], True), (["--preset", "shakespeare"], False), (["--data", text], False)):
+        args = [*shape, *map(str, args), "--max-steps", "0", "--log-dir", str(tmp_path / "log")]
+        assert train_gpt2.main(args) == 0
+        assert (capsys.readouterr().out.splitlines()[0] == line) == said
+
+
+def test_only_low_memory_returns_freed_memory(text, tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(devices, "keep_freed_memory", kept.append)
+    args = ["--max-steps 0 --data", text, "--log-dir", tmp_path]
+    train(*args)
+    assert kept == [True]
+    train(*args, "--low-memory")
+    assert kept[1:] == [True, False]
+
+
+def test_deterministic_asks_torch_for_deterministic_kernels(text, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    args = ["--max-steps 0 --data", text, "--log-dir", tmp_path]
+    train(*args)
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        train(*args, "--deterministic")
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_every_earlier_runs_checkpoints_are_kept(text, tmp_path):
+    for seed in range(3):
+        train("--max-steps 1 --save-every 1 --data", text, "--log-dir", tmp_path, "--seed", seed)
+    assert steps_of(tmp_path) == steps_of(tmp_path / "earlier_1") == [1]
+    assert steps_of(tmp_path / "earlier_2") == [1]
+    seeds = [
+        torch.load(tmp_path / f"{folder}/step_000001/training_state.pt")["config"]["seed"]
+        for folder in ("earlier_1", "earlier_2", ".")
+    ]
+    assert seeds == [0, 1, 2]
+
+
+@pytest.mark.parametrize("flags, hint", [("", "nothing is saved"), ("--save-every 9", "--resume")])
+def test_a_stopped_run_says_whether_it_can_go_on(flags, hint, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(signals, "collect_stop_signals", lambda: signals.received.append(15))
+    try:
+        assert train("--max-steps 9 --data", text, "--log-dir", tmp_path, flags) == 143
+    finally:
+        signals.received.clear()
+    assert f"stopped by a signal after 0 updates; {hint}" in capsys.readouterr().out
+    assert steps_of(tmp_path) == ([0] if flags else [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_resumed_run_maps_no_file_of_its_checkpoint(text, tmp_path, monkeypatch):
+    """Or NFS could not remove the checkpoint."""
+    args = ["--max-lr 1e-3 --data", text, "--log-dir", tmp_path, "--save-every 1 --max-steps"]
+    train(*args, 1)
+    mapped = []
+
+    def get_lr(step, config):
+        mapped.append(Path("/proc/self/maps").read_text())
+        return 1e-3
+
+    monkeypatch.setattr(train_gpt2, "get_lr", get_lr)
+    train(*args, 2, "--resume")
+    assert len(mapped) == 1 and "step_000001" not in mapped[0]
+
+
+def test_cost_and_peak_memory(capsys):
+    console.print_cost(1234, 90.0)
+    assert "done: 1,234 steps, 1.5 minutes of training" in capsys.readouterr().out
+    peak = devices.peak_memory()
+    if Path("/proc/self/status").exists():
+        status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
+        assert peak == pytest.approx(1024 * int(status.split()[0]), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "number, remedy",
+    [
+        (errno.ENOSPC, "; free some space"),
+        (errno.EDQUOT, "; free some space"),
+        (errno.EACCES, "; choose a writable place"),
+        (errno.EROFS, "; choose a writable place"),
+        (errno.EMFILE, "; raise it with `ulimit -n`"),
+        (errno.ENOENT, ""),
+    ],
+)
+def test_errors_of_the_system_name_file_and_remedy(number, remedy):
+    error = OSError(number, os.strerror(number), "a/b")
+    assert cli.message_for_user(error) == f"a/b: {os.strerror(number)}{remedy}"
+    assert cli.message_for_user(OSError(number, "why")) == f"why{remedy}"
+    assert cli.message_for_user(OSError(errno.ENOTSOCK, "a bug")) is None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot open folders")
+def test_a_mount_that_cannot_flush_folders_is_used(tmp_path, monkeypatch):
+    (tmp_path / "a").touch()
+    for number, path, fine in (
+        (errno.EINVAL, tmp_path, True),
+        (errno.ENOTSUP, tmp_path, True),
+        (errno.EIO, tmp_path, False),
+        (errno.EINVAL, tmp_path / "a", False),
+    ):
+        monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(number, "why")))
+        with contextlib.nullcontext() if fine else pytest.raises(OSError):
+            files.fsync(path)
+
+
+def test_another_vocabulary_gets_no_tokenizer(tmp_path):
+    GPT(GPTConfig(16, 100, 1, 1, 8)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["bos_token_id"] is None and config["eos_token_id"] is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("stream", ["train", "val"])
+def test_the_first_losses_do_not_squeeze_the_curve(stream):
+    """The axis ends above the highest loss after the first twentieth, and above a baseline."""
+    x = np.arange(41) * 10.0  # so few are not smoothed
+    values = np.where(x < 20, 11.0, 4.0)
+
+    def top(values, baselines):
+        axes = Figure().add_subplot()
+        plots.draw_loss(axes, {"log": {stream: (x, values)}}, "tokens", baselines)
+        return axes.get_ylim()[1]
+
+    if stream == "val":  # without a training loss nothing is cropped
+        assert top(values, {}) == pytest.approx(1.05 * 11)
+        return
+    assert top(values, {}) == pytest.approx(1.05 * 4)
+    assert top(values, {"GPT-2": 5.0}) == pytest.approx(1.05 * 5)
+    assert top(np.where(x < 30, 11.0, 4.0), {}) == pytest.approx(1.05 * 11)
+    values[-1] = np.inf
+    assert top(values, {}) < 100  # a diverged run is drawn up to there
+
+
+def test_curves_compare_with_openais_loss_on_fineweb_edu_only(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "draw_loss", lambda *args: drawn.append(args[-1]))
+    (tmp_path / "log.txt").write_text("0 train 9.0\n")
+    for data in ("edu_fineweb10B", "input.txt"):
+        config = {"total_batch_size": 10, "data": data}
+        (tmp_path / "run.json").write_text(json.dumps([{"config": config}]))
+        plots.save_curves(tmp_path)
+    assert drawn == [{"GPT-2 124M (OpenAI)": 3.2924}, {}]
