@@ -1,5 +1,6 @@
 """The numbers behind a bare command: published results and other people's scripts rely on them."""
 
+import inspect
 import json
 import os
 from dataclasses import MISSING, asdict, fields
@@ -10,8 +11,17 @@ import torch
 from fineweb import ShardConfig
 from hellaswag import HellaSwagConfig
 from sample import SampleConfig
+from support.errors import UserError
 from tests.conftest import ROOT
-from train_gpt2 import MAY_CHANGE, PRESETS, TrainConfig, read_config
+from train_gpt2 import (
+    GPT,
+    MAY_CHANGE,
+    PRESETS,
+    DataLoaderLite,
+    GPTConfig,
+    TrainConfig,
+    read_config,
+)
 
 GPT2 = {  # what reference/gpt2/run.json doesn't have
     **dict(seed=1337, shuffle=True, micro_batch_size=0, device="auto", dtype="auto"),
@@ -80,3 +90,30 @@ def test_a_resumed_run_keeps_what_decides_on_its_numbers():
     shape = {"init", "n_layer", "n_head", "n_embd", "seq_len", "total_batch_size"}
     update = {"optimizer", "schedule", "warmup_steps", "max_lr", "min_lr", "weight_decay"}
     assert fixed == shape | update | {"grad_clip", "beta2", "seed", "shuffle"}
+
+
+def defaults_of(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def test_the_python_interface():
+    assert GPTConfig() == GPTConfig(1024, 50257, 12, 12, 768)
+    expected = dict(temperature=1.0, top_k=50, generator=None)
+    assert defaults_of(GPT.generate) == expected
+    expected = dict(rank=0, world_size=1, seed=1337, shuffle=True, pin_memory=False)
+    assert defaults_of(DataLoaderLite) == expected
+
+
+POSITIVE = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens")
+NUMBERS = [f.name for f in fields(TrainConfig) if type(f.default) in (int, float)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_least_value_of_each_number(name):
+    flag = "--" + name.replace("_", "-")
+    least = 1 if name in POSITIVE else 0
+    fine = ["--seq-len=1", "--n-embd=1", "--n-head=1", "--min-lr=0", f"{flag}={least}"]
+    assert getattr(read_config(fine), name) == least
+    with pytest.raises(UserError, match=rf"{flag} {least - 1}(\.0)?: must be at least {least}"):
+        read_config([*fine, f"{flag}={least - 1}"])
