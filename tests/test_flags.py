@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -15,6 +16,8 @@ from matplotlib.figure import Figure
 
 import train_gpt2
 from support import cli, console, devices, files, plots, signals
+from support.devices import matmul_flops
+from support.run_log import format_line
 from tests.conftest import steps_of, train, words
 from train_gpt2 import GPT, GPTConfig, Ranks
 
@@ -212,3 +215,83 @@ def test_curves_compare_with_openais_loss_on_fineweb_edu_only(tmp_path, monkeypa
         (tmp_path / "run.json").write_text(json.dumps([{"config": config}]))
         plots.save_curves(tmp_path)
     assert drawn == [{"GPT-2 124M (OpenAI)": 3.2924}, {}]
+
+
+def test_what_a_run_is_about_to_do(capsys):
+    """Its first lines, of a small GPT-2 that reads 100,000 tokens on two ranks."""
+    model = GPT(GPTConfig(32, 50257, 1, 2, 8))
+    loader = SimpleNamespace(B=4, T=16, world_size=2, total_tokens=100_000)
+    peak = (2.5e12, "data sheet")
+    run = dict(device="cpu", model=model, loader=loader, peak=peak, log_dir="log")
+    shown = dict(data="x.txt", max_steps=1500, total_batch_size=1024)
+    console.announce(**run, **shown, checkpoint=Path("log/step_000007"))
+    # Tokens, matrices, biases, LayerNorms: all but the positions.
+    N = 50257 * 8 + 12 * 8 * 8 + 9 * 8 + 6 * 8
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "device: cpu",
+        f"model: {N + 32 * 8:,} parameters, {(6 * N + 12 * 8 * 16) / 1e6:.0f} MFLOP per token",
+        "speed: MFU 100 % = 2.5 TFLOP/s per device (data sheet)",
+        "data: x.txt, 100,000 training tokens",
+        "steps: 1,500 of 1,024 tokens, 15.360 epochs",
+        "note: --max-steps 390 would read the text 4 times, after which it teaches little; "
+        "keep --warmup-steps below",
+        "batch: 4 x 16 tokens x 8 micro-steps x 2 ranks",
+        "log and checkpoints: log/, resumed from log/step_000007",
+    ]
+    console.announce(**run, data="x.txt", max_steps=10, total_batch_size=1024, checkpoint=None)
+    assert capsys.readouterr().out.splitlines()[-1] == "log and checkpoints: log/"
+
+
+def test_how_values_are_written():
+    values = {"train": 10.98765432, "lr": 6e-4 / 715, "tok_per_sec": 12345.678, "mfu": 0.123456}
+    values |= {"ms": 12.3456, "hella": 0.298765, "norm": 1 / 3, "val": 3.0}
+    assert "".join(format_line(7, name, value) for name, value in values.items()) == (
+        "7 train 10.987654\n7 lr 8.391608e-07\n7 tok_per_sec 12345.7\n7 mfu 0.1235\n"
+        "7 ms 12.35\n7 hella 0.2988\n7 norm 0.333333\n7 val 3.000000\n"
+    )
+
+
+def test_the_measured_peak_is_the_best_of_several_products(monkeypatch):
+    """Two n^3 operations each; it ends after 20 products, or after a second."""
+    for durations, best in (([0.4, 0.5, 0.25], 0.25), ([0.01] * 19 + [0.005], 0.005)):
+        ticks = []
+        for seconds in durations:
+            ticks += [len(ticks) * 10.0, len(ticks) * 10.0 + seconds]
+        ticks = iter(ticks)
+        monkeypatch.setattr(devices.time, "perf_counter", lambda: next(ticks))  # noqa: B023
+        assert matmul_flops(CPU, torch.float32, 32) == pytest.approx(2 * 32**3 / best)
+        assert next(ticks, None) is None
+
+
+def test_which_models_may_train_in_bfloat16_on_a_cpu(monkeypatch):
+    rates = {torch.bfloat16: 1.5, torch.float32: 1.0}
+    monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n=0: rates[dtype])
+    assert devices.choose_precision("auto", CPU, 49_999_999)[0] == torch.float32
+    assert devices.choose_precision("auto", CPU, 50_000_000)[0] == torch.bfloat16
+    before = devices.choose_precision("auto", CPU, 50_000_000, before="torch.float32")
+    assert before[0] == torch.float32 and before[1].endswith("float32: as in the checkpoint")
+    given = devices.choose_precision("bfloat16", CPU, 9, before="torch.float32")
+    assert given[1].endswith("bfloat16: as requested; float32 so far")
+
+
+@pytest.mark.parametrize("device, low_memory", [("meta", False), ("meta", True), ("cpu", False)])
+def test_what_is_compiled(device, low_memory, monkeypatch):
+    """Blocks everywhere; head and loss in one piece not on a CPU, and not with --low-memory."""
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compiled.append(self))
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: (function, dynamic))
+    with torch.device(device):
+        model = GPT(GPTConfig(16, 50257, 2, 1, 8))
+    model.prepare(compiled=True, low_memory=low_memory)
+    assert compiled == list(model.h) and model.low_memory == low_memory
+    whole = device == "meta" and not low_memory
+    assert (type(model.loss_function) is tuple) == whole
+    assert (type(model.validation_function) is tuple) == whole
+    if whole:
+        assert model.validation_function == (train_gpt2.next_token_loss, False)
+        function, dynamic = model.loss_function
+        assert function.keywords == {"loss_function": train_gpt2.training_loss, "padded": True}
+        assert dynamic is False
+    GPT(GPTConfig(16, 50257, 2, 1, 8)).prepare()
+    assert len(compiled) == 2
