@@ -121,6 +121,19 @@ def test_a_stopped_run_says_whether_it_can_go_on(flags, hint, text, tmp_path, mo
     assert steps_of(tmp_path) == ([0] if flags else [])
 
 
+def test_a_stopped_run_keeps_no_more_checkpoints_than_others(text, tmp_path, monkeypatch):
+    def get_lr(step, config):
+        if step == 3:
+            signals.received.append(15)
+        return 1e-3
+
+    monkeypatch.setattr(train_gpt2, "get_lr", get_lr)
+    args = ["--data", text, "--log-dir", tmp_path, "--save-every 2 --keep-checkpoints 1"]
+    status = train("--max-steps 9", *args)
+    signals.received.clear()
+    assert status == 143 and steps_of(tmp_path) == [3]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_resumed_run_maps_no_file_of_its_checkpoint(text, tmp_path, monkeypatch):
     """Or NFS could not remove the checkpoint."""
