@@ -15,10 +15,21 @@ import torch
 from matplotlib.figure import Figure
 
 import train_gpt2
-from support import cli, console, devices, files, plots, signals
+from support import (
+    cli,
+    console,
+    devices,
+    files,
+    huggingface,
+    loading,
+    plan,
+    plots,
+    signals,
+)
 from support.devices import matmul_flops
+from support.errors import UserError
 from support.run_log import format_line
-from tests.conftest import steps_of, train, words
+from tests.conftest import losses, steps_of, train, words
 from train_gpt2 import GPT, GPTConfig, Ranks
 
 CPU = torch.device("cpu")
@@ -308,3 +319,53 @@ def test_what_is_compiled(device, low_memory, monkeypatch):
         assert dynamic is False
     GPT(GPTConfig(16, 50257, 2, 1, 8)).prepare()
     assert len(compiled) == 2
+
+
+def test_the_cost_of_a_run_is_of_all_its_steps(text, tmp_path, monkeypatch):
+    costs = []
+    monkeypatch.setattr(console, "print_cost", lambda *args: costs.append(args))
+    args = ["--save-every 2 --data", text, "--log-dir", tmp_path, "--max-steps"]
+    train(*args, 2)
+    train(*args, 3, "--resume")
+    for steps, seconds in costs:
+        assert seconds == pytest.approx(sum(losses(tmp_path, "ms")[:steps]) / 1e3, abs=1e-4)
+    assert [steps for steps, _ in costs] == [2, 3]
+
+
+def test_what_a_plan_is_made_of(monkeypatch, tmp_path):
+    given = {}
+    monkeypatch.setattr(plan, "print_plan", lambda model, **options: given.update(options))
+    flags = "--plan --device cpu --dtype float16 --max-steps 7 --total-batch-size 96 --seq-len 32"
+    flags += " --micro-batch-size 3 --low-memory --compile --data"
+    assert train_gpt2.main([*flags.split(), str(tmp_path)]) == 0
+    expected = dict(device="cpu", dtype="float16", data=str(tmp_path), max_steps=7)
+    expected |= dict(total_batch_size=96, B=3, T=32, low_memory=True, compiled=True)
+    assert given == expected
+
+
+@pytest.mark.parametrize(
+    "received, status", [([2], 130), ([15], 143), ([15, 2], 143), ([2, 15], 130), ([1], 143)]
+)
+def test_the_first_signal_decides_on_the_exit_status(received, status, monkeypatch):
+    monkeypatch.setattr(signals, "received", received)
+    assert signals.exit_status() == status
+
+
+def test_a_loaded_model_is_for_evaluation_and_has_gpt2s_vocabulary(tmp_path):
+    GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(tmp_path / "model")
+    model = loading.load_gpt(str(tmp_path / "model"), CPU)
+    assert not model.training
+    GPT(GPTConfig(16, 50304, 1, 1, 8)).save_pretrained(tmp_path / "padded")
+    assert loading.load_gpt(str(tmp_path / "padded"), CPU) is None  # it has no tokenizer
+    huggingface.write_tokenizer(tmp_path / "padded", 16)
+    with pytest.raises(UserError, match="a vocabulary of 50304 tokens, but GPT-2's has 50257"):
+        loading.load_gpt(str(tmp_path / "padded"), CPU)
+
+
+def test_curves_are_smoothed_over_a_fortieth_of_the_run(monkeypatch):
+    halves = []
+    monkeypatch.setattr(plots, "smooth", lambda values, half: halves.append(half) or values)
+    for n in (79, 800):
+        run = {"train": (np.arange(n), np.ones(n))}
+        plots.draw_loss(Figure().add_subplot(), {"log": run}, "tokens", {})
+    assert halves == [0, 10]
