@@ -863,6 +863,7 @@ def use_hub(hub):
     files = {f"finewebedu_{key}.bin": shard for key, shard in shards.items()}
     hub.files[fineweb.PRETOKENIZED] = files
     make("--pretokenized", 1, "--out", "ready")
+    assert sorted(os.listdir("ready")) == ["finewebedu_val_000000.bin", "manifest.json"]
     assert "000002.bin" in refused("--pretokenized", 3, "--out", "ready")
     assert [path.name[-10:] for path in shard_paths("ready")] == ["000000.bin", "000001.bin"]
     make("--verify", "--out", "ready")

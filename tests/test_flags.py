@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 import train_gpt2
 from support import (
+    checkpoints,
     cli,
     console,
     devices,
@@ -24,10 +25,12 @@ from support import (
     loading,
     plan,
     plots,
+    run_folder,
     signals,
+    trackers,
 )
 from support.devices import matmul_flops
-from support.errors import UserError
+from support.errors import RunError, UserError
 from support.run_log import format_line
 from tests.conftest import losses, steps_of, train, words
 from train_gpt2 import GPT, GPTConfig, Ranks
@@ -369,3 +372,88 @@ def test_curves_are_smoothed_over_a_fortieth_of_the_run(monkeypatch):
         run = {"train": (np.arange(n), np.ones(n))}
         plots.draw_loss(Figure().add_subplot(), {"log": run}, "tokens", {})
     assert halves == [0, 10]
+
+
+@pytest.mark.parametrize(
+    "end, status, line",
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(), 1, ""),
+        (RunError("too bad"), 1, "error: too bad\n"),
+        (UserError("your input"), 2, "error: your input\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "a"), 2, "error: a: No such file\n"),
+        (143, 143, ""),
+        (None, 0, ""),
+    ],
+    ids=repr,
+)
+def test_exit_statuses(end, status, line, capsys):
+    main = mock.Mock(side_effect=end) if isinstance(end, BaseException) else lambda: end
+    with pytest.raises(SystemExit) as ended:
+        cli.run(main)
+    assert ended.value.code == status and capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("rank, world_size", [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("lost", [False, True])
+def test_which_rank_prints_an_error(rank, world_size, lost, monkeypatch, capsys):
+    """Rank 0 at once; the others, and who has lost another rank, if they are still here later."""
+    waited = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    monkeypatch.setattr(cli.signal, "signal", mock.Mock())
+    cli.print_error("why", rank, world_size, lost)
+    assert capsys.readouterr().err == ("error: rank 1: why\n" if rank else "error: why\n")
+    assert waited == ([2] if world_size > 1 and (rank or lost) else [])
+    monkeypatch.setattr(cli, "received", [15])  # torchrun ends this rank
+    cli.print_error("why", rank, world_size, lost)
+    silent = lost and world_size > 1
+    assert (capsys.readouterr().err == "") == silent
+
+
+def test_the_log_is_on_disk_before_a_checkpoint(text, tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(run_folder, "fsync", lambda path: done.append(path.name))
+    write = checkpoints.write_checkpoint
+
+    def write_checkpoint(folder, **options):
+        done.append(folder.name)
+        return write(folder, **options)
+
+    monkeypatch.setattr(checkpoints, "write_checkpoint", write_checkpoint)
+    train("--max-steps 1 --save-every 1 --data", text, "--log-dir", tmp_path)
+    assert done == ["log.txt", "step_000001"]
+
+
+@pytest.mark.parametrize("gpt2", [True, False])
+def test_the_card_of_a_fork_promises_no_gpt2(gpt2, tmp_path):
+    GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    kind = "gpt2" if gpt2 else huggingface.FORK_TYPE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": kind}))
+    config = {"data": "edu", "init": "scratch", "total_batch_size": 1024}
+    run = {"config": config, "command": ["train_gpt2.py", "--seed", "1"], "git_commit": "abc"}
+    checkpoints.write_card(tmp_path, run, 1500, loss=3.14159)
+    card = (tmp_path / "README.md").read_text()
+    begins = "A GPT-2" if gpt2 else "A changed GPT-2, which only its own code loads,"
+    assert f"\n{begins} after 1,500 steps of 1,024 tokens of\n`edu`, from scratch, " in card
+    assert "at commit\nabc: `python train_gpt2.py --seed 1`\n" in card
+    assert ("library_name: transformers" in card) == ("- gpt2\n" in card) == gpt2
+    assert "value: 3.1416\n" in card and "name: validation loss, nats per token\n" in card
+    assert "type: edu\n" in card and "name: edu\n" in card
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_tracker_that_fails_says_so_once(name, capsys):
+    calls = []
+
+    def track(step, values):
+        calls.append(step)
+        if step == 2:
+            raise OSError("no space left")
+
+    guarded = trackers.guarded(name, track)
+    for step in range(5):
+        guarded(step, {})
+    assert calls == [0, 1, 2]
+    warning = f"warning: --{name}: nothing more is sent (no space left)\n"
+    assert capsys.readouterr().err == warning
