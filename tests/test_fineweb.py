@@ -610,6 +610,13 @@ def test_shard_size_neither_depends_on_workers_nor_changes(monkeypatch):
     assert "shard_size 30000, now 30001" in refused(*args, "--shard-size", 30_001, "--out", "old")
 
 
+def test_a_shard_has_a_hundred_million_tokens_at_most(monkeypatch):
+    facts = {"commit": None, "files": [], "text_bytes": 1e11}
+    monkeypatch.setattr("support.texts.facts_about", lambda *args: facts)
+    make("--input", write("a.txt", b"text"))
+    assert read_manifest()["shard_size"] == 10**8
+
+
 def test_only_a_sample_is_read_before_the_first_shard(monkeypatch):
     monkeypatch.setattr(fineweb, "SAMPLE", 10)
     source = iter([(i, [EOT] * 3, 0, 6) for i in range(9)])

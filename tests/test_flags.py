@@ -4,7 +4,11 @@ import contextlib
 import errno
 import json
 import os
+import platform
+import subprocess
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -14,6 +18,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+import sample
 import train_gpt2
 from support import (
     checkpoints,
@@ -21,18 +26,20 @@ from support import (
     console,
     devices,
     files,
+    hellaswag,
     huggingface,
     loading,
     plan,
     plots,
     run_folder,
+    run_log,
     signals,
     trackers,
 )
 from support.devices import matmul_flops
 from support.errors import RunError, UserError
 from support.run_log import format_line
-from tests.conftest import losses, steps_of, train, words
+from tests.conftest import ROOT, losses, steps_of, train, words
 from train_gpt2 import GPT, GPTConfig, Ranks
 
 CPU = torch.device("cpu")
@@ -457,3 +464,105 @@ def test_a_tracker_that_fails_says_so_once(name, capsys):
     assert calls == [0, 1, 2]
     warning = f"warning: --{name}: nothing more is sent (no space left)\n"
     assert capsys.readouterr().err == warning
+
+
+def test_a_run_without_hellaswag_goes_on(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hellaswag, "DOWNLOADED", tmp_path / "cache" / "hellaswag_val.jsonl")
+    monkeypatch.setattr(hellaswag, "urlopen", mock.Mock(side_effect=OSError("no network")))
+    waited = []
+    monkeypatch.setattr(hellaswag.time, "sleep", waited.append)
+    flags = "--hellaswag-every 1 --max-steps 2 --eval-every 1 --data"
+    assert train(flags, text, "--log-dir", tmp_path / "log") == 0
+    warning = f"warning: training without HellaSwag: {hellaswag.URL}: download failed (no network)"
+    assert capsys.readouterr().out.count(warning) == 1 and waited == [0, 1, 2]
+    assert not losses(tmp_path / "log", "hella") and len(losses(tmp_path / "log", "val")) == 3
+    # Another machine's download failed.
+    tasks = str(ROOT / "tests/hellaswag_sample.jsonl")
+    assert hellaswag.prepare_for_training(tasks, 160, lambda problem: [problem, "failed"]) is None
+    assert len(hellaswag.prepare_for_training(tasks, 160, lambda problem: [problem, None])) == 24
+
+
+@pytest.mark.parametrize(
+    "flag", ["max-new-tokens=0", "num-samples=0", "top-k=-1", "seed=-1", "temperature=-1"]
+)
+def test_numbers_of_sample_out_of_range_are_one_line(flag):
+    name, value = flag.split("=")
+    with pytest.raises(UserError, match=f"^--{name} {value}(\\.0)?: must be "):
+        sample.main(["no-model", f"--{flag}"])
+
+
+@pytest.mark.parametrize("temperature, top_k", [(0.0, 50), (0.7, 0), (1.0, 3)])
+def test_transformers_samples_with_the_given_settings(temperature, top_k, capsys):
+    asked = []
+
+    def generate(idx, generation, attention_mask, streamer):
+        asked.append((idx, generation, attention_mask, torch.initial_seed()))
+
+    model = SimpleNamespace(generate=generate, config=SimpleNamespace(max_position_embeddings=9))
+    tokenizer = mock.Mock(
+        eos_token_id=7, bos_token="<s>", side_effect=lambda text: mock.Mock(input_ids=[text])
+    )
+    sampler = sample.transformers_sampler(model, tokenizer)
+    assert sampler.context == 9
+    assert sampler.encode("a") == ["a"] and sampler.encode("") == ["<s>"]
+    config = sample.SampleConfig("m", temperature=temperature, top_k=top_k)
+    before = torch.initial_seed()
+    sampler.stream(torch.tensor([[1, 2]]), 5, config, 11)
+    torch.manual_seed(before)
+    ((idx, generation, mask, seed),) = asked
+    assert idx.tolist() == [[1, 2]] and mask.tolist() == [[1, 1]] and seed == 11
+    assert generation.max_new_tokens == 5 and generation.do_sample == (temperature > 0)
+    assert generation.temperature == (temperature or None) and generation.top_k == (top_k or None)
+    assert generation.eos_token_id == generation.pad_token_id == 7
+
+
+def test_seeds_of_several_samples_follow_each_other():
+    asked = []
+    config = sample.SampleConfig("m", num_samples=3, seed=5, max_new_tokens=4)
+    for length, n in ((2, 4), (7, 2)):
+        sampler = sample.Sampler(9, lambda text: [1] * length, lambda *args: asked.append(args))  # noqa: B023
+        sample.sample(sampler, "a", config, CPU)
+        assert [(idx.tolist(), new, seed) for idx, new, _, seed in asked] == [
+            ([[1] * length], n, seed) for seed in (5, 6, 7)
+        ]
+        asked.clear()
+
+
+def test_what_run_json_says_of_a_start(tmp_path, monkeypatch):
+    """The commit, with a + if files have changed; the time in UTC."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / "a").write_text("a")
+    monkeypatch.setattr(run_log, "ROOT", tmp_path)
+    assert run_log.new_entry({})["git_commit"] is None
+    run_log.git("add", ".")
+    run_log.git(*words("-c user.name=me -c user.email=me commit -m first"))
+    commit = run_log.git("rev-parse", "HEAD")
+    assert len(commit) == 40 and run_log.new_entry({})["git_commit"] == commit
+    (tmp_path / "a").write_text("b")
+    now = datetime.now(UTC)
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    if hasattr(time, "tzset"):
+        time.tzset()
+    entry = run_log.new_entry({"max_lr": 0.1, "data": str(Path.cwd() / "x")}, step=7)
+    monkeypatch.undo()
+    if hasattr(time, "tzset"):
+        time.tzset()
+    assert entry["git_commit"] == commit + "+"
+    started = datetime.strptime(entry["started"], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+    assert abs((started - now).total_seconds()) < 60
+    assert entry["step"] == 7 and entry["config"] == {"max_lr": 0.1, "data": "x"}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    assert entry["versions"].items() >= versions.items()
+
+
+def test_hellaswag_curves_have_the_published_results():
+    axes = Figure().add_subplot()
+    plots.draw_hellaswag(axes, {"log": {"hella": (np.arange(3), np.full(3, 0.28))}}, "tokens")
+    values = [line.get_ydata()[0] for line in axes.get_lines()]
+    assert values == [0.28, 0.25, 0.2955, 0.337] and axes.get_ylim() == (0.235, 0.35)
+    names = {text.get_text() for text in axes.texts}
+    assert names == {
+        "guessing: 0.25",
+        "GPT-2 124M (OpenAI): 0.2955",
+        "GPT-3 Small 124M (OpenAI): 0.337",
+    }
