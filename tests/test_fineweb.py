@@ -343,6 +343,10 @@ FILES = {  # name: (content, message); the name precedes it
 COMMANDS = {
     "--dataset no/such": "--dataset no/such: cannot be read",
     "--dataset a/b --pretokenized 1": "--pretokenized and --dataset: choose one",
+    "--input a.txt --dataset a/b": "--input and --dataset: choose one",
+    "--max-shards -1": "--max-shards -1: must be from 0",
+    "--pretokenized -1": "--pretokenized -1: must be from 0",
+    "--shard-size -1": "--shard-size -1: must be from 0",
     "--config x --workers -1": "--workers -1: must be from 0 to 4000000000; --config and --split",
     "--split test --input a.txt": "--config and --split need --dataset",
     "--shard-size 4000000001": "--shard-size 4000000001: must be from 0 to 4000000000",
@@ -355,6 +359,29 @@ COMMANDS = {
     "--template {}": "neither a column nor",
     "--template {text": "--template '{text': invalid (ValueError: expected '}' before",
 }
+
+
+@pytest.mark.parametrize(
+    "error, remedy",
+    [
+        (ValueError("BuilderConfig 'x' not found"), "choose one with --config (for FineWeb-Edu"),
+        (ValueError("Couldn't cast string to double"), "read its files with --input, which infers"),
+        (ValueError("Value too big!"), "read its files with --input, which infers no types"),
+        (KeyError("text"), "correct it, --text-column or --template"),
+        (AttributeError("'int' object has no attribute 'encode'"), "correct it, --text-column"),
+        (TypeError("'int' object is not subscriptable"), "correct it, --text-column or --template"),
+        (StopIteration(), "remove the empty file"),
+        (OSError("Frame requires too much memory for decoding"), "decompress it first"),
+        (OSError("of another kind"), "correct it"),
+    ],
+    ids=repr,
+)
+def test_each_kind_of_error_has_one_remedy(error, remedy):
+    with pytest.raises(UserError) as raised, texts.explained("a.csv", "cannot be read"):
+        raise error
+    detail = " ".join(str(error).split())
+    start = f"a.csv: cannot be read ({type(error).__name__}: {detail}); {remedy}"
+    assert str(raised.value).startswith(start)
 
 
 @pytest.mark.parametrize("name", FILES)

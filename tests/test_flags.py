@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -566,3 +567,45 @@ def test_hellaswag_curves_have_the_published_results():
         "GPT-2 124M (OpenAI): 0.2955",
         "GPT-3 Small 124M (OpenAI): 0.337",
     }
+
+
+def test_files_of_a_checkpoint_and_their_keys(text, tmp_path):
+    """Other programs read them, and later versions of this one."""
+    train("--max-steps 1 --save-every 1 --data", text, "--log-dir", tmp_path)
+    checkpoint = tmp_path / "step_000001"
+    hub = ["config.json", "merges.txt", "model.safetensors", "tokenizer_config.json", "vocab.json"]
+    ours = ["README.md", "SHA256SUMS", "training_state.pt"]
+    assert sorted(path.name for path in checkpoint.iterdir()) == sorted(hub + ours)
+    assert json.loads((checkpoint / "config.json").read_text()) == {
+        **dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", dtype="float32"),
+        **dict(n_ctx=16, n_positions=16, vocab_size=50257, n_layer=2, n_head=2, n_embd=16),
+        **dict(bos_token_id=50256, eos_token_id=50256, n_inner=None),
+        **dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, add_cross_attention=False),
+        **dict(activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True),
+        **dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
+    }
+    eot = "<|endoftext|>"
+    assert json.loads((checkpoint / "tokenizer_config.json").read_text()) == {
+        **dict(tokenizer_class="GPT2Tokenizer", model_max_length=16),
+        **dict(bos_token=eot, eos_token=eot, unk_token=eot),
+    }
+    state = checkpoints.read_training_state(checkpoint)
+    keys = "format step elapsed skipped config dtype random optimizer scaler loader"
+    assert set(state) == set(keys.split()) and state["format"] == state["step"] == 1
+    assert state["dtype"] == "torch.float32" and state["scaler"] == {}
+    assert set(state["loader"]) == {"position", "seed", "shuffle", "shards", "passage"}
+    assert state["loader"]["position"] == 128 and state["loader"]["passage"] == 64
+    (entry,) = run_log.run_entries(tmp_path)
+    keys = "started command git_commit versions log_lines job step device world_size config"
+    assert set(entry) - {"script"} == {*keys.split(), "finished"}
+    assert (entry["log_lines"], entry["job"], entry["step"]) == (0, "", 0)
+    assert (entry["world_size"], entry["finished"]) == (1, 1)
+
+
+@pytest.mark.skipif(not shutil.which("sha256sum"), reason="needs sha256sum")
+def test_sha256sum_checks_a_checkpoint(text, tmp_path):
+    train("--max-steps 1 --save-every 1 --data", text, "--log-dir", tmp_path)
+    command = ["sha256sum", "-c", "--strict", "SHA256SUMS"]
+    folder = tmp_path / "step_000001"
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count(": OK\n") == 6, done
