@@ -609,3 +609,49 @@ def test_sha256sum_checks_a_checkpoint(text, tmp_path):
     folder = tmp_path / "step_000001"
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count(": OK\n") == 6, done
+
+
+def test_batches_are_pinned_for_a_gpu(text, monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(len(self)) or self)
+    for pin_memory, expected in ((False, []), (True, [2 * 16 + 1])):
+        loader = train_gpt2.DataLoaderLite(text, "train", 2, 16, pin_memory=pin_memory)
+        x, y = loader.next_batch()
+        assert pinned == expected and torch.equal(x.flatten()[1:], y.flatten()[:-1])
+
+
+def test_random_states_of_another_device(monkeypatch):
+    """A run may go on where there is no such device."""
+    states = [torch.tensor([7])]
+    module = SimpleNamespace(get_rng_state=lambda: states[-1], set_rng_state=states.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    gpu = torch.device("cuda")
+    saved = devices.random_state(gpu)
+    assert saved.keys() == {"cpu", "cuda"} and saved["cuda"] is states[0]
+    assert devices.random_state(CPU).keys() == {"cpu"}
+    first = torch.rand(3)
+    for device in (gpu, CPU):
+        devices.set_random_state(device, saved)
+        assert torch.equal(torch.rand(3), first)
+    assert len(states) == 2 and states[1] is states[0]
+    devices.set_random_state(gpu, {"cpu": saved["cpu"]})
+    assert len(states) == 2
+
+
+def test_peaks_of_a_gpu(monkeypatch):
+    """By data sheet only in 16 bits and for chips in the table; measured with larger matrices."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 123)
+    assert devices.peak_memory() == 123
+    measured = []
+    monkeypatch.setattr(devices, "matmul_flops", lambda *args: measured.append(args) or 1e12)
+    peak, gpu = devices.peak_flops.__wrapped__, torch.device("cuda")
+    for name, dtype, expected in (
+        ("NVIDIA H200", torch.bfloat16, (989e12, "data sheet")),
+        ("NVIDIA H200", torch.float32, (1e12, "measured, 4096 x 4096 product")),
+        ("NVIDIA H200 MIG 1g.18gb", torch.bfloat16, (1e12, "measured, 4096 x 4096 product")),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)  # noqa: B023
+        assert peak(gpu, dtype) == expected
+    assert peak(CPU, torch.float32) == (1e12, "measured, 1024 x 1024 product")
+    assert [args[-1] for args in measured] == [4096, 4096, 1024]
