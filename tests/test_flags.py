@@ -38,9 +38,9 @@ from support import (
     trackers,
 )
 from support.devices import matmul_flops
-from support.errors import RunError, UserError
+from support.errors import RunError, UserError, explain
 from support.run_log import format_line
-from tests.conftest import ROOT, losses, steps_of, train, words
+from tests.conftest import ROOT, losses, read_log, steps_of, train, words
 from train_gpt2 import GPT, GPTConfig, Ranks
 
 CPU = torch.device("cpu")
@@ -655,3 +655,83 @@ def test_peaks_of_a_gpu(monkeypatch):
         assert peak(gpu, dtype) == expected
     assert peak(CPU, torch.float32) == (1e12, "measured, 1024 x 1024 product")
     assert [args[-1] for args in measured] == [4096, 4096, 1024]
+
+
+def test_folders_that_hold_no_model_of_ours(tmp_path):
+    """None leaves a folder to transformers, which says what is wrong with it."""
+    assert loading.load_gpt(str(tmp_path / "none"), CPU) is None
+    with pytest.raises(UserError, match=r"neither a model \(config.json\) nor a run with"):
+        loading.find_model(str(tmp_path))
+    model = tmp_path / "model"
+    GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(model)
+    config = json.loads((model / "config.json").read_text())
+    for content in ("{", "[]", "{}", json.dumps(config | {"n_layer": 2})):
+        (model / "config.json").write_text(content)
+        assert loading.find_model(str(model)) == model
+        assert loading.load_gpt(str(model), CPU) is None
+    fork = config | {"model_type": huggingface.FORK_TYPE}
+    (model / "config.json").write_text(json.dumps(fork))
+    with pytest.raises(UserError, match="a fork's weights: load it with that fork"):
+        loading.load_gpt(str(model), CPU)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no flock")
+def test_a_mount_without_locks_is_used(tmp_path, monkeypatch):
+    import fcntl
+
+    error = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=error))
+    with files.locked(tmp_path / "new", "in use"):
+        (tmp_path / "new" / "a").touch()
+    assert (tmp_path / "new" / "a").exists()
+
+
+def test_a_text_longer_than_the_context_is_one_line():
+    model = GPT(GPTConfig(16, 100, 1, 1, 8))
+    assert model(torch.zeros(1, 16, dtype=torch.int64))[0].shape == (1, 16, 100)
+    with pytest.raises(UserError, match="17 tokens, but the model's context is 16"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "B, remedy",
+    [
+        (0, "a --micro-batch-size below the one in the line `batch:`, --low-memory, or "),
+        (1, "--low-memory, or "),
+        (2, "--micro-batch-size 1, --low-memory, or "),
+        (9, "--micro-batch-size 4, --low-memory, or "),
+    ],
+)
+def test_what_to_try_when_memory_is_short(B, remedy):
+    error = explain(torch.OutOfMemoryError("CUDA out of memory"), "cuda:0", B)
+    rest = "--shard-optimizer on several ranks"
+    assert isinstance(error, UserError)
+    assert str(error) == f"out of memory on cuda:0: try {remedy}{rest}"
+
+
+def test_a_disk_that_is_full_at_the_very_end(text, tmp_path, monkeypatch, capsys):
+    error = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(run_log, "write_text", mock.Mock(side_effect=[None, error]))
+    assert train("--max-steps 1 --data", text, "--log-dir", tmp_path) == 0
+    warning = "warning: run.json: the end of the run is not recorded (No space left on device)\n"
+    assert capsys.readouterr().err == warning
+
+
+def test_a_log_of_an_earlier_version_goes_on(text, tmp_path):
+    """Its run.json has no `log_lines`; the folder's last run is the one that continues."""
+    args = ["--save-every 1 --data", text, "--log-dir", tmp_path, "--max-steps"]
+    train(*args, 3)
+    train(*args, 2)
+    entries = run_log.run_entries(tmp_path)
+    for entry in entries:
+        del entry["log_lines"]
+    run_log.write_entries(tmp_path, entries)
+    train(*args, 3, "--resume")
+    steps = [int(line.split()[0]) for line in read_log(tmp_path, "train")]
+    assert steps == [0, 1, 2, 0, 1, 2]
+    assert run_log.run_entries(tmp_path)[-1]["log_lines"] == 3 * 6
+
+
+def test_a_machine_without_git(monkeypatch):
+    monkeypatch.setattr(run_log.subprocess, "run", mock.Mock(side_effect=FileNotFoundError))
+    assert run_log.new_entry({})["git_commit"] is None
