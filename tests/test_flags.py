@@ -30,6 +30,7 @@ from support import (
     hellaswag,
     huggingface,
     loading,
+    memory,
     plan,
     plots,
     run_folder,
@@ -735,3 +736,59 @@ def test_a_log_of_an_earlier_version_goes_on(text, tmp_path):
 def test_a_machine_without_git(monkeypatch):
     monkeypatch.setattr(run_log.subprocess, "run", mock.Mock(side_effect=FileNotFoundError))
     assert run_log.new_entry({})["git_commit"] is None
+
+
+def test_the_steps_left_are_counted_down(text, tmp_path, monkeypatch):
+    left = []
+    end_step = console.Meter.end_step
+
+    def record(self, began, steps_left):
+        left.append(steps_left)
+        end_step(self, began, steps_left)
+
+    monkeypatch.setattr(console.Meter, "end_step", record)
+    train("--max-steps 3 --data", text, "--log-dir", tmp_path)
+    assert left == [2, 1, 0]
+
+
+N, V, C = 2720, 100, 8  # of the model below: parameters, vocabulary, channels
+PROCESS = 10**9 + 5e7
+
+
+@pytest.mark.parametrize(
+    "device, dtype, low_memory, compiled, B, expected",
+    [
+        # Weights, gradients, moments; two gradients of the embedding; what the blocks keep.
+        ("cuda", torch.float32, False, False, 3, 16 * N + 8 * V * C + 2 * 64 * 60 * C),
+        ("cuda", torch.float16, False, False, 3, 16 * N + 8 * V * C + 2 * 36 * 60 * C),
+        # The logits of a compiled loss, and their gradient.
+        ("cuda", torch.float16, False, True, 3, 16 * N + 8 * V * C + 72 * 60 * C + 4 * 60 * V),
+        # Only the inputs of the blocks, and the logits in chunks.
+        ("cuda", torch.float16, True, True, 3, 16 * N + 8 * V * C + 2 * 4 * 60 * C),
+        # In the loss: 40 % of gaps, the head in three copies, logits and probabilities.
+        ("cpu", torch.float32, False, False, 3, 12 * N + 1.4 * 128 * 60 * C + 12 * V * C + 480 * V),
+        ("cpu", torch.float32, True, False, 3, 12 * N + 8 * 60 * C + 12 * V * C + 480 * V),
+        # At the end of the backward pass: gradients, two of the embedding, and one block.
+        ("cpu", torch.float32, True, False, 1 / 20, 12 * N + 4 * N + 8 * V * C + 64 * C),
+    ],
+)
+def test_the_terms_of_the_memory_estimate(
+    device, dtype, low_memory, compiled, B, expected, monkeypatch
+):
+    """Of 60 tokens, or of one."""
+    monkeypatch.setattr(memory, "peak_memory", lambda: 10**9)
+    model = GPT(GPTConfig(20, V, 2, 1, C))
+    assert model.num_parameters() == N
+    if device == "cpu":
+        expected += PROCESS
+    how = dict(low_memory=low_memory, compiled=compiled)
+    estimate = memory.estimate_memory(model, B, 20, torch.device(device), dtype, **how)
+    assert estimate == pytest.approx(expected, rel=1e-9)
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path):
+    for error in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(error), files.atomic_path(tmp_path / "a") as partial:
+            partial.mkdir()
+            raise error
+    assert not list(tmp_path.iterdir())
