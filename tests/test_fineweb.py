@@ -312,6 +312,8 @@ def test_verify(capsys):
         folder = shutil.copytree("out", "copy")
         write(f"{folder}/{name}", content)
         assert message in refused("--verify", "--out", folder)
+    Path("out", shard).unlink()
+    assert f"does not match manifest.json: {shard}" in refused("--verify")
 
 
 damaged = b"PAR1" + b"\xff" * 500 + parquet(DOCUMENTS)[504:]

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+import hellaswag as hellaswag_script
 import sample
 import train_gpt2
 from support import (
@@ -33,6 +35,7 @@ from support import (
     memory,
     plan,
     plots,
+    ranks,
     run_folder,
     run_log,
     signals,
@@ -41,6 +44,7 @@ from support import (
 from support.devices import matmul_flops
 from support.errors import RunError, UserError, explain
 from support.run_log import format_line
+from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, losses, read_log, steps_of, train, words
 from train_gpt2 import GPT, GPTConfig, Ranks
 
@@ -792,3 +796,122 @@ def test_an_interrupted_write_leaves_nothing(tmp_path):
             partial.mkdir()
             raise error
     assert not list(tmp_path.iterdir())
+
+
+# A flag, and what it changes in a run of four steps, two of warm-up and two of warm-down.
+BASE = "--schedule wsd --warmup-steps 2 --warmdown-steps 2 --max-steps 4 --optimizer muon"
+CHANGES = {
+    "--seed 5": "train",
+    "--no-shuffle": "train",
+    "--total-batch-size 64": "train",
+    "--seq-len 8": "train",
+    "--n-layer 1": "train",
+    "--n-head 1": "train",
+    "--n-embd 8": "train",
+    "--optimizer adamw": "train",
+    "--weight-decay 5": "train",
+    "--grad-clip 0.1": "train",
+    "--beta2 0.5": "train",
+    "--schedule cosine": "lr",
+    "--warmup-steps 1": "lr",
+    "--warmdown-steps 1": "lr",
+    "--max-lr 4e-3": "lr",
+    "--min-lr 1e-4": "lr",
+    "--dtype bfloat16": "train",
+    "--max-steps 3": "train",
+    "--eval-tokens 64": "val",
+    "--eval-every 2": "val",
+    "--micro-batch-size 4": None,  # to rounding
+    "--low-memory": None,
+    "--skip-bad-steps 3": None,
+    "--eval-every 0 --save-every 1": None,
+}
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    """A text, and the log of a run without further flags."""
+    folder = tmp_path_factory.mktemp("base")
+    text = folder / "text.txt"
+    text.write_text((ROOT / "input.txt").read_text(encoding="utf-8")[:9000], encoding="utf-8")
+    train(BASE, "--eval-every 4 --data", text, "--log-dir", folder / "log")
+    return text, folder / "log"
+
+
+@pytest.mark.parametrize("flags", CHANGES)
+def test_each_setting_acts(flags, unchanged, tmp_path):
+    text, log = unchanged
+    train(BASE, "--eval-every 4 --data", text, "--log-dir", tmp_path, flags)
+    stream = CHANGES[flags]
+    if stream is None:
+        assert losses(tmp_path) == pytest.approx(losses(log), abs=1e-5)
+    else:
+        assert losses(tmp_path, stream) != losses(log, stream)
+
+
+def test_a_bad_token_is_named_with_its_file(tmp_path):
+    """In the middle of a shard, where opening it does not look."""
+    for i in range(4):
+        tokens = np.arange(9000, dtype=np.uint16) + i
+        tokens[0] = 50256
+        if i == 2:
+            tokens[4000] = 60_000
+        np.save(tmp_path / f"x_train_{i:06d}.npy", tokens)
+    for seed in range(3):
+        loader = train_gpt2.DataLoaderLite(tmp_path, "train", 1, 16, seed=seed)
+        with pytest.raises(UserError, match=r"/x_train_000002\.npy: token 60000"):
+            loader.read(0, loader.total_tokens)
+
+
+def test_a_sequence_of_more_tokens_than_keep_a_cpu_busy(monkeypatch):
+    flags = "--preset gpt2 --device cpu --seq-len 8192 --total-batch-size 32768"
+    config = train_gpt2.read_config(flags.split())
+    alone = Ranks(0, 1, CPU)
+    assert train_gpt2.choose_micro_batch_size(config, None, alone, NO_AUTOCAST) == 1
+
+
+def test_a_rank_uses_the_gpu_of_its_local_rank(monkeypatch):
+    """On the second of two machines with two GPUs."""
+    for name, value in dict(RANK=3, LOCAL_RANK=1, WORLD_SIZE=4).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    joined = []
+    monkeypatch.setattr(ranks, "choose_device", lambda *args: args)
+    monkeypatch.setattr(ranks, "join_process_group", lambda *args: joined.append(args))
+    started = Ranks.start("cuda")
+    assert (started.rank, started.world_size, started.device) == (3, 4, ("cuda", 1, 4))
+    assert joined == [(3, 4, ("cuda", 1, 4))]
+
+
+@pytest.mark.parametrize(
+    "vocabulary, tokenizer, fine",
+    [
+        (50257, "gpt2", True),
+        (50304, "gpt2", True),  # padded
+        (50256, "gpt2", False),
+        (50257, "other", False),
+        (50257, None, True),
+        (50304, None, True),
+        (50258, None, False),
+    ],
+)
+def test_which_models_hellaswag_scores(vocabulary, tokenizer, fine, tmp_path):
+    encode = get_tokenizer().encode_ordinary
+    if tokenizer == "other":
+        tokenizer = lambda text, add_special_tokens: SimpleNamespace(input_ids=[1])  # noqa: E731
+    elif tokenizer:
+        tokenizer = lambda text, add_special_tokens: SimpleNamespace(input_ids=encode(text))  # noqa: E731
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=vocabulary))
+    with contextlib.nullcontext() if fine else pytest.raises(UserError, match="GPT-2's tokenizer"):
+        hellaswag_script.check_model(tmp_path, model, tokenizer)
+
+
+def test_prompts_are_lines_without_their_ends(monkeypatch):
+    prompts = []
+    monkeypatch.setattr(sample, "load", lambda name, device: None)
+    monkeypatch.setattr(sample, "sample", lambda sampler, prompt, *args: prompts.append(prompt))
+    stdin = io.TextIOWrapper(io.BytesIO(b"To be\n\n or not "), encoding="utf-8")
+    monkeypatch.setattr(sample.sys, "stdin", stdin)
+    sample.main(["model", "--device", "cpu"])
+    assert prompts == ["To be", "", " or not "]
