@@ -798,8 +798,8 @@ def test_an_interrupted_write_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# A flag, and what it changes in a run of four steps, two of warm-up and two of warm-down.
-BASE = "--schedule wsd --warmup-steps 2 --warmdown-steps 2 --max-steps 4 --optimizer muon"
+# A flag, and what it changes in a run of five steps, two of warm-up and three of warm-down.
+BASE = "--schedule wsd --warmup-steps 2 --warmdown-steps 3 --max-steps 5 --optimizer muon"
 CHANGES = {
     "--seed 5": "train",
     "--no-shuffle": "train",
