@@ -639,11 +639,13 @@ def test_shard_size_neither_depends_on_workers_nor_changes(monkeypatch):
     assert "shard_size 30000, now 30001" in refused(*args, "--shard-size", 30_001, "--out", "old")
 
 
-def test_a_shard_has_a_hundred_million_tokens_at_most(monkeypatch):
+def test_a_shard_has_a_hundred_million_tokens_at_most(monkeypatch, capsys):
     facts = {"commit": None, "files": [], "text_bytes": 1e11}
     monkeypatch.setattr("support.texts.facts_about", lambda *args: facts)
-    make("--input", write("a.txt", b"text"))
+    make("--input", write("a.txt", b"text text"))  # 3 tokens of 10 bytes
     assert read_manifest()["shard_size"] == 10**8
+    size = "the text has about 30,000.0 million tokens; 100,000,000 per shard\n"
+    assert capsys.readouterr().out.startswith(size)
 
 
 def test_only_a_sample_is_read_before_the_first_shard(monkeypatch):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -915,3 +916,56 @@ def test_prompts_are_lines_without_their_ends(monkeypatch):
     monkeypatch.setattr(sample.sys, "stdin", stdin)
     sample.main(["model", "--device", "cpu"])
     assert prompts == ["To be", "", " or not "]
+
+
+def test_another_run_is_not_resumed(text, tmp_path):
+    args = ["--max-steps 2 --save-every 1 --data", text, "--log-dir", tmp_path]
+    train(*args)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError) as raised:
+        train(*args, "--resume --seed 5 --grad-clip 2")
+    start, changes, end = re.split("[()]", str(raised.value))
+    assert (start, end) == (
+        f"--resume: {tmp_path} holds another run ",
+        "; choose another --log-dir",
+    )
+    changes = re.findall(r"--\S+ was \S+, is [\w.]+", changes)
+    assert set(changes) == {"--seed was 1337, is 5", "--grad-clip was 1.0, is 2.0"}
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_why_a_precision_was_chosen(monkeypatch):
+    def reason(dtype, device, parameters=10**9, **options):
+        return devices.choose_precision(dtype, device, parameters, **options)[1]
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    rates = {torch.bfloat16: 1.2345, torch.float32: 1.0}
+    monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n=0: rates[dtype])
+    slower = "bfloat16 matmuls are 1.2 times as fast as float32's"
+    assert reason("auto", CPU) == f"cpu (6 threads), float32: {slower}"
+    small = "the same losses on every CPU, to rounding"
+    assert reason("auto", CPU, 9) == f"cpu (6 threads), float32: {small}"
+    mps = torch.device("mps")
+    assert reason("auto", mps) == "mps (Apple GPU), float32: the safe choice on MPS"
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert reason("auto", gpu) == "cuda:1 (NVIDIA A10), bfloat16: supported by the chip"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    why = "the chip has no bfloat16; gradients are scaled"
+    assert reason("auto", gpu) == f"cuda:1 (NVIDIA A10), float16: {why}"
+
+
+def test_what_hellaswag_evaluates_with_what(tmp_path, capsys):
+    GPT(GPTConfig(160, 50257, 1, 1, 8)).save_pretrained(tmp_path / "step_000003")
+    tasks = ROOT / "tests/hellaswag_sample.jsonl"
+    args = ["-m", str(tmp_path), "--data", str(tasks), "-d", "cpu", "--dtype"]
+    counts = []
+    for dtype, limit in (("auto", "0"), ("bfloat16", "3")):
+        hellaswag_script.main([*args, dtype, "--limit", limit])
+        lines = capsys.readouterr().out.splitlines()
+        name = "float32" if dtype == "auto" else dtype
+        assert lines[0].startswith(f"model: {tmp_path / 'step_000003'}; device: cpu (")
+        assert f", {name}: " in lines[0]
+        counts.append(lines[-1].split()[0])
+    assert counts == ["24", "3"]
