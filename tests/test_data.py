@@ -74,6 +74,7 @@ def encode(text):
 
 
 @example("\n\n\x1ca", 1)  # not whitespace to GPT-2
+@example("ab cd", 1)
 @given(st.text(letters, max_size=60), st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
 def test_a_long_text_in_pieces_has_the_same_tokens(text, size):

@@ -43,7 +43,7 @@ from support import (
     trackers,
 )
 from support.devices import matmul_flops
-from support.errors import RunError, UserError, explain
+from support.errors import RunError, Stopped, UserError, explain
 from support.run_log import format_line
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, losses, read_log, steps_of, train, words
@@ -956,11 +956,19 @@ def test_why_a_precision_was_chosen(monkeypatch):
     assert reason("auto", gpu) == f"cuda:1 (NVIDIA A10), float16: {why}"
 
 
-def test_what_hellaswag_evaluates_with_what(tmp_path, capsys):
+def test_what_hellaswag_evaluates_with_what(tmp_path, monkeypatch, capsys):
     GPT(GPTConfig(160, 50257, 1, 1, 8)).save_pretrained(tmp_path / "step_000003")
     tasks = ROOT / "tests/hellaswag_sample.jsonl"
     args = ["-m", str(tmp_path), "--data", str(tasks), "-d", "cpu", "--dtype"]
-    counts = []
+    counts, precisions = [], []
+    score = hellaswag_script.score
+
+    def scored(*args, **options):
+        enabled = torch.is_autocast_enabled("cpu")
+        precisions.append(torch.get_autocast_dtype("cpu") if enabled else torch.float32)
+        return score(*args, **options)
+
+    monkeypatch.setattr(hellaswag_script, "score", scored)
     for dtype, limit in (("auto", "0"), ("bfloat16", "3")):
         hellaswag_script.main([*args, dtype, "--limit", limit])
         lines = capsys.readouterr().out.splitlines()
@@ -968,4 +976,26 @@ def test_what_hellaswag_evaluates_with_what(tmp_path, capsys):
         assert lines[0].startswith(f"model: {tmp_path / 'step_000003'}; device: cpu (")
         assert f", {name}: " in lines[0]
         counts.append(lines[-1].split()[0])
-    assert counts == ["24", "3"]
+    assert counts == ["24", "3"] and precisions == [torch.float32, torch.bfloat16]
+
+
+def test_a_run_without_checkpoints_is_begun_again_or_left_alone(text, tmp_path):
+    """Begun again with the same settings, it writes its lines anew; with others it is another."""
+    args = ["--max-steps 2 --data", text, "--log-dir", tmp_path]
+    train(*args)
+    first = losses(tmp_path)
+    train(*args, "--resume")
+    assert losses(tmp_path) == first
+    train(*args, "--resume --seed 5")
+    assert losses(tmp_path)[:2] == first and len(losses(tmp_path)) == 4
+
+
+def test_a_signal_to_one_rank_stops_all(monkeypatch):
+    values = [(0.5, 0), (0.25, 0)]
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: values)
+    assert Ranks(0, 2, CPU).sum(0.5) == 0.75
+    for one in (0, 1):
+        values[one] = (0.5, 1)
+        with pytest.raises(Stopped):
+            Ranks(0, 2, CPU).sum(0.5)
+        values[one] = (0.5, 0)
