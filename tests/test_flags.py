@@ -999,3 +999,105 @@ def test_a_signal_to_one_rank_stops_all(monkeypatch):
         with pytest.raises(Stopped):
             Ranks(0, 2, CPU).sum(0.5)
         values[one] = (0.5, 0)
+
+
+def test_flags_that_other_flags_excuse(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device, compiled in (("cuda", True), ("mps", False), ("cpu", False), ("auto", True)):
+        config = train_gpt2.read_config(["--preset", "gpt2", "--device", device])
+        assert config.compile == compiled
+    assert train_gpt2.read_config(words("--eval-every 0 --eval-tokens 1")).eval_tokens == 1
+    with pytest.raises(UserError, match="--eval-tokens 1: less than --seq-len 64"):
+        train_gpt2.read_config(words("--preset shakespeare --eval-tokens 1"))
+
+
+def test_hellaswag_has_the_context_of_the_model_not_of_the_run(text, tmp_path, capsys):
+    """A GPT-2 with a context of 160, fine-tuned on sequences of 16 tokens."""
+    GPT(GPTConfig(160, 50257, 1, 1, 8)).save_pretrained(tmp_path / "model")
+    tasks = ROOT / "tests/hellaswag_sample.jsonl"
+    args = ["--init", tmp_path / "model", "--max-steps 0 --hellaswag-every 1 --hellaswag-data"]
+    train(*args, tasks, "--data", text, "--log-dir", tmp_path / "log")
+    assert len(losses(tmp_path / "log", "hella")) == 1
+    assert "contexts cut" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("local_rank, downloads", [(0, 1), (1, 0)])
+def test_one_rank_of_each_machine_downloads_hellaswag(local_rank, downloads, monkeypatch):
+    for name, value in dict(RANK=2 + local_rank, LOCAL_RANK=local_rank, WORLD_SIZE=4).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    loads = []
+    tasks = hellaswag.load_examples(ROOT / "tests/hellaswag_sample.jsonl")
+    monkeypatch.setattr(hellaswag, "load_examples", lambda *path: loads.append(path) or tasks)
+    before = []
+
+    def gather(problem):
+        before.append(len(loads))  # the others wait here for the download
+        return [problem] * 4
+
+    assert len(hellaswag.prepare_for_training("", 160, gather)) == 24
+    assert before == [downloads] and len(loads) == 1
+
+
+def test_settling_buckets_changes_neither_gradients_nor_random_numbers():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(3))
+            self.passes = []
+
+        def forward(self, x, targets):
+            self.passes.append((x.shape, x.dtype, self.w.grad))
+            return None, torch.nn.functional.dropout(self.w, 0.5).sum()
+
+    model = Model()
+    state = torch.get_rng_state()
+    ranks.settle_buckets(model, 2, 16, NO_AUTOCAST)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.passes == [((2, 16), torch.int64, None)] * 2
+    assert model.w.grad.tolist() == [0, 0, 0]
+
+
+def test_times_for_people():
+    expected = {0: "0 min 0 s", 59.4: "0 min 59 s", 60: "1 min 0 s", 3599.6: "1 h 0 min"}
+    expected |= {3660: "1 h 1 min", 71.9 * 3600: "71 h 54 min", 72 * 3600: "3.0 days"}
+    for seconds, text in expected.items():
+        assert console.duration(seconds) == text
+
+
+def test_lengths_on_a_gpu_are_multiples_of_64():
+    gpu = torch.device("cuda")
+    assert [devices.round_length(n, gpu) for n in (1, 63, 64, 65, 129)] == [64, 64, 64, 128, 192]
+    assert devices.round_length(65, CPU) == 65
+    idx = SimpleNamespace(size=lambda dim: 65, device=gpu)
+    with mock.patch("torch.nn.functional.pad", lambda idx, padding: padding):
+        assert devices.pad_length(idx, 100) == (0, 35) and devices.pad_length(idx, 999) == (0, 63)
+
+
+@pytest.mark.parametrize("block_size, context", [(5, 2), (4, 2), (3, 1), (2, 0)])
+def test_when_a_context_of_hellaswag_is_cut(block_size, context, capsys):
+    """Two tokens of context, endings of up to three; the last token of an ending is not read."""
+    task = {"ctx": "a a", "label": 0, "endings": ["a", "a a", "a a a", "a"]}
+    if context == 0:
+        with pytest.raises(UserError, match="task 1: an ending exceeds 2 tokens"):
+            hellaswag.prepare([task], block_size)
+        return
+    (prepared,) = hellaswag.prepare([task], block_size)
+    _, positions, segments = prepared.read.tolist()
+    assert segments == [0] * context + [2, 3, 3]
+    assert positions == [*range(context), context, context, context + 1]
+    assert ("HellaSwag: 1 contexts cut" in capsys.readouterr().out) == (context < 2)
+
+
+@pytest.mark.parametrize(
+    "length, cut, new", [(8, 8, 1), (9, 5, 4), (12, 5, 4), (5, 5, 4), (6, 6, 3)]
+)
+def test_when_a_prompt_is_cut(length, cut, new, capsys):
+    """In a context of nine tokens, with up to four new ones."""
+    asked = []
+    sampler = sample.Sampler(9, lambda text: list(range(length)), lambda *args: asked.append(args))
+    sample.sample(sampler, "a", sample.SampleConfig("m", max_new_tokens=4), CPU)
+    ((idx, n, _, _),) = asked
+    assert idx[0].tolist() == [*range(length)][-cut:] and n == new
+    assert ("cut to its last" in capsys.readouterr().err) == (cut < length)
