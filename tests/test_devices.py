@@ -40,6 +40,7 @@ def test_precision_on_a_cpu(monkeypatch, text, tmp_path):
 
     assert precision(False, 9.0) == precision(True, 1.2) == "float32"
     assert precision(True, 1.4) == precision(True, 0.5, "--resume --max-steps 3") == "bfloat16"
+    assert precision(False, 9.0, "--resume --max-steps 4") == "float32", "that of a large one"
 
 
 def gpu(monkeypatch, name: str, capability: tuple[int, int]) -> torch.device:

@@ -394,6 +394,7 @@ def test_tensorboard_has_what_the_log_has(start, log, monkeypatch):
                     del board[step, stream]
 
         def add_scalar(self, stream, value, step):
+            assert (step, stream) not in board, "two points at one step"
             board[step, stream] = pytest.approx(value, abs=0.06)  # the log rounds
 
     module = SimpleNamespace(SummaryWriter=SummaryWriter)
@@ -419,6 +420,17 @@ RUNS = {  # log.txt, and the training losses of its last run
 def test_where_the_last_run_of_a_log_begins(log_txt, tmp_path):
     (tmp_path / "log.txt").write_text(log_txt)
     assert run_log.read_log(tmp_path).get("train", (None, None))[1] == RUNS[log_txt]
+
+
+def test_only_evaluations_of_the_step_of_a_checkpoint_stay(tmp_path):
+    """What the step itself measured, on a GPU also its mfu, is logged again."""
+    log_txt = tmp_path / "log.txt"
+    log_txt.write_text(before := "0 train 5\n1 val 4\n1 bpb 2\n1 hella 0.25\n")
+    with open(log_txt, "a") as file:
+        file.writelines(f"1 {stream} 3\n" for stream in run_log.UPDATES + ("mfu",))
+        file.write("2 val 1\n")
+    assert run_log.trim_log(log_txt, 0, 1) == (0, {"val": 4, "bpb": 2, "hella": 0.25})
+    assert log_txt.read_text() == before
 
 
 def test_a_new_run_loses_no_line_after_one_cut_short(start, log):

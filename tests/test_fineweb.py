@@ -205,6 +205,15 @@ def test_tokens_are_those_of_load_dataset(kind, template, monkeypatch):
     assert read_manifest()["skipped"] == sum(not text for text in validation + train)
 
 
+def test_empty_texts_are_counted_once():
+    """Also if shards end within a batch that has some, and the run is continued from there."""
+    path = write("a.jsonl", json_lines([" many words" * 20, "", " and more" * 20, "", ""]))
+    args = ["--input", path, "--shard-size", 16]
+    for shards in (1, 2, 0):
+        make(*args, "--max-shards", shards)
+    assert len(shard_paths("out")) > 3 and read_manifest()["skipped"] == 3
+
+
 def test_resumed_three_times_and_killed():
     """After raising --max-shards and after kill -9 at any moment the bytes are the same.
 

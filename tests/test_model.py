@@ -94,6 +94,16 @@ def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "unequal permissions"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_any_precision_become_float32(dtype, reference, tmp_path):
+    """They are the model's own, and the optimizer needs all of float32's digits."""
+    theirs, folder = reference
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    state = {name: t.to(dtype) for name, t in theirs.transformer.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    assert {p.dtype for p in GPT.from_pretrained(tmp_path).parameters()} == {torch.float32}
+
+
 def test_older_and_sharded_files_load_too(reference, tmp_path):
     """The Hub's `gpt2` has causal masks and no prefix `transformer.`."""
     theirs, folder = reference
@@ -159,6 +169,7 @@ def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone()
     assert first.shape == (2, 80) and torch.equal(first[:, :60], idx) and first.max() < 50257
     assert not torch.equal(first, draw(top_k=0)), "as if from 50 tokens"
     assert torch.equal(draw(top_k=0), draw(top_k=50257))
+    assert torch.equal(draw(top_k=0), draw(top_k=50258)), "no more than there are"
     greedy = draw(top_k=1)
     assert torch.equal(greedy, model.generate(idx, 20, temperature=0))
     assert torch.equal(greedy, draw(temperature=1e-6))
