@@ -427,7 +427,7 @@ def test_only_evaluations_of_the_step_of_a_checkpoint_stay(tmp_path):
     log_txt = tmp_path / "log.txt"
     log_txt.write_text(before := "0 train 5\n1 val 4\n1 bpb 2\n1 hella 0.25\n")
     with open(log_txt, "a") as file:
-        file.writelines(f"1 {stream} 3\n" for stream in run_log.UPDATES + ("mfu",))
+        file.writelines(f"1 {stream} 3\n" for stream in (*run_log.UPDATES, "mfu"))
         file.write("2 val 1\n")
     assert run_log.trim_log(log_txt, 0, 1) == (0, {"val": 4, "bpb": 2, "hella": 0.25})
     assert log_txt.read_text() == before
