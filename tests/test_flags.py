@@ -626,6 +626,17 @@ def test_batches_are_pinned_for_a_gpu(text, monkeypatch):
         assert pinned == expected and torch.equal(x.flatten()[1:], y.flatten()[:-1])
 
 
+@pytest.mark.parametrize("rank, expected", [(0, ["zero"]), (1, ["one"]), (2, [])])
+def test_each_rank_continues_its_own_random_numbers(rank, expected, monkeypatch):
+    """With dropout they differ. A rank that the checkpoint lacks keeps those of its seed."""
+    restored = []
+    monkeypatch.setattr(devices, "set_random_state", lambda device, state: restored.append(state))
+    saved = {"loader": {}, "optimizer": {}, "scaler": None, "random": ["zero", "one"]}
+    optimizer = SimpleNamespace(load_state_dict=lambda state: None, state={})
+    train_gpt2.restore_state(saved, optimizer, None, optimizer, train_gpt2.Ranks(rank, 3, CPU))
+    assert restored == expected
+
+
 def test_random_states_of_another_device(monkeypatch):
     """A run may go on where there is no such device."""
     states = [torch.tensor([7])]
