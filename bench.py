@@ -430,7 +430,8 @@ def page(rows: dict[str, Row]) -> str:
         quartiles = "{:,.1f} to {:,.1f}".format(*r["ms_quartiles"])
         memory = f"{r['peak_memory'] / 1e9:.1f} GB" if r["peak_memory"] else "n/a"
         published = RUNGS.get(name.removeprefix("ladder/")) or ""
-        speed = (f"{r['ms']:,.1f}", quartiles, f"{r['tok_per_sec']:,.0f}", f"{r['mfu']:.1%}")
+        mfu = f"{r['mfu']:.1%}" if r["mfu"] <= 1 else "–"
+        speed = (f"{r['ms']:,.1f}", quartiles, f"{r['tok_per_sec']:,.0f}", mfu)
         table += LINE.format(name, r["B"], *speed, memory, published)
         if "parts_ms" in r:
             times = [f"{part} {ms:,.1f}" for part, ms in r["parts_ms"].items()]

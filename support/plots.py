@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from support.errors import UserError
 from support.files import atomic_path
 from support.run_log import data_source, read_log, run_entries
 
@@ -31,7 +32,10 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
 
     Hours are those of the steps in this log: 0 at its first one, even of an extended run."""
     streams = read_log(folder)
-    tokens_per_step = run_entries(folder)[-1]["config"]["total_batch_size"]
+    entries = run_entries(folder)
+    if not entries:
+        raise UserError(f"{folder}: no run.json: not the log of a run")
+    tokens_per_step = entries[-1]["config"]["total_batch_size"]
     timed_steps, milliseconds = streams.get("ms", ([], []))
     hours = np.concatenate([[0.0], np.cumsum(milliseconds) / 3.6e6])  # after so many timed steps
     curves = {}

@@ -106,6 +106,8 @@ def test_report_continues_and_tries_failed_jobs_again(tmp_path, monkeypatch, cap
     assert "Kernels of profile" in page and "| 5.250 | 24 | `gemm<a>` |\n| 1.500 | 0.5 |" in page
     for part in ("|  1,234.5 | 9.0 to 12.0 ", "| 25.0% | n/a ", "1,000 parameters", "- chip: X"):
         assert part in page, (part, page)
+    row = {"job": "profile", "of": "", "status": "done", "result": STEP | {"mfu": 1.01}}
+    assert "| – " in " ".join(bench.page({"profile": row}).split())  # not 101.0%: a wrong peak
     with pytest.raises(UserError, match="another folder"):
         bench.main(["--report", str(tmp_path), *TINY, "--n-layer", "2"])
 

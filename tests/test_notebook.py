@@ -13,6 +13,7 @@ import fineweb
 import hellaswag
 import sample
 from support import plots
+from support.errors import UserError
 from tests.conftest import ROOT, TINY, train, words
 from train_gpt2 import GPT, GPTConfig
 
@@ -93,6 +94,8 @@ def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
 
 def test_hours_are_those_of_the_timed_steps(tmp_path):
     """Of a log that begins at a later step and lacks the time of one; an hour is 3.6e6 ms."""
+    with pytest.raises(UserError, match=r"no run\.json"):
+        plots.read_curves(tmp_path)
     log = "".join(f"{step} train 9\n{step} ms 3.6e6\n" for step in range(4000, 4004))
     log = "4000 val 9\n" + log.replace("4002 ms 3.6e6\n", "") + "4004 val 8\n"
     (tmp_path / "log.txt").write_text(log)

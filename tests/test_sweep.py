@@ -104,6 +104,8 @@ def test_a_sweep_trains_what_is_missing_and_continues(fork, tmp_path, monkeypatc
     assert captured.out.startswith("3 runs, of which 1 are missing\n") and not captured.err
     assert "| 144 tokens | final loss |\n|---|---|\n| fork | 6.500 (1) |" in captured.out
     kept = (tmp_path / "logs/small/fork-3-1.txt").read_text()
+    title, kept = kept.split("\n", 1)
+    assert title.startswith("# --") and title.endswith("--max-steps 3 --seed 1")
     assert kept == "0 val 9.000000\n1 val 3.000000\n3 val 6.500000\n"
     calls = {}
     for name in ("default-4-1", "muon-2-7", "fork-3-1"):
@@ -119,6 +121,9 @@ def test_a_sweep_trains_what_is_missing_and_continues(fork, tmp_path, monkeypatc
     assert (config.max_steps, config.seed, config.shuffle) == (2, 7, False)
     first, second = calls["fork-3-1"]
     assert first == second and first[0] == str(fork / "train_gpt2.py") and "--resume" in first
+    path.write_text(path.read_text().replace("seq_len = 16", "seq_len = 8"))
+    with pytest.raises(sweep.UserError, match=r"default-4-1\.txt: kept from other settings"):
+        sweep.main([str(path), "--out", str(out)])
 
 
 def test_runs_without_a_validation_loss_are_named(fork, tmp_path):

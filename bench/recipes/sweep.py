@@ -9,11 +9,12 @@ them. Special keys:
 - `script`: the folder of another train_gpt2.py and its support/
 - `baselines`, at the top of the file: names of recipes to compare with; by default the first
 
-Missing runs are trained in OUT; the same command continues them. Validation losses are kept in
-logs/FILE/RECIPE-STEPS-SEED.txt, next to the file: after a change of a recipe's settings or script,
+Missing runs are trained in OUT; the same command continues them. Their flags and validation losses
+are kept in logs/FILE/RECIPE-STEPS-SEED.txt, next to the file: after a change of a recipe's script,
 remove its logs. FILE.png shows them."""
 
 import contextlib
+import shlex
 import subprocess
 import sys
 import time
@@ -68,6 +69,11 @@ class Run:
     batch: int  # tokens per step
     seed: int
     command: list[Any]
+
+    @property
+    def title(self) -> str:
+        """The first line of its log."""
+        return f"# {shlex.join(self.command[2:])}\n"
 
 
 def read_sweep(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -151,9 +157,18 @@ def train(one: Run, folder: Path, bar: tqdm) -> None:
     bar.n = before + one.tokens
 
 
+def is_kept(one: Run, kept: Path) -> bool:
+    """True if a run has a log in `kept`. Raises an error if that is of other settings."""
+    log = kept / f"{one.name}.txt"
+    text = log.read_text(encoding="utf-8") if log.exists() else ""
+    if text.startswith("#") and not text.startswith(one.title):
+        raise UserError(f"{log}: kept from other settings; remove it, or rename the recipe")
+    return log.exists()
+
+
 def train_missing(runs: list[Run], out: Path, kept: Path) -> None:
     """Trains the runs without a log in `kept`, and keeps their validation losses there."""
-    missing = [one for one in runs if not (kept / f"{one.name}.txt").exists()]
+    missing = [one for one in runs if not is_kept(one, kept)]
     print(f"{len(runs)} runs, of which {len(missing)} are missing")
     began = time.monotonic()
     total = sum(one.tokens for one in missing)
@@ -167,7 +182,7 @@ def train_missing(runs: list[Run], out: Path, kept: Path) -> None:
             curve = zip(*read_log(folder).get("val", ()), strict=True)
             lines = [format_line(step, "val", loss) for step, loss in curve]
             kept.mkdir(parents=True, exist_ok=True)
-            write_text(kept / f"{one.name}.txt", "".join(lines))
+            write_text(kept / f"{one.name}.txt", one.title + "".join(lines))
 
 
 def read_curves(runs: list[Run], kept: Path) -> Curves:
