@@ -186,6 +186,11 @@ def test_a_file_is_on_disk_before_it_appears(tmp_path, monkeypatch):
     with atomic_path(new) as partial:
         partial.write_bytes(b"new")
     assert flushed == [(partial, False), (tmp_path, True)]
+    flushed, new = [], tmp_path / "folder"  # a checkpoint's
+    with atomic_path(new) as partial:
+        partial.mkdir()
+        (partial / "part").write_bytes(b"new")
+    assert flushed == [(partial, False), (partial / "part", False), (tmp_path, True)]
 
 
 def test_a_bug_keeps_its_traceback():
