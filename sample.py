@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tyro.conf import Positional
 
-from support import loading
+from support import huggingface
 from support.cli import flag, parse_args, run, warn
 from support.devices import choose_device
 from support.errors import UserError
@@ -95,14 +95,11 @@ def transformers_sampler(model: Any, tokenizer: Any) -> Sampler:
 
 def load(name: str, device: torch.device) -> Sampler:
     """A sampler for the model called `name`."""
-    model = loading.load_gpt(name, device)
+    folder = huggingface.find_model(name)
+    model = huggingface.load_gpt(GPT, folder, device)
     if model is not None:
         return gpt_sampler(model)
-    folder = loading.find_model(name)
-    model, tokenizer = loading.load_causal_lm(folder, device)
-    if tokenizer is None:
-        raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
-    return transformers_sampler(model, tokenizer)
+    return transformers_sampler(*huggingface.load_causal_lm(folder, device))
 
 
 def sample(sampler: Sampler, prompt: str, config: SampleConfig, device: torch.device) -> None:

@@ -6,9 +6,10 @@
     python train_gpt2.py --resume                            # continues the run in log/
     python train_gpt2.py --help                              # every flag, its default and unit
 
-From top to bottom: model, data, configuration, optimizer, evaluation, state, set-up, and the loop,
-whose weight update is between two marked lines. support/ holds the plumbing: formats on disk, the
-start of ranks and devices, options. Bad input raises UserError, whose one line says how to fix it.
+From top to bottom: the model, the data, the settings, the optimizers, evaluation, and train(),
+which is a run from set-up to its last line. Its weight update is between two marked lines. support/
+holds the plumbing: files, processes, devices. Bad input raises UserError, whose one line says what
+is wrong and how to fix it.
 
 Shapes: B batch (sequences per micro-batch), T time (tokens per sequence), C channels (n_embd =
 n_head * head size), nh heads, hs head size, V vocabulary (50,257). A *step* updates the weights
@@ -21,12 +22,11 @@ import json
 import math
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property, lru_cache, partial
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache, partial
 from pathlib import Path
 from textwrap import indent
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,15 +36,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
-from support import checkpoints, cli, console, devices, hellaswag, huggingface, signals, tokenizer
+from support import cli, console, devices, hellaswag, huggingface, plan, signals, tokenizer
 from support.cli import print0
-from support.errors import RunError, Stopped, UserError, explain
-from support.hellaswag import Packing
-from support.loss import ignores_padding, in_chunks, mean_in_chunks
-from support.memory import largest_that_fits
+from support.errors import RunError, UserError, explain
 from support.ranks import Ranks, settle_buckets
-from support.run_folder import RunFolder, lock
-from support.run_log import ROOT
+from support.run_folder import ROOT, RunFolder
 from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
 
 # --------------------------------------------------------------------------------------------------
@@ -68,18 +64,15 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head = config.n_head
-        # Query, key and value of all heads in one matmul. For Muon they are three matrices.
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_attn.split_sizes = [config.n_embd] * 3
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value of all heads
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)  # mixes the heads
 
-    def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)  # (B, T, 3, nh, hs)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
-        mask = None if packing is None else packing.mask
         # softmax(q k^T / sqrt(hs)) v; a fused kernel never stores the (T, T) matrix.
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
 
 
@@ -105,46 +98,54 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), packing)  # tokens look at each other
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))  # tokens look at each other
         return x + self.mlp(self.ln_2(x))  # each token on its own
 
 
-def lm_head(x: Tensor, wte: Tensor, padded: bool = False) -> Tensor:
-    """The head, tied to the token embedding. (…, C), (V, C) -> logits (…, V)
+def lm_head(x: Tensor, wte: Tensor) -> Tensor:
+    """The head. Its weight is the token embedding. (…, C), (V, C) -> logits (…, V)"""
+    return F.linear(x, wte)
 
-    On a GPU columns are added up to a multiple of 64 (50,304), which the tensor cores need. It is
-    done here and not in the weights, since checkpoints keep GPT-2's 50,257 rows. A bias makes the
-    logits of these columns -inf, so that a softmax over all of them (`padded`) needs no slice
-    (bench/kernels)."""
+
+def cross_entropy(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats over the targets that are not -100; 0 if there are none.
+
+    x (…, C) is the input of the head, wte (V, C), targets (…) -> float32 scalar"""
     V = wte.size(0)
-    bias = None
-    if x.is_cuda:
-        # -V % 64 rows are missing to the next multiple of 64
-        bias = F.pad(wte.new_zeros(V), (0, -V % 64), value=-math.inf)
+    if V % 64:
+        # Matmuls are faster with a multiple of 64 rows, so add zeros: 50,257 become 50,304. The
+        # weights themselves keep GPT-2's shape.
         wte = F.pad(wte, (0, 0, 0, -V % 64))
-    logits = F.linear(x, wte, bias)
-    return logits if padded else logits[..., :V]
+    logits = lm_head(x, wte).flatten(0, -2)  # (N, V or more)
+    # In a softmax the added columns vanish. A loss that they make infinite, such as one with label
+    # smoothing, needs logits[:, :V] instead.
+    logits[:, V:] = -math.inf
+    targets = targets.flatten()  # (N,)
+    total = F.cross_entropy(logits.float(), targets, reduction="sum")
+    return total / (targets != -100).sum().clamp(min=1)
 
 
-def training_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """What training minimizes, a mean over tokens. float32 (N, V), (N,) -> scalar
+def training_loss(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
+    """What training minimizes: change it here. Validation and HellaSwag use cross_entropy.
 
-    Change it here (z-loss, label smoothing): every way of computing it follows. Validation and
-    HellaSwag stay plain cross-entropy, in nats."""
-    return F.cross_entropy(logits, targets)
+    A mean over tokens. x (…, C), wte (V, C), targets (…) -> float32 scalar"""
+    return cross_entropy(x, wte, targets)
 
 
-def next_token_loss(
-    x: Tensor,
-    wte: Tensor,
-    targets: Tensor,
-    loss_function: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
-    padded: bool = True,
-) -> Tensor:
-    """The head and a loss. x (…, C), wte (V, C), targets (…) -> float32 scalar"""
-    logits = lm_head(x, wte, padded).float()
-    return loss_function(logits.flatten(0, -2), targets.flatten())
+def in_chunks(loss_function: Any, x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
+    """loss_function(x, wte, targets), with the logits of only 1,024 tokens in memory at a time.
+
+    The backward pass computes them again."""
+    if targets.numel() <= 1024:
+        return loss_function(x, wte, targets)
+    total = torch.zeros((), device=x.device)
+    for part, target in zip(
+        x.flatten(0, -2).split(1024), targets.flatten().split(1024), strict=True
+    ):
+        loss = recompute(loss_function, part, wte, target, use_reentrant=False)
+        total = total + loss * (target != -100).sum()
+    return total / (targets != -100).sum().clamp(min=1)
 
 
 class GPT(nn.Module):
@@ -153,16 +154,11 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # prepare() sets these. loss_function is head and training loss without the logits, and
-        # validation_function head and cross-entropy; low_memory recomputes blocks in the backward
-        # pass, so that no activations are stored.
-        self.loss_function: Callable | None = None
-        self.validation_function: Callable = partial(mean_in_chunks, next_token_loss)
-        self.low_memory = False
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # tokens; also the head
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
+        self.prepare()
 
         # std 0.02, biases 0, LayerNorms 1 and 0. Residual projections are scaled down, or the
         # variance of the residual stream would grow with depth (section 2.3).
@@ -175,41 +171,34 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def prepare(self, compiled: bool = False, low_memory: bool = False) -> None:
-        """Chooses how training computes; results match to within rounding.
+        """Chooses how to compute, which changes results only by rounding.
 
-        Blocks are compiled one by one and share code. Head and loss, compiled, make the fewest
-        passes over the logits, which is best on a GPU; in chunks they take the least memory."""
+        low_memory: keep only the inputs of blocks, and compute the rest again in the backward pass.
+        """
         self.low_memory = low_memory
-        head_and_loss = partial(
-            next_token_loss, loss_function=training_loss, padded=ignores_padding(training_loss)
-        )
-        self.loss_function = in_chunks(head_and_loss, training_loss)
-        if compiled:
-            for block in self.h:
-                block.compile(dynamic=False)  # all batches of a run have one shape
-            if self.wte.weight.device.type != "cpu" and not low_memory:
-                self.loss_function = torch.compile(head_and_loss, dynamic=False)
-                self.validation_function = torch.compile(next_token_loss, dynamic=False)
+        self.training_loss = partial(in_chunks, training_loss)
+        self.cross_entropy = partial(in_chunks, cross_entropy)
+        if not compiled:
+            return
+        for block in self.h:  # one by one, since the same code serves all of them
+            block.compile(dynamic=False)  # all batches of a run have one shape
+        # On a GPU it is fastest to compile a loss with its head as one graph, for all tokens.
+        if self.wte.weight.device.type != "cpu" and not low_memory:
+            self.training_loss = torch.compile(training_loss, dynamic=False)
+            self.cross_entropy = torch.compile(cross_entropy, dynamic=False)
 
-    def hidden(self, idx: Tensor, packing: Packing | None = None) -> Tensor:
-        """Tokens (B, T) -> the input of the head (B, T, C)
-
-        packing: position (B, T) and mask (B, 1, T, T) of HellaSwag, which packs four endings into
-        one sequence. Nobody else needs it: by default positions are 0 … T-1, the mask is causal."""
-        if packing is not None:
-            position = packing.position
-        else:
-            T = idx.size(1)
-            if self.config.block_size < T:
-                raise UserError(f"{T} tokens, but the model's context is {self.config.block_size}")
-            position = torch.arange(T, device=idx.device)
-        x = self.wte(idx) + self.wpe(position)  # (B, T, C)
+    def hidden(self, idx: Tensor) -> Tensor:
+        """Tokens (B, T) -> the input of the head (B, T, C)"""
+        T = idx.size(1)
+        if self.config.block_size < T:
+            raise UserError(f"{T} tokens, but the model's context is {self.config.block_size}")
+        x = self.wte(idx) + self.wpe(torch.arange(T, device=idx.device))  # (B, T, C)
         for block in self.h:
             if self.low_memory and torch.is_grad_enabled():
-                x = recompute(block, x, packing, use_reentrant=False)
+                x = recompute(block, x, use_reentrant=False)
                 torch.clear_autocast_cache()  # or 16-bit copies of all weights pile up
             else:
-                x = block(x, packing)
+                x = block(x)
         return self.ln_f(x)
 
     @property
@@ -224,17 +213,14 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """idx, targets (B, T) int64 -> logits (B, T, V), training loss.
+        """idx (B, T) -> (logits (B, T, V), None), or with targets (B, T) -> (None, training loss)
 
-        The loss is None without targets. With targets, a prepared model returns no logits."""
+        With targets there are no logits: those of all tokens would take more memory than the model.
+        """
         x = self.hidden(idx)  # (B, T, C)
-        if targets is not None and self.loss_function is not None:
-            return None, self.loss_function(x, self.head_weight, targets)
-        logits = self.logits(x)
-        loss = None
-        if targets is not None:
-            loss = training_loss(logits.float().flatten(0, 1), targets.flatten())
-        return logits, loss
+        if targets is None:
+            return self.logits(x), None
+        return None, self.training_loss(x, self.head_weight, targets)
 
     @torch.no_grad()
     def generate(
@@ -255,9 +241,11 @@ class GPT(nn.Module):
             temperature = 1.0
         for _ in range(max_new_tokens):
             window = idx[:, -block_size:]  # what fits in the context
-            end = window.size(1)
-            # Padding comes after the text, where no token attends to it.
-            x = self.hidden(devices.pad_length(window, block_size))[:, end - 1]  # (B, C)
+            T = window.size(1)
+            # Zeros may follow: a GPU's attention is slow to start at each new length, so there the
+            # lengths are multiples of 64. No token attends to later ones.
+            longer = min(devices.round_length(T, idx.device), block_size)
+            x = self.hidden(F.pad(window, (0, longer - T)))[:, T - 1]  # (B, C)
             logits = self.logits(x).float() / temperature  # (B, V)
             # Draw one of the k likeliest tokens, in proportion to its probability.
             logits, candidates = logits.topk(k)  # (B, k) each
@@ -279,25 +267,16 @@ class GPT(nn.Module):
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
-    def from_pretrained(cls, name: str | Path, **changes: Any) -> "GPT":
+    def from_pretrained(cls, name: str | Path, strict: bool = True, **changes: Any) -> "GPT":
         """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …), its weights in float32.
 
-        changes: fields of GPTConfig, instead of those in config.json."""
-        names = [field.name for field in fields(GPTConfig)]
-        settings, weights, gpt2 = huggingface.read_pretrained(name, names)
-        model = cls(GPTConfig(**settings | changes))
-        huggingface.load_weights(model, weights, name, gpt2)
-        return model
-
-    @cached_property
-    def is_gpt2(self) -> bool:
-        """False if the parameters or the mathematics of this class were changed."""
-        return huggingface.is_gpt2(self)
+        changes: fields of GPTConfig, instead of those in config.json. strict: raise UserError if
+        the weights were trained with mathematics that this code no longer has; else a note."""
+        return huggingface.read_pretrained(cls, GPTConfig, name, strict, changes)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face GPT-2 with its tokenizer; a fork that is none doesn't claim so."""
-        settings = asdict(self.config)
-        huggingface.write_pretrained(Path(folder), settings, self.state_dict(), self.is_gpt2)
+        huggingface.write_pretrained(self, Path(folder))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -306,35 +285,27 @@ class GPT(nn.Module):
 SHARDS_FOLDER = "edu_fineweb10B"
 
 
+@lru_cache(maxsize=4)  # for a reader of consecutive sequences: of the shards, and of one shard
 def permutation(n: int, *seed: int) -> np.ndarray:
     """A permutation of 0 … n-1 from `seed` alone; NumPy's own may change with its version."""
     return np.random.PCG64(seed).random_raw(n).argsort(kind="stable")
 
 
-class DocumentOrder(NamedTuple):
-    """The documents (long ones: passages) of a shard in an epoch's order, (n,) int64 each."""
-
-    ends: np.ndarray  # where each ends in the shuffled shard
-    file_ends: np.ndarray  # where it ends in the file
-
-
 class DataLoaderLite:
-    """The tokens of a split as one endless sequence, and batches of next-token pairs from it.
+    """Batches of next-token pairs from the shards of a split, epoch after epoch.
 
-    The order is a function of the seed. Epochs follow each other without a gap; each has all shards
-    in random order, and each shard all its documents in random order:
+    Each epoch visits the shards in random order. A shard is a circle of tokens: it is cut into
+    sequences of T from some offset on, and they are read in random order. A shard of 10 tokens with
+    T = 3 and offset 5 becomes, for example,
 
-        sequence   | epoch 0                                 | epoch 1           …
-        epoch 0    | shard 2           | shard 0 | shard 1   |
-        shard 2    | doc 5 | doc 0 | … |
-        read(…)          [-------------------]                 any slice, across all borders
+        8 9 0 | 5 6 7 | 1 2 3    without token 4
 
-    A document begins at 50256; a .txt file is one. Those of more than 4 T tokens are shuffled in
-    passages of 4 T. Without shuffle the order is that of the files.
+    So no token is an input twice in an epoch, and fewer than T tokens of a shard are left out. The
+    next epoch has another offset. Without shuffle, shards and their sequences come in order, from
+    the first token on; no sequence joins the end of a shard to its beginning.
 
-    In each micro-step the ranks take the next B * T tokens each, in rank order. So a step has the
-    same tokens for any number of ranks, each token is an input once per epoch, and the state is one
-    position. data: folder of shards, also in subfolders, or .txt file."""
+    In each micro-step the ranks take the next B sequences each, in rank order. So a step has the
+    same tokens for any number of ranks and any B, and one position is the whole state."""
 
     def __init__(
         self,
@@ -346,103 +317,72 @@ class DataLoaderLite:
         world_size: int = 1,
         seed: int = 1337,
         shuffle: bool = True,
-        pin_memory: bool = False,
     ):
+        """data: a folder of shards, also in subfolders, or a .txt file. split: train or val."""
         self.B = B  # sequences per batch
         self.T = T  # tokens per sequence
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
         self.shuffle = shuffle
-        self.pin_memory = pin_memory  # batches can be copied to a GPU while it computes
-        self.position = 0  # in the sequence, of the next micro-batch of all ranks
+        self.pin_memory = False  # True: batches can be copied to a GPU while it computes
+        self.position = 0  # number of the first sequence of the next micro-step, over all epochs
         # The files, their names in `data`, and their tokens, 1-D uint16, memory-mapped.
         self.paths, self.names, self.shards = tokenizer.open_split(Path(data), split)
-        self.passage = 4 * T  # tokens of a long document that stay together when it is shuffled
-        self.lengths = np.array([len(shard) for shard in self.shards])
-        self.total_tokens = int(self.lengths.sum())
-        if self.total_tokens <= T:
+        self.total_tokens = sum(len(shard) for shard in self.shards)
+        # Sequences of each shard. In order, the last one needs one more token as its last target.
+        last = 0 if shuffle else 1
+        self.counts = np.array([(len(shard) - last) // T for shard in self.shards])
+        self.sequences_per_epoch = int(self.counts.sum())
+        if self.sequences_per_epoch == 0:
             size = f"{self.total_tokens} {split} tokens"
             raise UserError(f"{data}: {size}, too few for a sequence of {T} and its target")
-        # By (epoch, shard). Two are kept, since a batch may straddle two shards.
-        self.document_orders: dict[tuple[int, int], DocumentOrder] = {}
 
-    def read(self, position: int, count: int) -> np.ndarray:
-        """Tokens [position, position + count) of the sequence, 1-D uint16."""
-        pieces = []
-        while count > 0:
-            # The epoch of this position, its shard, and the offset in the shuffled shard.
-            epoch, offset = divmod(position, self.total_tokens)
-            shard_order = np.arange(len(self.shards))
+    def read(self, first: int, count: int) -> np.ndarray:
+        """`count` sequences from number `first` on, with the last target. (count, T + 1) int64"""
+        rows = []
+        for number in range(first, first + count):
+            epoch, number = divmod(number, self.sequences_per_epoch)
+            order = np.arange(len(self.shards))
             if self.shuffle:
-                shard_order = permutation(len(self.shards), self.seed, epoch)
-            shard_ends = self.lengths[shard_order].cumsum()
-            place = int(np.searchsorted(shard_ends, offset, side="right"))  # in the epoch's order
-            shard = int(shard_order[place])
-            offset -= int(shard_ends[place] - self.lengths[shard])
-            # Copy documents, the first from the offset on, up to the end of the shard.
-            order = self.document_order(epoch, shard)
-            document = int(np.searchsorted(order.ends, offset, side="right"))
-            while count > 0 and document < len(order.ends):
-                left = int(order.ends[document]) - offset  # tokens left in this document
-                file_end = int(order.file_ends[document])
-                piece = self.shards[shard][file_end - left : file_end][:count]
-                tokenizer.check_tokens(piece, self.paths[shard])
-                pieces.append(piece)
-                offset += len(piece)
-                position += len(piece)
-                count -= len(piece)
-                document += 1
-        return np.concatenate(pieces)
-
-    def document_order(self, epoch: int, shard: int) -> DocumentOrder:
-        """The order of a shard's documents in an epoch."""
-        if (epoch, shard) in self.document_orders:
-            return self.document_orders[epoch, shard]
-        tokens = self.shards[shard]
-        starts = np.zeros(1, dtype=np.int64)  # without shuffle the whole shard is one passage
-        if self.shuffle:
-            starts = tokenizer.passage_starts(tokens, self.passage)
-        lengths = np.diff(starts, append=len(tokens))
-        # shard + 1: the permutation of the shards themselves has no third number
-        order = permutation(len(starts), self.seed, epoch, shard + 1)
-        if len(self.document_orders) == 2:
-            oldest = next(iter(self.document_orders))
-            del self.document_orders[oldest]
-        result = DocumentOrder(lengths[order].cumsum(), (starts + lengths)[order])
-        self.document_orders[epoch, shard] = result
-        return result
+                order = permutation(len(self.shards), self.seed, epoch)
+            # Find the shard, and the number of the sequence in it.
+            ends = self.counts[order].cumsum()
+            place = int(np.searchsorted(ends, number, side="right"))
+            shard = int(order[place])
+            number -= int(ends[place] - self.counts[shard])
+            offset = 0
+            if self.shuffle:
+                # The numbers after the seed tell the three kinds of permutation apart.
+                number = permutation(int(self.counts[shard]), self.seed, epoch, shard + 1)[number]
+                offset = permutation(self.T, self.seed, 0, 0, shard + 1)[epoch % self.T]
+            start = offset + number * self.T
+            tokens = self.shards[shard].take(np.arange(start, start + self.T + 1), mode="wrap")
+            tokenizer.check_tokens(tokens, self.paths[shard])
+            rows.append(tokens)
+        return np.stack(rows).astype(np.int64)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next inputs and targets of this rank, (B, T) int64 each."""
-        tokens = self.B * self.T
-        # One token more: the targets are the inputs shifted by one.
-        buffer = self.read(self.position + self.rank * tokens, tokens + 1)
-        buffer = torch.from_numpy(buffer.astype(np.int64))
-        if self.pin_memory:
-            buffer = buffer.pin_memory()
-        self.position += self.world_size * tokens  # past the batches of all ranks
-        return buffer[:-1].view(self.B, self.T), buffer[1:].view(self.B, self.T)
+        tokens = torch.from_numpy(self.read(self.position + self.rank * self.B, self.B))
+        self.position += self.world_size * self.B  # past the batches of all ranks
+        x = tokens[:, :-1].contiguous()
+        y = tokens[:, 1:].contiguous()  # the targets are the inputs shifted by one
+        return (x.pin_memory(), y.pin_memory()) if self.pin_memory else (x, y)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what the order of tokens depends on."""
-        shards = list(zip(self.names, self.lengths.tolist(), strict=True))
-        digest = hashlib.sha256(json.dumps(shards).encode()).hexdigest()
+        """The position, and what the order of the sequences depends on."""
+        shards = [(name, len(shard)) for name, shard in zip(self.names, self.shards, strict=True)]
         return {
             "position": self.position,
+            "T": self.T,
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "shards": digest,
-            "passage": self.passage,
+            "shards": hashlib.sha256(json.dumps(shards).encode()).hexdigest(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Moves to a saved position in the same data, and to its order."""
-        # Checkpoints without it are older: a .txt had passages of 256 tokens, shards had none.
-        before = 256 if self.paths[0].suffix == ".txt" else self.total_tokens
-        state = {"passage": before} | state
-        self.passage = state["passage"]
-        self.document_orders.clear()
+        """Moves to a saved position in the same data. UserError for other data."""
         for key, value in self.state_dict().items():
             if key != "position" and state[key] != value:
                 difference = f"{key} {value}, was {state[key]}"
@@ -454,17 +394,17 @@ class DataLoaderLite:
 # Configuration
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainConfig:
-    """Trains a GPT-2 from scratch or given weights. Flags override the defaults of the preset."""
+    """Trains a GPT-2 from scratch or given weights. Flags override the values of the preset."""
 
     # A field is a flag: tyro prints these comments as --help, under headings like this one.
 
     # Run
 
-    # defaults of the flags; auto: gpt2 if edu_fineweb10B/ holds shards, else shakespeare
+    # values of the flags; auto: gpt2 if edu_fineweb10B/ holds shards, else shakespeare
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "small", "shakespeare"] = "auto"
-    log_dir: str = "log"  # folder for the log and checkpoints
+    log_dir: str = "log"  # folder of the run; that of an earlier one is renamed
     init: str = "scratch"  # scratch, a Hub name (gpt2, gpt2-medium, …), or the folder of a GPT-2
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
@@ -474,7 +414,7 @@ class TrainConfig:
     # Data
 
     data: str = SHARDS_FOLDER  # folder of token shards, also in subfolders, or .txt file
-    shuffle: bool = True  # reshuffle shards, documents and passages of long ones every epoch
+    shuffle: bool = True  # another random order of shards and of their sequences in every epoch
     total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
     seq_len: int = 1024  # tokens per sequence (T)
@@ -492,7 +432,6 @@ class TrainConfig:
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
     beta2: float = 0.95  # AdamW's decay rate of squared gradients
     skip_bad_steps: int = 0  # number of non-finite updates to skip before aborting
-    shard_optimizer: bool = False  # shard the optimizer's state over the ranks (ZeRO-1)
 
     # Schedule
 
@@ -507,7 +446,7 @@ class TrainConfig:
 
     device: str = "auto"  # auto, cpu, cuda or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls
-    compile: bool = field(default_factory=lambda: torch.cuda.is_available())  # use torch.compile
+    compile: bool = False  # use torch.compile; presets but shakespeare do so on a CUDA GPU
     low_memory: bool = False  # recompute blocks in the backward pass; logits in chunks
     deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
 
@@ -560,11 +499,11 @@ PRESETS = {
     "small": SMALL,
     "shakespeare": SHAKESPEARE,
 }
-# What may change on resume. All else is fixed, also a setting that a fork adds.
+# What may change on resume. All else must not, also a setting that a fork adds.
 MAY_CHANGE = {
     "preset", "log_dir", "resume", "max_steps", "plan", "data", "micro_batch_size",
-    "skip_bad_steps", "shard_optimizer", "warmdown_steps", "device", "dtype", "compile",
-    "low_memory", "deterministic", "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data",
+    "skip_bad_steps", "warmdown_steps", "device", "dtype", "compile", "low_memory",
+    "deterministic", "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data",
     "sample_every", "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "tensorboard",
     "wandb",
 }
@@ -575,8 +514,7 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     """The command line as a TrainConfig: the values of the preset, overridden by the flags.
 
     One UserError names every error that can be detected from the flags."""
-    # --preset and --device change the other defaults, so they are read first. tyro reads them again
-    # with the rest, and reports what is wrong with them.
+    # tyro reads all flags, but needs the defaults first, and those depend on two of the flags.
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?", default="auto")
     first.add_argument("--device", nargs="?", default="auto")
@@ -584,10 +522,9 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     if given.preset == "auto":
         shards = any(Path(SHARDS_FOLDER).glob("*_train_*"))
         given.preset = "gpt2" if shards else "shakespeare"
-    defaults = dict(PRESETS.get(given.preset, {}))
-    if given.device in ("cpu", "mps"):
-        defaults["compile"] = False
-    config = cli.parse_args(TrainConfig, args, default=replace(TrainConfig(), **defaults))
+    on_gpu = given.device in ("auto", "cuda") and torch.cuda.is_available()
+    defaults = TrainConfig(**{"compile": on_gpu} | PRESETS.get(given.preset, {}))
+    config = cli.parse_args(TrainConfig, args, default=defaults)
 
     # Collect every problem, to report all of them at once.
     problems = []
@@ -611,62 +548,101 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     return config
 
 
-def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
-    """The settings that differ from a checkpoint's (`before`) but must not change on resume.
-
-    One that an older version of this script lacked counts as its default."""
-    before = asdict(TrainConfig()) | before
-    before["init"] = cli.shown(before["init"])  # as run.json has it
-    now = asdict(config) | {"init": cli.shown(config.init)}
-    if config.init == "scratch":  # --init may be left out
-        before["init"] = "scratch"
-    return [
-        f"{cli.flag(name)} was {before[name]}, is {value}"
-        for name, value in now.items()
-        if name not in MAY_CHANGE and value != before[name]
-    ]
-
-
 # --------------------------------------------------------------------------------------------------
-# Optimizer and schedule
+# Optimizers and schedule
 
 
-def configure_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """AdamW that decays matrices and embeddings only; --optimizer muon: Muon for the blocks.
+def orthogonalize(x: Tensor) -> Tensor:
+    """Brings the singular values of each matrix near 1 (0.7 to 1.2). (L, rows, columns)
 
-    The default betas are GPT-3's (Brown et al. 2020, appendix B). dtype: of the model's matmuls."""
-    by_muon = {}  # the matrices inside the blocks
+    Five steps of a Newton-Schulz iteration, x -> a x + b x^3 + c x^5 (Jordan et al. 2024)."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = x.size(1) > x.size(2)
+    if tall:  # so that x x^T below is the smaller square
+        x = x.mT
+    # The Frobenius norm bounds the largest singular value, so all are at most 1 now.
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        square = x @ x.mT
+        polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)  # b x^2 + c x^4
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon: the momentum of a matrix's gradient, made nearly orthogonal, so that an update moves
+    equally far in all directions (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    Its size is that of AdamW's updates, so that one learning rate and one weight decay serve both
+    (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2). It is torch.optim.Muon with
+    adjust_lr_fn="match_rms_adamw", but batched over matrices of one shape, which the ranks share.
+
+    dtype: of the matmuls."""
+
+    def __init__(self, matrices: list[Tensor], lr: float, weight_decay: float, dtype: torch.dtype):
+        shapes = sorted({p.shape for p in matrices})
+        groups = [{"params": [p for p in matrices if p.shape == shape]} for shape in shapes]
+        super().__init__(groups, dict(lr=lr, weight_decay=weight_decay))
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self) -> None:
+        rank, world_size = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        )
+        for group in self.param_groups:  # L matrices of one shape
+            matrices = group["params"]
+            updates = []
+            for p in matrices:
+                state = self.state[p]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                momentum = state["momentum_buffer"].lerp_(p.grad, 0.05)
+                updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov's
+            share = math.ceil(
+                len(matrices) / world_size
+            )  # matrices per rank, with zeros at the end
+            x = torch.stack(updates).to(self.dtype)
+            x = F.pad(
+                x, (0, 0, 0, 0, 0, share * world_size - len(x))
+            )  # (share * ranks, rows, columns)
+            mine = orthogonalize(x[rank * share : (rank + 1) * share])
+            if world_size > 1:
+                dist.all_gather_into_tensor(x, mine.contiguous())
+            else:
+                x = mine
+            # The entries of an orthogonal matrix have a root mean square of
+            # 1 / sqrt(max(rows, columns)), AdamW's updates one of about 0.2.
+            size = 0.2 * math.sqrt(max(matrices[0].shape))
+            for p, update in zip(matrices, x, strict=False):
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] * size)
+
+
+def configure_optimizers(
+    model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32
+) -> list[torch.optim.Optimizer]:
+    """AdamW for everything; with --optimizer muon, Muon for the matrices inside the blocks.
+
+    dtype: of the run's matmuls. AdamW's betas are GPT-3's (Brown et al. 2020, appendix B)."""
+    optimizers = []
+    by_adamw = dict(model.named_parameters())
     if config.optimizer == "muon":
-        by_muon = {
-            name: p
-            for name, p in model.named_parameters()
-            if name.startswith("h.") and p.dim() == 2
-        }
-    by_adamw = [p for name, p in model.named_parameters() if name not in by_muon]
-    # Biases and LayerNorms, which are 1-D, are not decayed.
-    groups = [
-        {"params": [p for p in by_adamw if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in by_adamw if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [dict(group) for group in groups],  # a copy: it adds its defaults, unfit for others
-        lr=config.max_lr,
-        betas=(0.9, config.beta2),
-        eps=1e-8,
-        fused=True,  # one kernel for all parameters, on a CPU several times as fast as the loop
-    )
-    if by_muon:
-        from support.muon import Muon, Optimizers, find_split_sizes
-
+        names = [name for name, p in by_adamw.items() if name.startswith("h.") and p.dim() == 2]
+        matrices = [by_adamw.pop(name) for name in names]
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        sizes = find_split_sizes(model)
-        muon = Muon(by_muon.items(), config.max_lr, config.weight_decay, muon_dtype, sizes)
-        optimizer = Optimizers(muon, optimizer)
-    if config.shard_optimizer and dist.is_initialized():
-        from support.sharding import shard_state
-
-        shard_state(optimizer)
-    return optimizer
+        optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
+    # Weight decay is for matrices and embeddings, not for biases and LayerNorms, which are 1-D.
+    decayed = [p for p in by_adamw.values() if p.dim() >= 2]
+    others = [p for p in by_adamw.values() if p.dim() < 2]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    # fused: one kernel for all parameters, on a CPU several times as fast as a loop over them
+    betas = (0.9, config.beta2)
+    optimizers.append(torch.optim.AdamW(groups, config.max_lr, betas, eps=1e-8, fused=True))
+    return optimizers
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
@@ -691,50 +667,35 @@ def get_lr(step: int, config: TrainConfig) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# Evaluation (HellaSwag: hellaswag.py)
+# Evaluation (HellaSwag: support/hellaswag.py)
 
 
 @torch.no_grad()
 def validation_loss(
-    model: GPT, loader: DataLoaderLite, tokens: int, ranks: Ranks, autocast: torch.autocast
+    model: GPT, loader: DataLoaderLite, sequences: int, ranks: Ranks, autocast: torch.autocast
 ) -> float:
-    """Mean cross-entropy in nats over the first `tokens` tokens of the split.
+    """Mean cross-entropy in nats over the first `sequences` sequences of a split.
 
-    All tokens have the same weight. The ranks share the sequences and sum their losses, so that
-    neither B nor the number of ranks matters. Full batches use what is compiled for a GPU."""
+    The ranks share them. Neither B nor the number of ranks changes the result. A stop signal ends
+    it early, so that the result counts no more."""
     B = loader.B
-    T = loader.T
-    sequences = min(tokens, loader.total_tokens - 1) // T  # whole ones
-    results = []  # (mean loss, sequences) of each batch
-    # Each rank takes every world_size-th batch.
-    for first in signals.until_stopped(range(ranks.rank * B, sequences, ranks.world_size * B)):
+    firsts = range(ranks.rank * B, sequences, ranks.world_size * B)
+    losses = torch.zeros(len(firsts), device=ranks.device)  # sums over the batches of this rank
+    for i, first in enumerate(signals.until_stopped(firsts)):
+        tokens = torch.from_numpy(loader.read(first, B)).to(ranks.device)  # (B, T + 1)
+        x, y = tokens[:, :-1], tokens[:, 1:]
+        # All batches have the shape that is compiled; past the last sequence no target counts.
         n = min(B, sequences - first)
-        # Sequences follow each other; one token more, since targets are shifted by one.
-        buffer = torch.from_numpy(loader.read(first * T, n * T + 1).astype(np.int64))
-        buffer = buffer.to(ranks.device)
-        x, y = buffer[:-1].view(n, T), buffer[1:].view(n, T)
-        # A smaller last batch would be compiled again, so it runs eagerly and in chunks.
-        compiled = n == B and ranks.device.type != "cpu"
-        chunked = partial(mean_in_chunks, next_token_loss)
-        loss_function = model.validation_function if compiled else chunked
-        stance = "default" if compiled else "force_eager"
-        with autocast, torch.compiler.set_stance(stance):
-            loss = loss_function(model.hidden(x), model.head_weight, y)
-        results.append((loss, n))
-    # Read the losses only now: each read waits for the device. Python's floats are float64.
-    total = sum(loss.item() * n for loss, n in results)
-    return ranks.sum(total) / sequences
-
-
-@lru_cache(maxsize=1)  # it is the same at every evaluation
-def validation_text(loader: DataLoaderLite, tokens: int) -> tokenizer.TextSize:
-    """The size of the text that validation_loss predicts, in tokens, bytes and characters."""
-    predicted = min(tokens, loader.total_tokens - 1) // loader.T * loader.T
-    return tokenizer.text_size(loader.read(1, predicted))
+        y[n:] = -100
+        with autocast:
+            loss = model.cross_entropy(model.hidden(x), model.head_weight, y)
+        losses[i] = n * loss
+    # Read the losses only now: a read waits for the device.
+    return ranks.sum(sum(losses.tolist())) / sequences
 
 
 def print_samples(
-    model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocast, last: bool = False
+    model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocast, last: bool
 ) -> None:
     """Prints continuations of `prompt`: four short ones from each rank.
 
@@ -750,7 +711,7 @@ def print_samples(
     try:
         with autocast, torch.compiler.set_stance("force_eager"):  # don't compile one-off shapes
             idx = model.generate(idx, length, generator=generator)
-    except RunError as error:  # training itself finds out what to do
+    except RunError as error:  # of a diverged model; the next update says what to do
         print0(f"rank {ranks.rank}: no samples: {error}", every_rank=True)
         return
     for i, tokens in enumerate(idx.tolist()):
@@ -759,122 +720,24 @@ def print_samples(
 
 
 # --------------------------------------------------------------------------------------------------
-# State: what the loop works with, saved and restored
+# The run
 
 
-@dataclass
-class Training:
-    """What set_up() makes and the loop works with."""
-
-    model: GPT  # evaluated and saved
-    ddp_model: nn.Module  # trained: the same weights, in DDP if there are several ranks
-    optimizer: Any  # AdamW, or Muon and AdamW as one
-    scaler: torch.amp.GradScaler  # does nothing except in float16
-    dtype: torch.dtype  # of matmuls
-    description: str  # of device and precision, with the reason
-    autocast: torch.autocast  # computes matmuls in dtype
-    loader: DataLoaderLite
-    val_loader: DataLoaderLite | None  # None without validation
-    tasks: list[Any] | None  # of HellaSwag; None without it
-    run: RunFolder  # log and checkpoints
-    meter: console.Meter  # time
-    step: int  # updates made
-    skipped: int  # updates skipped because loss or gradient was not finite
-
-
-BeforeStep = Callable[[int, Training], None]  # see main()
-
-
-def save_checkpoint(
-    training: Training, config: TrainConfig, ranks: Ranks, required: bool = False
-) -> None:
-    """Saves everything needed to continue the run in log_dir/step_*/, unless it is saved already.
-
-    All ranks call it. A checkpoint that can't be written is an error only if it is `required`."""
-    if training.run.saved_step == training.step:
-        return
-    state = {
-        "format": 1,
-        "step": training.step,
-        "elapsed": training.meter.elapsed,
-        "skipped": training.skipped,
-        "config": asdict(config),  # a resumed run must have the same
-        "dtype": str(training.dtype),
-        "random": ranks.gather(devices.random_state(ranks.device)),  # dropout in a fork needs it
-        "optimizer": training.optimizer.state_dict(),  # gathered if it is sharded
-        "scaler": training.scaler.state_dict(),
-        "loader": training.loader.state_dict(),  # its position
-    }
-    training.run.save(training.model, state, required)
-
-
-def restore_state(
-    saved: dict[str, Any], optimizer: Any, scaler: Any, loader: DataLoaderLite, ranks: Ranks
-) -> None:
-    """Restores what save_checkpoint saved, except the weights and counters."""
-    loader.load_state_dict(saved["loader"])
-    optimizer.load_state_dict(saved["optimizer"])
-    if ranks.device.type == "cpu":  # the tensors map the file, which must not stay open
-        for state in optimizer.state.values():  # of one parameter: moments, a number of steps
-            for name, value in state.items():
-                state[name] = value.clone() if isinstance(value, Tensor) else value
-    if saved["scaler"]:  # only float16 has one
-        scaler.load_state_dict(saved["scaler"])
-    if ranks.rank < len(saved["random"]):  # there may be more ranks now
-        devices.set_random_state(ranks.device, saved["random"][ranks.rank])
-
-
-# --------------------------------------------------------------------------------------------------
-# Set-up
-
-
-def new_model(config: TrainConfig, ranks: Ranks, checkpoint: Path | None = None) -> GPT:
-    """The model to train: from a checkpoint, from --init, or from scratch.
-
-    Only rank 0 reads weights; DDP sends them to the other ranks."""
-    torch.manual_seed(config.seed)
-    if ranks.rank > 0:
-        return GPT(ranks.broadcast(None))  # rank 0's shape, from below
+def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
+    """The model to train: from a checkpoint, from --init, or from scratch."""
     # Fields of the same name, also those that a fork adds to both classes.
-    settings = asdict(config)
-    same = {f.name: settings[f.name] for f in fields(GPTConfig) if f.name in settings}
-    given = checkpoint or (config.init if config.init != "scratch" else None)
-    if given is not None:  # resumed or fine-tuned: the weights decide on GPT-2's shape
-        same = {name: same[name] for name in same.keys() - {"n_layer", "n_head", "n_embd"}}
-        model = GPT.from_pretrained(given, **same)
-    else:
-        model = GPT(GPTConfig(block_size=config.seq_len, **same))
-    shape = model.config  # that of given weights may be larger
-    if shape.block_size < config.seq_len or shape.vocab_size != VOCAB_SIZE:
-        problem = f"context {shape.block_size}, vocabulary {shape.vocab_size}"
-        raise UserError(f"--init {config.init}: {problem} for --seq-len {config.seq_len}")
-    ranks.broadcast(shape)
+    names = {field.name for field in fields(GPTConfig)} & asdict(config).keys()
+    settings = {name: getattr(config, name) for name in names}
+    if checkpoint is None and config.init == "scratch":
+        return GPT(GPTConfig(block_size=config.seq_len, **settings))
+    # Given weights have their own shape.
+    changes = {name: settings[name] for name in names - {"n_layer", "n_head", "n_embd"}}
+    strict = checkpoint is not None
+    model = GPT.from_pretrained(checkpoint or config.init, strict, **changes)
+    if model.config.block_size < config.seq_len or model.config.vocab_size != VOCAB_SIZE:
+        shape = f"context {model.config.block_size}, vocabulary {model.config.vocab_size}"
+        raise UserError(f"--init {config.init}: {shape} for --seq-len {config.seq_len}")
     return model
-
-
-def choose_micro_batch_size(
-    config: TrainConfig, model: GPT, ranks: Ranks, autocast: torch.autocast
-) -> int:
-    """B: --micro-batch-size, or the largest power of two that fits and divides a rank's share."""
-    T = config.seq_len
-    unit = T * max(config.micro_batch_size, 1) * ranks.world_size  # tokens per micro-step
-    if config.total_batch_size % unit:
-        nearest = max(round(config.total_batch_size / unit), 1) * unit
-        problem = f"is not a multiple of {unit} (sequence x micro-batch x ranks)"
-        remedy = f"the nearest that is: {nearest}"
-        raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
-    sequences = config.total_batch_size // (T * ranks.world_size)  # per step, on each rank
-    return largest_that_fits(
-        config.micro_batch_size,
-        model,
-        ranks,
-        autocast,
-        T=T,
-        sequences=sequences,
-        compiled=config.compile,
-        low_memory=config.low_memory,
-        shard_optimizer=config.shard_optimizer,
-    )
 
 
 def wrap_in_ddp(
@@ -887,153 +750,113 @@ def wrap_in_ddp(
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # saves a copy of the gradients
     )
+    # DDP chooses the order in which it sums gradients in its first passes. A resumed run must sum
+    # as before, so let it choose now.
     settle_buckets(ddp_model, B, T, autocast)
     return ddp_model
 
 
-def find_start(config: TrainConfig, run: RunFolder) -> tuple[dict[str, Any] | None, bool]:
-    """(the state in the newest checkpoint, None without one; True if the last run continues)"""
-    checkpoint = run.find_start(config.resume)
-    if checkpoint is None:
-        # A run that was stopped before its first save starts again, and overwrites its log, if
-        # its settings are still the same.
-        before = run.last_config
-        return None, before is not None and not differences(before, config)
-    saved = checkpoints.read_training_state(checkpoint)
-    other = saved["config"].keys() ^ asdict(config).keys()
-    if other:
-        names = ", ".join(map(cli.flag, sorted(other)))
-        print0(f"warning: the checkpoint was saved by other code, which differs in {names}")
-    changes = differences(saved["config"], config)
-    if changes:
-        changed = ", ".join(changes)
-        raise UserError(
-            f"--resume: {config.log_dir} holds another run ({changed}); choose another --log-dir"
-        )
-    return saved, True
+def is_due(every: int, step: int, last: bool) -> bool:
+    """True at multiples of `every` steps and after the last one; 0: never."""
+    return every > 0 and (last or step % every == 0)
 
 
-def set_up(config: TrainConfig, ranks: Ranks, model: GPT | None = None) -> Training | None:
-    """Makes everything for the loop, new or from a checkpoint. None if the run is complete."""
-    # Where to start: at the newest checkpoint if the last run continues, else at step 0.
-    run = RunFolder(Path(config.log_dir), ranks, config.keep_checkpoints, config.keep_every)
-    saved = None
-    continues = False
-    if config.resume or ranks.job:  # torchrun may restart a run without --resume
-        saved, continues = find_start(config, run)
-    counters = saved or {"step": 0, "elapsed": 0.0, "skipped": 0, "dtype": None}
+def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
+    """A run, on each of its ranks. Returns the exit status: 0, or 130 / 143 after a stop signal."""
+    # ---- Where to start: with --resume at the newest checkpoint, otherwise at step 0
+    checkpoint, saved = run.find_start(MAY_CHANGE)  # None and the state at step 0, if there is none
+    step = saved["step"]  # updates so far
+    skipped = saved["skipped"]  # of which so many were left out, since they were not finite
 
-    # The model, and by its size the precision, which micro-batch, optimizer and scaler depend on.
-    if model is None:
-        model = new_model(config, ranks, run.checkpoint)
-    if config.save_every and ranks.rank == 0 and not model.is_gpt2:
-        huggingface.check_readable(model)
-    model = model.to(ranks.device)
-    torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
-    precision = None
-    if ranks.rank == 0:  # on a CPU it may be measured
-        precision = devices.choose_precision(
-            config.dtype, ranks.device, model.num_parameters(), before=counters["dtype"]
-        )
-    dtype, description = ranks.broadcast(precision)
-    if ranks.device.type == "mps" and dtype == torch.float16:
-        # Fused AdamW ignores the scaler's found_inf on MPS (PyTorch PR #186360).
-        raise UserError("--dtype float16: overflows would ruin the weights on MPS; use float32")
+    # ---- Model, precision, and sequences per micro-batch
+    torch.manual_seed(config.seed)
+    model = new_model(config, checkpoint)
+    if config.save_every and ranks.rank == 0:
+        huggingface.check_before_training(model)  # a fork's checkpoints may be unreadable
+    dtype, device_line = ranks.on_rank_0(
+        devices.choose_precision, config.dtype, ranks.device, model.num_parameters(), saved["dtype"]
+    )
+    autocast = torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32)
     if ranks.device.type == "cuda" and dtype != torch.float32:
         torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
-    autocast = torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32)
-
-    # Data: each rank reads its part of every micro-step. Validation is in the order of the file.
+    before = saved["config"].get("micro_batch_size", 0)
+    B = plan.micro_batch_size(config, ranks, model, dtype, before)
     T = config.seq_len
-    B = choose_micro_batch_size(config, model, ranks, autocast)
+    config.micro_batch_size = B  # checkpoints record it: another B would change rounding
+    grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
+    model.to(ranks.device)
+    torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
+
+    # ---- Data
     loader = DataLoaderLite(
-        config.data,
-        "train",
-        B,
-        T,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        seed=config.seed,
-        shuffle=config.shuffle,
-        pin_memory=ranks.device.type == "cuda",
+        config.data, "train", B, T, ranks.rank, ranks.world_size, config.seed, config.shuffle
     )
-    val_loader = tasks = None
+    loader.pin_memory = ranks.device.type == "cuda"
     if config.eval_every:
         val_loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)
+        val_sequences = min(config.eval_tokens // T, val_loader.sequences_per_epoch)
+        val_text = tokenizer.text_size(val_loader.read(0, val_sequences)[:, 1:].ravel())
+    tasks = None
     if config.hellaswag_every:
         context = model.config.block_size
-        tasks = hellaswag.prepare_for_training(config.hellaswag_data, context, ranks.gather)
+        tasks = hellaswag.prepare_for_training(config.hellaswag_data, context, ranks)
 
-    # Optimizer, and what a checkpoint has of it.
-    optimizer = configure_optimizer(model, config, dtype)
+    # ---- Optimizers, and the state of the checkpoint
+    optimizers = configure_optimizers(model, config, dtype)
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
-    if saved is not None:
-        restore_state(saved, optimizer, scaler, loader, ranks)
-        if run.is_finished(saved["step"], config.max_steps):
-            print0(f"already trained {saved['step']} steps; to continue, raise --max-steps")
-            return None
-    # From here on the folder changes: the log is trimmed, or earlier checkpoints move aside.
-    software = devices.gpu_software(ranks.device, dtype)
-    run.begin(counters["step"], description, asdict(config), continues, software)
+    if checkpoint is not None:
+        loader.load_state_dict(saved["loader"])
+        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        if saved["scaler"]:  # only float16 has one
+            scaler.load_state_dict(saved["scaler"])
+        if ranks.rank < len(saved["random"]):  # there may be more ranks than before
+            devices.set_random_state(ranks.device, saved["random"][ranks.rank])
 
-    # What takes time comes last: whether anything compiles, DDP's warm-up, the machine's speed.
+    # ---- From here on the folder changes; what takes time comes last
+    run.begin(step, device_line, devices.gpu_software(ranks.device, dtype))
     model.prepare(config.compile and devices.can_compile(ranks.device), config.low_memory)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast) if ranks.world_size > 1 else model
-    peak_flops, _ = devices.peak_flops(ranks.device, dtype)
-    meter = console.Meter(
-        tokens=config.total_batch_size,
-        flops_per_token=model.flops_per_token(T),
-        peak_flops=ranks.world_size * peak_flops,
-        interval=config.eval_every or config.save_every or 20,
-        elapsed=counters["elapsed"],
-    )
-    return Training(
-        model=model,
-        ddp_model=ddp_model,
-        optimizer=optimizer,
-        scaler=scaler,
-        dtype=dtype,
-        description=description,
-        autocast=autocast,
-        loader=loader,
-        val_loader=val_loader,
-        tasks=tasks,
-        run=run,
-        meter=meter,
-        step=counters["step"],
-        skipped=counters["skipped"],
-    )
+    flops = model.flops_per_token(T)
+    meter = console.Meter(config.total_batch_size, flops, ranks, dtype, saved["elapsed"])
+    console.announce(config, device_line, model, loader, meter, checkpoint)
+    signals.collect_stop_signals()  # a run that is asked to stop saves first
 
-
-# --------------------------------------------------------------------------------------------------
-# The loop
-
-
-def train(training: Training, config: TrainConfig, ranks: Ranks, before_step: BeforeStep) -> None:
-    """Saves, evaluates, updates, logs, until max_steps. Raises Stopped after a stop signal."""
-    model = training.model  # evaluated and saved
-    ddp_model = training.ddp_model  # trained; it has the same weights
-    optimizer = training.optimizer
-    scaler = training.scaler
-    loader = training.loader
-    autocast = training.autocast
-    run = training.run
-    grad_accum_steps = config.total_batch_size // (loader.B * loader.T * ranks.world_size)
-    # One round more than there are updates: the last one only saves and evaluates.
-    for step in range(training.step, config.max_steps + 1):
+    # ---- The loop
+    stopping = False
+    while True:
         last = step == config.max_steps
-        before_step(step, training)
-        # Save before evaluating, which may fail. An interval of 0 turns a part off.
-        if config.save_every and (last or (step > 0 and step % config.save_every == 0)):
-            save_checkpoint(training, config, ranks, required=last)
+        # Save before evaluating, which may fail.
+        due = step > 0 and is_due(config.save_every, step, last)
+        if due or (stopping and config.save_every):
+            state = {
+                "step": step,
+                "skipped": skipped,
+                "elapsed": meter.elapsed,
+                "dtype": str(dtype),
+                "config": asdict(config),
+                "loader": loader.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "scaler": scaler.state_dict(),
+                "random": ranks.gather(devices.random_state(ranks.device)),
+            }
+            run.save(model, state, required=last or stopping)
+        if stopping:
+            break
+
+        # Evaluate. A stop signal cuts this short; the results are then dropped.
         model.eval()  # GPT-2 is trained without dropout, but a fork may have it
-        if config.eval_every and (last or step % config.eval_every == 0):
-            loss = validation_loss(model, training.val_loader, config.eval_tokens, ranks, autocast)
-            text = validation_text(training.val_loader, config.eval_tokens)
-            run.log(step, val=loss, bpb=text.bits_per_byte(loss))
-        if training.tasks and (last or step % config.hellaswag_every == 0):
-            run.log(step, hella=hellaswag.accuracy(model, training.tasks, ranks, autocast))
-        if config.sample_every and step > 0 and (last or step % config.sample_every == 0):
+        results = {}
+        if is_due(config.eval_every, step, last):
+            loss = validation_loss(model, val_loader, val_sequences, ranks, autocast)
+            results = {"val": loss, "bpb": val_text.bits_per_byte(loss)}
+        if tasks and is_due(config.hellaswag_every, step, last):
+            results["hella"] = hellaswag.accuracy(model, tasks, ranks, autocast)
+        if results and ranks.any(signals.received):
+            stopping = True
+            continue  # and save
+        run.log(step, **results)
+        if step > 0 and is_due(config.sample_every, step, last):
             print_samples(model, config.sample_prompt, ranks, autocast, last)
         model.train()
         if last:
@@ -1042,16 +865,12 @@ def train(training: Training, config: TrainConfig, ranks: Ranks, before_step: Be
         # ---- One update of the weights -----------------------------------------------------------
         began = time.perf_counter()
         lr = get_lr(step, config)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        first_token = loader.position
-        random_state = devices.random_state(ranks.device)  # like first_token, if we stop midway
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        first_sequence = loader.position
         loss_sum = torch.zeros((), device=ranks.device)
         for micro_step in range(grad_accum_steps):
-            if signals.received and ranks.world_size == 1:  # several ranks agree on it below
-                loader.position = first_token
-                devices.set_random_state(ranks.device, random_state)
-                raise Stopped
             x, y = loader.next_batch()  # (B, T) each
             # Copies from pinned memory don't wait for the kernels that are still running.
             x = x.to(ranks.device, non_blocking=loader.pin_memory)
@@ -1067,7 +886,8 @@ def train(training: Training, config: TrainConfig, ranks: Ranks, before_step: Be
             loss_sum += micro_loss.detach()  # .item() would synchronize in every micro-step
         # Clip the norm of all gradients together, after unscaling: grad_clip applies to unscaled
         # gradients. Without clipping (inf) the norm is still logged.
-        scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
         norm_tensor = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         # The one synchronization with the device. All ranks get the same sums, so they make the
         # same decisions; the flag tells all of them if any has received a stop signal.
@@ -1075,129 +895,65 @@ def train(training: Training, config: TrainConfig, ranks: Ranks, before_step: Be
         sums = torch.stack([loss_sum, stop_flag])
         if ranks.world_size > 1:
             dist.all_reduce(sums)
-        total_loss, stopped = sums.tolist()
+        total_loss, stopping = sums.tolist()
         loss = total_loss / (grad_accum_steps * ranks.world_size)
         norm = norm_tensor.item()
-        # A gradient that is not finite would ruin weights and moments. In float16 that is routine:
-        # the scaler skips the step and halves the scale; at 1 or below, the gradient is to blame.
-        if math.isfinite(loss) and (math.isfinite(norm) or scaler.get_scale() > 1):
-            scaler.step(optimizer)
-        else:
-            training.skipped += 1
-            problem = f"step {step}: loss {loss}, norm {norm} on the tokens from {first_token} on"
-            if training.skipped > config.skip_bad_steps:
-                skip = f"skip this update with --resume --skip-bad-steps {training.skipped}"
+        if math.isfinite(loss) and math.isfinite(norm):
+            for optimizer in optimizers:
+                optimizer.step()
+        elif math.isfinite(loss) and scaler.get_scale() > 1:
+            pass  # a float16 gradient overflowed: scaler.update() halves the scale
+        else:  # it would ruin weights and moments
+            skipped += 1
+            problem = (
+                f"step {step}: loss {loss}, norm {norm} on the sequences from {first_sequence} on"
+            )
+            if skipped > config.skip_bad_steps:
+                skip = f"skip this update with --resume --skip-bad-steps {skipped}"
                 raise RunError(f"{problem}; the weights are unchanged. Lower --max-lr, or {skip}")
-            print0(f"warning: {problem}: skipped, {training.skipped} of {config.skip_bad_steps}")
+            print0(f"warning: {problem}: skipped, {skipped} of {config.skip_bad_steps}")
         scaler.update()
         # Under DDP gradients are views of its buckets: zero them in place, or they'd be copies.
-        optimizer.zero_grad(set_to_none=ranks.world_size == 1)
+        model.zero_grad(set_to_none=ranks.world_size == 1)
         # ---- End of the update -------------------------------------------------------------------
 
-        training.step = step + 1
-        training.meter.end_step(began, steps_left=config.max_steps - training.step)
-        print0(f"step {step:5d}/{config.max_steps} {training.meter.line(loss, lr, norm)}")
-        run.log(step, train=loss, lr=lr, norm=norm, **training.meter.streams)
-        if stopped:
-            raise Stopped
+        meter.end_step(began, steps_left=config.max_steps - step - 1)
+        print0(f"step {step:5d}/{config.max_steps} {meter.line(loss, lr, norm)}")
+        run.log(step, train=loss, lr=lr, norm=norm, **meter.streams)
+        step += 1
 
-
-# --------------------------------------------------------------------------------------------------
-# The run from its command line to its last line
-
-
-def stop(training: Training, config: TrainConfig, ranks: Ranks) -> int:
-    """Saves after a stop signal, if saving is on. Returns the exit status."""
-    hint = "--resume continues" if config.save_every else "nothing is saved"
-    print0(f"stopped by a signal after {training.step} updates; {hint}")
-    if config.save_every:
-        save_checkpoint(training, config, ranks, required=True)
-        training.run.clean_up(training.step)
-    return signals.exit_status()
-
-
-def conclude(training: Training, config: TrainConfig) -> None:
-    """Records and prints what the run ends with."""
-    run = training.run
-    if config.save_every:
-        run.clean_up(training.step, wait=True)  # now that the last validation loss is known
+    # ---- The last lines
+    if stopping:
+        hint = "--resume continues" if config.save_every else "nothing is saved"
+        print0(f"stopped by a signal after {step} updates; {hint}")
+        return signals.exit_status()
     if config.eval_every:
-        text = validation_text(training.val_loader, config.eval_tokens)
-        console.print_validation(run.latest["val"], text)
-    console.print_cost(training.step, training.meter.elapsed)
+        console.print_validation(results["val"], val_text)
+    console.print_cost(step, meter.elapsed)
     if config.save_every:
-        run.print_result(training.step, config.sample_prompt, training.model.is_gpt2)
-    run.finish(training.step)
+        run.finish(model, step)
+    return 0
 
 
-def print_plan(config: TrainConfig) -> None:
-    """Prints FLOPs, memory and time of a run. Trains nothing."""
-    from support import plan
-
-    with torch.device("meta"):  # allocates nothing
-        model = new_model(config, Ranks(rank=0, world_size=1, device=torch.device("meta")))
-    plan.print_plan(
-        model,
-        device=config.device,
-        dtype=config.dtype,
-        data=config.data,
-        max_steps=config.max_steps,
-        total_batch_size=config.total_batch_size,
-        B=config.micro_batch_size,
-        T=config.seq_len,
-        low_memory=config.low_memory,
-        compiled=config.compile,
-    )
-
-
-def main(
-    args: list[str] | None = None,
-    model: GPT | None = None,
-    before_step: BeforeStep = lambda step, training: None,
-) -> int:
-    """Reads the command line and trains. Returns the exit status: 0, or 130 / 143 after a signal.
-
-    model: train this one instead of a new one. before_step(step, training): called at the start of
-    each step, and once more after the last one. Both are for bench.py."""
+def main(args: list[str] | None = None) -> int:
+    """Reads the command line and trains. Returns the exit status: 0, 130 or 143 after a signal."""
     config = read_config(args)
     if config.plan:
-        print_plan(config)
+        with torch.device("meta"):  # allocates nothing
+            plan.print_plan(config, new_model(config))
         return 0
     ranks = Ranks.start(config.device, config.deterministic)
-    if config.low_memory and ranks.device.type == "cpu":
-        devices.keep_freed_memory(False)
+    if ranks.device.type == "cpu" and not config.low_memory:
+        devices.keep_freed_memory()  # faster steps for more memory
     if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
         missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
         print0(f"{missing}: the shakespeare preset")
-    status = 0
     try:
-        # Only one run at a time may use the folder.
-        log_dir = Path(config.log_dir)
-        with lock(log_dir, ranks.rank), cli.unprinted_to(log_dir / "unprinted.txt"):
-            training = set_up(config, ranks, model)
-            if training is not None:
-                console.announce(
-                    device=training.description,
-                    model=training.model,
-                    loader=training.loader,
-                    data=config.data,
-                    max_steps=config.max_steps,
-                    total_batch_size=config.total_batch_size,
-                    peak=devices.peak_flops(ranks.device, training.dtype),
-                    log_dir=config.log_dir,
-                    checkpoint=training.run.checkpoint,
-                )
-                # From here on a signal stops the run between two updates, and saves.
-                signals.collect_stop_signals()
-                try:
-                    train(training, config, ranks, before_step)
-                    conclude(training, config)
-                except Stopped:
-                    status = stop(training, config, ranks)
+        with RunFolder(config, ranks) as run:
+            status = train(config, ranks, run)
     except RuntimeError as error:
         raise explain(error, str(ranks.device), config.micro_batch_size) from None
-    del training  # the DDP in it must go before its process group, or the exit can hang
-    if dist.is_initialized():
+    if dist.is_initialized():  # now that train() and the DDP in it are gone, or the exit can hang
         dist.destroy_process_group()
     return status
 

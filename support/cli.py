@@ -7,15 +7,13 @@ import io
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from tqdm import tqdm
-
-from support.errors import LostRank, RunError, UserError, first_line
+from support.errors import LostRank, RunError, UserError
 from support.signals import received
 
 # System errors that the user can fix, with a hint where the system's own message has none.
@@ -43,6 +41,19 @@ def flag(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def differences(before: dict[str, Any], config: Any, may_change: set[str]) -> list[str]:
+    """The settings of a run before that differ now, except those in may_change.
+
+    before: {} or the run's settings; one that it lacks, as a fork may have added it, counts as its
+    default. config: a TrainConfig"""
+    before = before and asdict(type(config)()) | before
+    return [
+        f"{flag(name)} was {before[name]}, is {value}"
+        for name, value in asdict(config).items()
+        if before and name not in may_change and shown(value) != shown(before[name])
+    ]
+
+
 def parse_args(config_class: type, args: Sequence[str] | None = None, **options: Any) -> Any:
     """Reads the command line (`args`, or sys.argv[1:]) into `config_class`.
 
@@ -56,87 +67,24 @@ def parse_args(config_class: type, args: Sequence[str] | None = None, **options:
 
 
 def print0(message: str, every_rank: bool = False) -> None:
-    """Prints on rank 0, or on every rank."""
+    """Prints on rank 0, or on every rank. What can't be printed is dropped: a run goes on when its
+    terminal is closed."""
     if every_rank or os.environ.get("RANK", "0") == "0":
-        print(message, flush=True)
+        with contextlib.suppress(OSError):
+            print(message, flush=True)
 
 
 def warn(message: str, label: str = "warning") -> None:
-    """Prints to stderr. A warning that can't be printed is dropped: it must not end the run."""
+    """Prints to stderr; dropped if it can't be printed."""
     with contextlib.suppress(OSError):
         print(f"{label}: {message}", file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def progress(**options: Any) -> Iterator[tqdm]:
-    """A bar, if stderr is a terminal. Its clock never stops; the end clears it."""
-
-    def tick() -> None:
-        while not bar.disable:  # as it is once closed
-            time.sleep(1)
-            bar.refresh()
-
-    with tqdm(**options, leave=False, disable=None) as bar:
-        threading.Thread(target=tick, daemon=True).start()
-        yield bar
-
-
-class KeptOutput:
-    """A stream that appends to a file what it can't print, e.g. when the terminal is closed."""
-
-    def __init__(self, stream: TextIO, path: Path):
-        self.stream = stream
-        self.path = path
-        self.text = ""  # since the last flush
-        self.failed = False
-
-    def write(self, text: str) -> int:
-        self.text += text
-        if "\n" in text:
-            self.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        text, self.text = self.text, ""
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except Exception:
-            self.failed = True
-            self.keep(text)
-
-    def keep(self, text: str) -> None:
-        with (
-            contextlib.suppress(OSError),
-            open(self.path, "a", encoding="utf-8", errors="replace") as file,
-        ):
-            file.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-@contextlib.contextmanager
-def unprinted_to(path: Path) -> Iterator[None]:
-    """Inside, no error of stdout or stderr ends a run: `path` takes what can't be printed."""
-    out, err = KeptOutput(sys.stdout, path), KeptOutput(sys.stderr, path)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            yield
-        except Exception as error:
-            if err.failed or out.failed:  # run() may not be able to print it either
-                out.keep(f"error: {first_line(error)}\n")
-            raise
-        finally:
-            out.flush()
-            err.flush()
-
-
-def shown(path: str | Path) -> str:
-    """A path relative to the working folder if it is inside it; unchanged otherwise."""
-    with contextlib.suppress(ValueError):
-        return str(Path(path).relative_to(Path.cwd()))
-    return str(path)
+def shown(value: Any) -> str:
+    """As text; a path inside the working folder is relative to it."""
+    with contextlib.suppress(ValueError, TypeError):
+        return str(Path(value).relative_to(Path.cwd()))
+    return str(value)
 
 
 def run(main: Callable[[], int | None]) -> None:

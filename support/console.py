@@ -1,12 +1,14 @@
 """What a training run prints: its first lines, the speed of each step, its last lines."""
 
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from support import devices
 from support.cli import print0, shown
-from support.devices import peak_memory, reset_peak_memory
+from support.ranks import Ranks
 
 
 def duration(seconds: float) -> str:
@@ -17,42 +19,44 @@ def duration(seconds: float) -> str:
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
 
-@dataclass
 class Meter:
     """Measures the steps of a run: milliseconds, tokens per second, MFU, time left."""
 
-    tokens: int  # per step
-    flops_per_token: int
-    peak_flops: float  # FLOP/s of all devices together that count as 100 % MFU
-    interval: int  # steps from one pause, to evaluate or save, to the next
-    elapsed: float = 0.0  # seconds spent in steps
-    seconds: float = 0.0  # of the latest step
-    left: float = 0.0  # seconds until the end of the run
-    ends: list[float] = field(default_factory=list)  # when the steps of one interval ended
+    def __init__(
+        self, tokens: int, flops: int, ranks: Ranks, dtype: torch.dtype, elapsed: float = 0.0
+    ):
+        """tokens: per step. flops: per token. dtype: of matmuls. elapsed: seconds so far."""
+        self.tokens = tokens
+        self.flops = flops
+        # The FLOP/s of one device that count as 100 % MFU, and where the figure comes from.
+        self.peak_flops, self.source = devices.peak_flops(ranks.device, dtype)
+        self.devices = ranks.world_size
+        self.elapsed = elapsed  # seconds spent in steps
+        self.seconds = 0.0  # of the latest step
+        self.left = 0.0  # seconds until the end of the run
+        self.first_end: float | None = None  # when the first step ended
+        self.steps = 0  # after the first one
 
     def end_step(self, began: float, steps_left: int) -> None:
         """Measures a step that began at time.perf_counter() `began` and ends now."""
         now = time.perf_counter()
         self.seconds = now - began
         self.elapsed += self.seconds
-        if not self.ends:  # peak memory is without the trial of B and compilation
-            reset_peak_memory()
-        # Time left is by the mean over an interval, so that it includes one of each pause.
-        self.ends = [*self.ends, now][-self.interval - 1 :]
         per_step = self.seconds
-        if len(self.ends) > 1:
-            per_step = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+        if self.first_end is None:  # the first step compiles, which counts for nothing here
+            devices.reset_peak_memory()
+            self.first_end = now
+        else:
+            self.steps += 1
+            per_step = (now - self.first_end) / self.steps  # with evaluations and saving
         self.left = per_step * steps_left
 
     @property
     def streams(self) -> dict[str, float]:
         """The latest step's values for log.txt."""
-        tokens_per_second = self.tokens / self.seconds
-        return {
-            "tok_per_sec": tokens_per_second,
-            "mfu": tokens_per_second * self.flops_per_token / self.peak_flops,
-            "ms": 1e3 * self.seconds,
-        }
+        rate = self.tokens / self.seconds
+        mfu = rate * self.flops / (self.peak_flops * self.devices)
+        return {"tok_per_sec": rate, "mfu": mfu, "ms": 1e3 * self.seconds}
 
     def line(self, loss: float, lr: float, norm: float) -> str:
         """The latest step as a line on the console."""
@@ -65,45 +69,27 @@ class Meter:
 
 
 def announce(
-    *,
-    device: str,
-    model: Any,
-    loader: Any,
-    data: str,
-    max_steps: int,
-    total_batch_size: int,
-    peak: tuple[float, str],
-    log_dir: str,
-    checkpoint: Path | None,
+    config: Any, device_line: str, model: Any, loader: Any, meter: Meter, checkpoint: Path | None
 ) -> None:
     """Prints what is about to be trained.
 
-    device: with precision and reason. model: a GPT. loader: of the training data. peak: as
-    devices.peak_flops returns it. checkpoint: from which the run resumes."""
-    T = loader.T
-    flops = model.flops_per_token(T)
-    peak_flops, source = peak
-    steps_per_epoch = loader.total_tokens / total_batch_size
-    epochs = max_steps / steps_per_epoch
-    micro_steps = total_batch_size // (loader.B * T * loader.world_size)
-    print0(f"device: {device}")
-    print0(f"model: {model.num_parameters():,} parameters, {flops / 1e6:,.0f} MFLOP per token")
-    print0(f"speed: MFU 100 % = {peak_flops / 1e12:,.3g} TFLOP/s per device ({source})")
-    print0(f"data: {shown(data)}, {loader.total_tokens:,} training tokens")
-    print0(f"steps: {max_steps:,} of {total_batch_size:,} tokens, {epochs:.3f} epochs")
-    if max_steps and not 0.1 <= epochs <= 10:
-        # Up to four epochs, repeated text is almost as good as new (Muennighoff et al. 2023).
-        fit = 1
-        times = "once"
-        if epochs > 10:
-            fit = 4
-            times = "4 times, after which it teaches little; keep --warmup-steps below"
-        steps = max(float(f"{fit * steps_per_epoch:.1e}"), 1)  # to two digits
-        print0(f"note: --max-steps {steps:.0f} would read the text {times}")
+    config: a TrainConfig. device_line: device and precision, with the reason. model: a GPT. loader:
+    of the training data. checkpoint: from which the run resumes."""
+    T = config.seq_len
+    steps_per_epoch = loader.sequences_per_epoch * T / config.total_batch_size
+    micro_steps = config.total_batch_size // (loader.B * T * loader.world_size)
+    print0(f"device: {device_line}")
+    print0(
+        f"model: {model.num_parameters():,} parameters, {meter.flops / 1e6:,.0f} MFLOP per token"
+    )
+    print0(f"speed: MFU 100 % = {meter.peak_flops / 1e12:,.3g} TFLOP/s per device ({meter.source})")
+    print0(f"data: {shown(config.data)}, {loader.total_tokens:,} training tokens")
+    epochs = f"{config.max_steps / steps_per_epoch:.3f} epochs"
+    print0(f"steps: {config.max_steps:,} of {config.total_batch_size:,} tokens, {epochs}")
     shape = f"{loader.B} x {T} tokens x {micro_steps} micro-steps"
     print0(f"batch: {shape} x {loader.world_size} ranks")
     resumed = f", resumed from {checkpoint}" if checkpoint else ""
-    print0(f"log and checkpoints: {log_dir}/{resumed}")
+    print0(f"log and checkpoints: {config.log_dir}/{resumed}")
 
 
 def print_validation(loss: float, text: Any) -> None:
@@ -116,6 +102,6 @@ def print_validation(loss: float, text: Any) -> None:
 def print_cost(steps: int, seconds: float) -> None:
     """Prints the cost of a run. seconds: spent in its updates."""
     print0(f"done: {steps:,} steps, {seconds / 60:.1f} minutes of training")
-    memory = peak_memory()
+    memory = devices.peak_memory()
     if memory:
         print0(f"peak memory: {memory / 1e9:.2f} GB")

@@ -4,13 +4,11 @@ import ctypes
 import functools
 import os
 import re
-import shutil
 import sys
 import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -43,60 +41,29 @@ def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torc
             raise UserError(f"{problem}: lower --nproc_per_node")
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
-        expand_segments(chosen)
         return chosen
-    if kind == "cpu":
-        keep_freed_memory(True)
     return torch.device(kind)
 
 
-def keep_freed_memory(keep: bool) -> None:
-    """Whether the process keeps the memory of freed tensors for the next ones (glibc only).
+def keep_freed_memory() -> None:
+    """Lets the process keep the memory of freed tensors for the next ones (glibc only).
 
     By default glibc returns large buffers to the kernel, and the next step faults them in again,
-    page by page: a third of a step of GPT-2 (124M), more than half of a small model's. But kept
-    memory has gaps, into which a larger tensor doesn't fit: --low-memory returns it
-    (bench/memory)."""
+    page by page: a third of a step of GPT-2 (124M), more than half of a small model's. The price is
+    that kept memory has gaps, into which a larger tensor doesn't fit (bench/memory)."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if not hasattr(libc, "mallopt"):  # musl lacks it
-        return
-    libc.mallopt(-4, 0 if keep else 2**16)  # M_MMAP_MAX: buffers that are mapped separately
-    libc.mallopt(-1, 2**31 - 1 if keep else 2**17)  # M_TRIM_THRESHOLD: when to shrink the heap
-    if not keep:
-        libc.mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: bytes from which to map; fixed from now on
+    if hasattr(libc, "mallopt"):  # musl lacks it
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no buffers that are mapped separately
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: don't shrink the heap
 
 
 def unused_gpu() -> str:
-    """Why torch doesn't see this machine's GPU, with the remedy. "" without one, or if hidden."""
-    hidden = {os.environ.get(f"{vendor}_VISIBLE_DEVICES") for vendor in ("CUDA", "HIP", "ROCR")}
-    if hidden & {"", "-1"}:  # on purpose
+    """What to do if torch doesn't see this machine's NVIDIA GPU. "" without one, or if hidden."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # on purpose
+    if hidden or not torch.version.cuda or not Path("/proc/driver/nvidia").exists():
         return ""
-    nvidia = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()
-    if torch.version.hip and Path("/dev/kfd").exists():
-        remedy = "check `rocminfo`, and that you are in the groups render and video"
-    elif torch.version.cuda and nvidia:
-        remedy = "install driver 580, or a torch for CUDA 12.6"
-    elif os.name == "nt" and nvidia and not torch.version.hip:  # what pip installs there
-        remedy = "install a torch for CUDA: pytorch.org"
-    else:
-        return ""
+    remedy = "install driver 580, or a torch for CUDA 12.6"
     return f"torch {torch.__version__} does not see this machine's GPU: {remedy}"
-
-
-def expand_segments(device: torch.device) -> None:
-    """Lets CUDA's allocator grow its segments, unless the user has configured it.
-
-    Segments of fixed sizes leave gaps between tensors, a gigabyte at the largest micro-batches. It
-    may be too late for the environment variable, which torch reads when it is imported."""
-    configured = any(f"PYTORCH_{name}ALLOC_CONF" in os.environ for name in ("", "CUDA_"))
-    if configured or not torch.version.cuda or sys.platform != "linux":
-        return
-    configure = torch._C._accelerator_setAllocatorSettings
-    configure("expandable_segments:True")
-    try:
-        torch.empty(1, device=device)
-    except RuntimeError:  # some virtual GPUs lack it
-        configure("expandable_segments:False")
 
 
 def can_compile(device: torch.device) -> bool:
@@ -114,16 +81,10 @@ def can_compile(device: torch.device) -> bool:
 
 
 def round_length(length: int, device: torch.device) -> int:
-    """The length to which to pad a sequence: on a GPU the next multiple of 64.
+    """The length to which to pad a sequence: on a CUDA GPU the next multiple of 64.
 
-    cuDNN plans its attention kernels again for each new length."""
+    cuDNN plans its attention kernels again for each new length, which takes time."""
     return length + -length % 64 if device.type == "cuda" else length
-
-
-def pad_length(idx: Tensor, longest: int) -> Tensor:
-    """Tokens (B, T) padded at the end with zeros to round_length(T), or to `longest` if less."""
-    T = idx.size(1)
-    return F.pad(idx, (0, min(round_length(T, idx.device), longest) - T))
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -15,10 +15,6 @@ class LostRank(RunError):
     """A collective failed because another rank has exited."""
 
 
-class Stopped(Exception):
-    """A rank received a stop signal (support/signals.py). Raised on all ranks at the same place."""
-
-
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -42,20 +38,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(text in str(error) for text in texts)
 
 
-def explain(error: RuntimeError, device: str, B: int) -> Exception:
+def explain(error: RuntimeError, device: str, B: int = 0) -> Exception:
     """Turns one of PyTorch's errors into one for users; returns any other error unchanged.
 
-    device: where it happened. B: --micro-batch-size."""
+    device: where it happened. B: sequences per micro-batch; 0 if it is not known yet."""
     message = str(error)
     if is_out_of_memory(error):
-        if B == 0:
-            smaller = "a --micro-batch-size below the one in the line `batch:`, "
-        elif B > 1:
-            smaller = f"--micro-batch-size {B // 2}, "
-        else:
-            smaller = ""
-        options = f"{smaller}--low-memory, or --shard-optimizer on several ranks"
-        return UserError(f"out of memory on {device}: try {options}")
+        smaller = f"--micro-batch-size {B // 2} or " if B > 1 else ""
+        return UserError(f"out of memory on {device}: try {smaller}--low-memory")
     cause = re.search(r"Last error:\s*(.+)", message)  # NCCL gives the cause on a later line
     detail = f" ({cause[1]})" if cause else ""
     if re.search(r"Connection (closed|reset) by peer|remote process exit|was aborted", message):

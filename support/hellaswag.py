@@ -3,11 +3,7 @@
 HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?") has 10,042
 validation tasks. In the completion style used here the model scores the tokens of each ending after
 the context: `acc` takes the ending with the lowest summed loss, `acc_norm` the one with the lowest
-loss per token.
-
-A task is one sequence: its context, then the four endings. Each ending attends to the context and
-itself, with positions as if it followed the context directly. So the context is computed once, and
-the head only where an ending is scored. Losses are float32 in any precision of the model."""
+loss per token."""
 
 import contextlib
 import json
@@ -16,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.request import urlopen
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
-from support.cli import print0, progress, torchrun_ranks
+from support.cli import print0, torchrun_ranks
 from support.devices import round_length
 from support.errors import UserError
 from support.files import atomic_path, sha256
@@ -49,13 +45,9 @@ def download() -> Path:
             if DOWNLOADED.exists() and sha256(DOWNLOADED) == SHA256:
                 return DOWNLOADED
             DOWNLOADED.parent.mkdir(exist_ok=True)
-            with (
-                progress(desc="download", total=10042, unit="task") as bar,
-                atomic_path(DOWNLOADED) as partial,
-                urlopen(URL, timeout=20) as response,
-            ):
-                bar.iterable = response  # a line per task
-                partial.write_bytes(b"".join(bar))
+            with atomic_path(DOWNLOADED) as partial, urlopen(URL, timeout=20) as response:
+                lines = tqdm(response, "download", 10042, leave=False, disable=None, unit="task")
+                partial.write_bytes(b"".join(lines))
                 if sha256(partial) != SHA256:
                     raise OSError("not the official file")
             return DOWNLOADED
@@ -86,184 +78,132 @@ def load_examples(path: str | Path = "") -> list[dict[str, Any]]:
     return examples
 
 
-# --------------------------------------------------------------------------------------------------
-# Scoring
-
-
-class Packing(NamedTuple):
-    """Where the tokens of several texts in one sequence stand, and what they attend to."""
-
-    position: Tensor  # (B, T) int64, as if each text were alone
-    mask: Tensor  # (B, 1, T, T) bool
-
-
-class Read(NamedTuple):
-    """A token that the model reads."""
-
-    token: int
-    position: int
-    segment: int  # 0: the context; 1 to 4: one of the endings
-
-
-class Scored(NamedTuple):
-    """A token of an ending, whose loss counts."""
-
-    source: int  # index of the Read that predicts it
-    token: int
-    ending: int  # 0 to 3
-
-
 @dataclass(frozen=True)
 class Task:
-    """A tokenized task: N tokens that the model reads, and M tokens of the endings to score."""
+    context: list[int]  # tokens
+    endings: list[list[int]]  # of each ending
+    label: int  # the right one, 0 to 3
 
-    read: Tensor  # (3, N) int64, with the fields of Read as rows
-    scored: Tensor  # (3, M) int64, with the fields of Scored as rows
-    label: int  # the right ending, 0 to 3
-
-
-def columns(rows: list[NamedTuple]) -> Tensor:
-    """(fields, rows) int64; through NumPy, which reads lists five times as fast as torch."""
-    return torch.from_numpy(np.array(rows, np.int64).T)
+    @property
+    def length(self) -> int:
+        """Tokens of its longest row."""
+        return len(self.context) + max(map(len, self.endings))
 
 
-def prepare(examples: list[dict[str, Any]], block_size: int) -> list[Task]:
+def prepare(
+    examples: list[dict[str, Any]],
+    block_size: int,
+    encode: Callable[[str], list[int]],
+    keep: int = 0,
+) -> list[Task]:
     """Tokenizes tasks for a model with a context of block_size tokens.
 
-    A context that is too long loses its beginning, so that every ending stays whole."""
-    encode = get_tokenizer().encode_ordinary
+    A context that is too long loses its beginning, so that every ending stays whole; keep: the
+    number of its first tokens that stay as well, such as a beginning-of-text token."""
     tasks = []
     cut = 0  # contexts that lost their beginning
     for number, example in enumerate(examples, start=1):
         context = encode(example["ctx"])
-        endings = [encode(" " + ending) for ending in example["endings"]]
+        # Tokenized together: some tokenizers would give an ending alone another first token.
+        texts = [encode(f"{example['ctx']} {ending}") for ending in example["endings"]]
+        endings = [text[len(context) :] for text in texts]
         room = block_size + 1 - max(map(len, endings))  # the last token of an ending is not read
-        if room < 1:
+        if room <= keep:
             raise UserError(f"HellaSwag task {number}: an ending exceeds {block_size} tokens")
-        cut += len(context) > room
-        context = context[-room:]
-        read = [Read(token, t, segment=0) for t, token in enumerate(context)]
-        scored = []
-        for i, ending in enumerate(endings):
-            # The end of the context predicts the first token of an ending, each token the next.
-            source = len(context) - 1
-            for t, token in enumerate(ending):
-                scored.append(Scored(source, token, ending=i))
-                source = len(read)
-                if t < len(ending) - 1:
-                    read.append(Read(token, len(context) + t, segment=i + 1))
-        tasks.append(Task(columns(read), columns(scored), example["label"]))
+        if len(context) > room:
+            cut += 1
+            context = context[:keep] + context[len(context) - room + keep :]
+        tasks.append(Task(context, endings, example["label"]))
     if cut:
         print0(f"HellaSwag: {cut} contexts cut to fit the model's {block_size} tokens")
     return tasks
 
 
-def prepare_for_training(
-    path: str, block_size: int, gather: Callable[[Any], list[Any]]
-) -> list[Task] | None:
+def prepare_for_training(path: str, block_size: int, ranks: Ranks) -> list[Task] | None:
     """The tasks of a local file, or if path is "" the official ones, downloaded once per machine.
 
-    If a download fails, warns and returns None on all ranks. gather: Ranks.gather."""
-    tasks, problem = None, None
+    If a download fails, warns and returns None on all ranks."""
+    problem = ""
     if not path and torchrun_ranks()[1] == 0:  # it downloads, the others of its machine wait
         try:
-            tasks = prepare(load_examples(), block_size)
+            download()
         except UserError as error:
             problem = str(error)
-    for found in gather(problem):
+    for found in ranks.gather(problem):
         if found:
             print0(f"warning: training without HellaSwag: {found}")
             return None
-    return tasks or prepare(load_examples(path), block_size)
+    return prepare(load_examples(path), block_size, get_tokenizer().encode_ordinary)
+
+
+# --------------------------------------------------------------------------------------------------
+# Scoring
 
 
 @dataclass(frozen=True)
 class Score:
-    """Results of the tasks `index`, this rank's share of those given to `score`."""
+    """The result of a task."""
 
-    index: list[int]
-    losses: Tensor  # (n, 4) float64: summed loss of each ending, in nats
-    lengths: Tensor  # (n, 4) int64: tokens of each ending
-    labels: Tensor  # (n,)
+    losses: list[float]  # summed loss of each ending, in nats
+    lengths: list[int]  # tokens of each ending
+    label: int
 
-    def predictions(self) -> tuple[Tensor, Tensor]:
-        """The endings that acc and acc_norm choose, (n,) each."""
-        return self.losses.argmin(1), (self.losses / self.lengths).argmin(1)
-
-    def correct(self) -> tuple[int, int]:
-        """How many of them are right."""
-        return tuple(int((chosen == self.labels).sum()) for chosen in self.predictions())
-
-
-def segment_mask(segment: Tensor) -> Tensor:
-    """A token attends to earlier ones of the context and its own ending, never to the padding.
-
-    (B, T) as in Read -> (B, 1, T, T) bool"""
-    T = segment.size(1)
-    same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
-    return (same & torch.ones(T, T).tril().bool())[:, None]
+    @property
+    def predictions(self) -> tuple[int, int]:
+        """The endings that acc and acc_norm choose."""
+        means = [loss / n for loss, n in zip(self.losses, self.lengths, strict=True)]
+        return self.losses.index(min(self.losses)), means.index(min(means))
 
 
 @torch.no_grad()
 def score(
-    hidden: Callable[[Tensor, Packing], Tensor],
-    head: Callable[[Tensor], Tensor],
+    logits_at: Callable[[Tensor, Tensor], Tensor],
     tasks: list[Task],
-    device: torch.device,
-    rank: int = 0,
-    world_size: int = 1,
-    *,
-    batch_size: int = 16,
+    ranks: Ranks,
+    batch_size: int = 8,
     hide_progress: bool | None = True,  # None: unless stderr is a terminal
-) -> Score:
+) -> dict[int, Score]:
     """Scores this rank's share of the tasks, or only a part of it after a stop signal.
 
-    hidden(tokens (B, T), packing) -> (B, T, C); head(x (n, C)) -> logits (n, V)."""
-    from tqdm import tqdm
-
+    Every ending is a row: the context and the ending, then padding, which no token attends to.
+    logits_at(tokens (B, T), where (B, T) bool) -> (n, V): the logits at those n positions.
+    Returns {number of the task: its score}."""
     # Tasks of similar lengths together need little padding.
-    order = sorted(range(len(tasks)), key=lambda i: tasks[i].read.size(1))
+    order = sorted(range(len(tasks)), key=lambda i: tasks[i].length)
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    batches = batches[rank::world_size]
-    losses = torch.zeros(len(tasks), 4, dtype=torch.float64)
-    lengths = torch.zeros_like(losses, dtype=torch.int64)
+    batches = batches[ranks.rank :: ranks.world_size]
+    device = ranks.device
+    scores = {}
     progress = tqdm(batches, unit_scale=batch_size, unit="task", disable=hide_progress)
     for batch in until_stopped(progress):
-        B = len(batch)
-        T = round_length(tasks[batch[-1]].read.size(1), device)  # the last task is the longest
-        read = torch.zeros(3, B, T, dtype=torch.int64)
-        rows = []  # the task, 0 to B-1, of each scored token
-        for b, i in enumerate(batch):
-            read[:, b, : tasks[i].read.size(1)] = tasks[i].read
-            rows += [b] * tasks[i].scored.size(1)
-        row = torch.tensor(rows)  # (M,)
-        source, answer, ending = torch.cat([tasks[i].scored for i in batch], dim=1)  # (M,) each
-        tokens, position, segment = read  # (B, T) each
-        packing = Packing(position.to(device), segment_mask(segment).to(device))
-        x = hidden(tokens.to(device), packing)  # (B, T, C)
-        x = x[row.to(device), source.to(device)]  # (M, C)
-        parts = []
-        for x_part, target in zip(x.split(1024), answer.to(device).split(1024), strict=True):
-            parts.append(F.cross_entropy(head(x_part).float(), target, reduction="none"))
-        loss = torch.cat(parts).cpu().double()  # (M,); on the host: not every device has float64
-        place = torch.tensor(batch)[row] * 4 + ending
-        losses.view(-1).index_add_(0, place, loss)
-        lengths.view(-1).index_add_(0, place, torch.ones_like(place))
-    index = sorted(i for batch in batches for i in batch)
-    labels = torch.tensor([tasks[i].label for i in index])
-    return Score(index, losses[index], lengths[index], labels)
+        rows = [(tasks[i].context, ending) for i in batch for ending in tasks[i].endings]
+        lengths = [len(ending) for _, ending in rows]
+        # The last token of an ending is predicted, not read.
+        T = round_length(max(len(context) + len(ending) - 1 for context, ending in rows), device)
+        tokens = torch.zeros(len(rows), T, dtype=torch.int64)
+        where = torch.zeros(len(rows), T, dtype=torch.bool)
+        for row, (context, ending) in enumerate(rows):
+            read = context + ending[:-1]
+            tokens[row, : len(read)] = torch.tensor(read)
+            where[row, len(context) - 1 : len(read)] = True
+        targets = torch.tensor([token for _, ending in rows for token in ending])  # (n,)
+        logits = logits_at(tokens.to(device), where.to(device)).float()  # (n, V)
+        losses = F.cross_entropy(logits, targets.to(device), reduction="none").cpu().double()
+        sums = [part.sum().item() for part in losses.split(lengths)]
+        for n, i in enumerate(batch):
+            ours = slice(4 * n, 4 * n + 4)
+            scores[i] = Score(sums[ours], lengths[ours], tasks[i].label)
+    return scores
+
+
+def gpt_logits(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """What score() takes, for a GPT of train_gpt2.py: the head only where it counts."""
+    return lambda tokens, where: model.logits(model.hidden(tokens)[where])
 
 
 def accuracy(model: Any, tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:
     """The share of tasks that a GPT of train_gpt2.py gets right, by acc_norm. All ranks call it."""
     with autocast, torch.compiler.set_stance("force_eager"):  # don't compile one-off shapes
-        result = score(
-            model.hidden,
-            model.logits,
-            tasks,
-            ranks.device,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-        )
-    _, acc_norm = result.correct()
-    return ranks.sum(acc_norm) / len(tasks)
+        scores = score(gpt_logits(model), tasks, ranks)
+    right = sum(result.predictions[1] == result.label for result in scores.values())
+    return ranks.sum(right) / len(tasks)

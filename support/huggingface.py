@@ -1,16 +1,20 @@
-"""Hugging Face: GPT-2's files written and read, models from the Hub.
+"""Hugging Face: GPT-2's files written and read, models from the Hub or by transformers.
 
 In a Hugging Face GPT-2 parameter names begin with `transformer.` (not in OpenAI's uploads), and
 linear layers are Conv1D, whose weights are (in, out).
 
 A fork whose weights or mathematics are not GPT-2's must not pass for one, or other programs would
 run another model than was trained. Its config.json has FORK_TYPE as model_type, which transformers
-refuses, and its weights are stored as they are."""
+refuses, and its weights are stored as they are.
 
+Every config.json has a fingerprint of the mathematics that the weights were trained with. So no
+other code runs them: neither one fork's weights by another fork, nor a fork's by the original."""
+
+import functools
 import json
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support import files
+from support.checkpoints import list_checkpoints
+from support.cli import print0
 from support.errors import UserError, first_line
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files
 
@@ -33,97 +39,109 @@ GPT2_MATHS = {  # a model that differs in any of these isn't GPT-2
     "tie_word_embeddings": True,
     "add_cross_attention": False,
 }
-THEIR_NAMES = {"block_size": "n_positions"}  # the one setting with another name in config.json
+SHAPE = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # of a GPT-2, in config.json
+THEIR_NAMES = {"block_size": "n_positions"}  # the one setting with another name there
 FORK_TYPE = "gpt2-repro-fork"
 CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # weights that are stored transposed
+TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model")
+
+# --------------------------------------------------------------------------------------------------
+# What does this code compute? The arguments are a class like GPT and its config, a GPTConfig.
 
 
-def gpt2_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of GPT-2's parameters for a GPTConfig."""
-    C = config.n_embd
-    shapes = {"wte.weight": (config.vocab_size, C), "wpe.weight": (config.block_size, C)}
-    layers = {"ln_f": (C,)}
-    for i in range(config.n_layer):
-        layers |= {
-            f"h.{i}.ln_1": (C,),
-            f"h.{i}.attn.c_attn": (3 * C, C),
-            f"h.{i}.attn.c_proj": (C, C),
-            f"h.{i}.ln_2": (C,),
-            f"h.{i}.mlp.c_fc": (4 * C, C),
-            f"h.{i}.mlp.c_proj": (C, 4 * C),
-        }
-    for name, shape in layers.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    return shapes
-
-
-def gpt2_logits(state: dict[str, Tensor], n_layer: int, n_head: int, idx: Tensor) -> Tensor:
-    """GPT-2's logits (T, V) of tokens idx (T,), spelled out once more. state: its parameters."""
-    T = len(idx)
-    causal = torch.ones(T, T, dtype=torch.bool).tril()
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[1:], state[f"{name}.weight"], state[f"{name}.bias"])
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return x @ state[f"{name}.weight"].t() + state[f"{name}.bias"]
-
-    x = state["wte.weight"][idx] + state["wpe.weight"][:T]
-    for i in range(n_layer):
-        qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
-        q, k, v = (part.view(T, n_head, -1).transpose(0, 1) for part in qkv.chunk(3, dim=1))
-        scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~causal, -math.inf)
-        y = (scores.softmax(-1) @ v).transpose(0, 1).reshape(T, -1)
-        x = x + linear(y, f"h.{i}.attn.c_proj")
-        y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
-        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-        x = x + linear(y, f"h.{i}.mlp.c_proj")
-    return norm(x, "ln_f") @ state["wte.weight"].t()
-
-
-def is_gpt2(model: nn.Module) -> bool:
-    """True if the parameters of a model and its mathematics are GPT-2's.
-
-    Its class computes logits with few layers and channels, random weights and in float64: of a
-    full context, and of a short one with 50256 in it. They must be gpt2_logits'. It can't see what
-    acts only in training or only from the fifth layer on, nor other mathematics of this object."""
-    config = model.config
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if shapes != gpt2_shapes(config):
-        return False
-    try:
-        small = replace(config, n_layer=min(config.n_layer, 4), n_head=2, n_embd=8)
-        sizes = [dict(vocab_size=97, block_size=config.block_size)]
-        sizes.append(dict(vocab_size=VOCAB_SIZE, block_size=16))
-        return all(computes_gpt2(type(model), replace(small, **size)) for size in sizes)
-    except Exception:  # other parameters, or a fork that works with its own sizes only
-        return False
-
-
+@functools.cache
 @torch.no_grad()
+def is_gpt2(model_class: type[nn.Module], config: Any) -> bool:
+    """True if parameters and mathematics of a model are those of transformers' GPT-2.
+
+    Compares names and shapes; then logits and losses of two small models in float64, with random
+    weights, two heads and all layers: one has the whole context, the other the whole vocabulary.
+    What acts only in training is not seen."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        ours = model_class(config).state_dict()
+        theirs = our_layout(transformers_gpt2(config).state_dict())
+    if {n: t.shape for n, t in ours.items()} != {n: t.shape for n, t in theirs.items()}:
+        return False
+    small = replace(config, n_head=2, n_embd=8)
+    sizes = {"vocab_size": 97}, {"vocab_size": VOCAB_SIZE, "block_size": 16}
+    try:
+        return all(computes_gpt2(model_class, replace(small, **size)) for size in sizes)
+    except Exception:  # a fork that takes only its own sizes
+        return False
+
+
 def computes_gpt2(model_class: type[nn.Module], config: Any) -> bool:
-    """True if a model with random weights has gpt2_logits' logits for random tokens."""
+    """True if a model has transformers' logits and cross-entropy for random weights and tokens."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = model_class(config).double().eval()
-        for parameter in model.parameters():
+        theirs = transformers_gpt2(config).double().eval()
+        ours = model_class(config).double().eval()
+        for parameter in theirs.parameters():
             nn.init.normal_(parameter, std=0.3)
-        idx = torch.randint(config.vocab_size, (config.block_size,))
-        idx[len(idx) // 2] = config.vocab_size - 1  # <|endoftext|> of the whole vocabulary
-    logits, _ = model(idx[None])  # (1, T, V)
-    expected = gpt2_logits(model.state_dict(), config.n_layer, config.n_head, idx)
-    if logits.shape[1:] != expected.shape:
-        return False
-    return bool((logits[0] - expected).abs().max() < 1e-5 * expected.std())
+        idx = torch.randint(config.vocab_size, (1, config.block_size))
+    idx[0, config.block_size // 2] = config.vocab_size - 1  # <|endoftext|> of the whole vocabulary
+    ours.load_state_dict(our_layout(theirs.state_dict()))
+    expected = theirs(idx).logits  # (1, T, V)
+    logits, _ = ours(idx)
+    targets = idx.roll(-1)
+    loss = ours.cross_entropy(ours.hidden(idx), ours.head_weight, targets).item()
+    expected_loss = F.cross_entropy(expected[0], targets[0]).item()
+    same_loss = math.isclose(loss, expected_loss, rel_tol=1e-5)  # it is in float32
+    return same_loss and bool((logits - expected).abs().max() < 1e-9 * expected.std())
 
 
-def check_readable(model: nn.Module) -> None:
+def transformers_gpt2(config: Any) -> nn.Module:
+    """A GPT-2 of transformers with the shape of a GPTConfig."""
+    # Imported here, since it takes seconds.
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Config, GPT2LMHeadModel
+
+    settings = {THEIR_NAMES.get(name, name): value for name, value in asdict(config).items()}
+    shape = {name: settings[name] for name in SHAPE}
+    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=None))
+
+
+def our_layout(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of a Hugging Face GPT-2 under our names, linear weights as (out, in)."""
+    ours = {}
+    for name, tensor in state.items():
+        name = name.removeprefix("transformer.")
+        if not name.endswith((".attn.bias", ".attn.masked_bias", "lm_head.weight")):  # masks; wte
+            ours[name] = tensor.t() if CONV1D.search(name) and tensor.dim() == 2 else tensor
+    return ours
+
+
+@functools.cache
+@torch.no_grad()
+def fingerprint(model_class: type[nn.Module], config: Any) -> list[float]:
+    """Four logits of a small model with fixed weights: equal only for the same mathematics."""
+    heads = config.n_head
+    # The smallest that a fork accepts; the last one is the model's own size.
+    for size in ({"n_head": 2, "n_embd": 8}, {"n_embd": 4 * heads}, {}):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                model = model_class(replace(config, **size)).double().eval()
+            for i, parameter in enumerate(model.parameters()):
+                numbers = torch.arange(parameter.numel()) * 7919 + i * 104_729
+                parameter.copy_((numbers % 1000 / 1000 - 0.5).view_as(parameter))
+            idx = torch.arange(config.block_size) * 7919 % config.vocab_size
+            idx[config.block_size // 2] = config.vocab_size - 1  # <|endoftext|>
+            logits = model.logits(model.hidden(idx[None])[0, -1])  # (V,)
+            return logits[[0, 1, -2, -1]].tolist()
+        except Exception as error:
+            problem = error
+    raise UserError(f"this model cannot be run ({first_line(problem)})")
+
+
+def check_before_training(model: nn.Module) -> None:
     """UserError if a checkpoint of a fork's model could not be loaded into a new one.
 
-    Called before training: hours later would be too late. GPT-2's own can always be loaded."""
+    Hours later would be too late. Also asks whether it is a GPT-2, which takes seconds, once."""
+    is_gpt2(type(model), model.config)
     try:
+        fingerprint(type(model), model.config)
         saved = json.loads(json.dumps(asdict(model.config)))
-        copy = type(model)(type(model.config)(**saved))
+        with torch.device("meta"):
+            copy = type(model)(type(model.config)(**saved))
     except Exception as error:
         problem = f"its config {model.config} does not make it again ({first_line(error)})"
         raise UserError(f"checkpoints of this model could not be read: {problem}") from None
@@ -137,13 +155,15 @@ def check_readable(model: nn.Module) -> None:
         raise UserError(f"checkpoints of this model could not be read: {problem}")
 
 
-def write_pretrained(
-    folder: Path, settings: dict[str, Any], state: dict[str, Tensor], gpt2: bool
-) -> None:
-    """Writes config.json, model.safetensors and GPT-2's tokenizer.
+# --------------------------------------------------------------------------------------------------
+# Writing
 
-    settings: the fields of GPTConfig. gpt2: False for a fork that is none."""
+
+def write_pretrained(model: nn.Module, folder: Path) -> None:
+    """Writes config.json, model.safetensors and GPT-2's tokenizer. model: a GPT"""
     folder.mkdir(parents=True, exist_ok=True)
+    gpt2 = is_gpt2(type(model), model.config)
+    settings = asdict(model.config)
     eot = EOT if settings["vocab_size"] == VOCAB_SIZE else None  # None: another vocabulary
     config = {
         "architectures": ["GPT2LMHeadModel"],
@@ -157,11 +177,12 @@ def write_pretrained(
     }
     config |= GPT2_MATHS if gpt2 else {"model_type": FORK_TYPE, "architectures": ["GPT"]}
     config |= {THEIR_NAMES.get(name, name): value for name, value in settings.items()}
+    config["fingerprint"] = fingerprint(type(model), model.config)
     files.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if eot:
         write_tokenizer(folder, settings["block_size"])
     weights = {}
-    for name, tensor in state.items():
+    for name, tensor in model.state_dict().items():
         if not gpt2:  # cloned: safetensors refuses tensors that share memory
             weights[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
             continue
@@ -188,79 +209,104 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
         files.write_text(folder / theirs, bpe_files()[ours].read_text(encoding="utf-8"))
 
 
-def read_pretrained(name: str | Path, names: list[str]) -> tuple[dict, dict[str, Tensor], bool]:
-    """The settings called `names` and the weights of a GPT-2 in a folder or on the Hub.
+# --------------------------------------------------------------------------------------------------
+# Reading
 
-    Also True if it is one, False if a fork saved it."""
+
+def read_pretrained(
+    model_class: type[nn.Module],
+    config_class: type,
+    name: str | Path,
+    strict: bool,
+    changes: dict[str, Any],
+) -> nn.Module:
+    """A model_class (GPT) with the weights of a GPT-2 in a folder or on the Hub, in float32.
+
+    changes: fields of config_class, instead of those in config.json. strict: refuse weights that
+    were trained with other mathematics; otherwise only print a note."""
     folder = model_folder(name)
+    raw = read_config(folder)
+    theirs = {f.name: THEIR_NAMES.get(f.name, f.name) for f in fields(config_class)}
+    fork = raw.get("model_type") == FORK_TYPE
+    if not fork:
+        check_is_gpt2s(folder, raw, theirs)
+    settings = {name: raw[key] for name, key in theirs.items() if key in raw}
+    model = model_class(config_class(**settings | changes))
+    try:
+        model.load_state_dict(read_weights(folder, fork), assign=True)
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())
+        kind = "a fork's weights: load it with that fork; here they" if fork else "weights"
+        raise UserError(f"{name}: {kind} do not match config.json: {problem}") from None
+    saved = raw.get("fingerprint")
+    if saved is None and not fork:  # not saved by this project
+        same = is_gpt2(model_class, model.config)
+    else:
+        found = fingerprint(model_class, model.config)
+        pairs = zip(found, saved or [], strict=False)
+        same = bool(saved) and all(math.isclose(a, b, abs_tol=1e-7) for a, b in pairs)
+    if not same:
+        problem = f"{name}: trained with other mathematics than this train_gpt2.py has"
+        if strict:
+            raise UserError(f"{problem}; load it with the code that saved it")
+        print0(f"note: {problem}")
+    return model
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model's folder."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raw = None
     if not isinstance(raw, dict):
         raise UserError(f"{folder}: no model here (config.json is missing or damaged)")
-    theirs = {name: THEIR_NAMES.get(name, name) for name in names}
-    settings = {name: raw[key] for name, key in theirs.items() if key in raw}
-    if raw.get("model_type") == FORK_TYPE:
-        return settings, read_weights(folder, gpt2=False), False
+    return raw
+
+
+def check_is_gpt2s(folder: Path, raw: dict[str, Any], names: dict[str, str]) -> None:
+    """UserError unless config.json is a GPT-2's. names: of the settings that may differ."""
     for key, expected in GPT2_MATHS.items():
         value = raw.get(key, expected if key != "model_type" else None)
         same = value == expected or (key == "n_inner" and value == 4 * raw.get("n_embd", 0))
         if not same and key not in names:
             raise UserError(f"{folder}: not a GPT-2: config.json has {key} = {value!r}")
-    for key in ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd"):
+    for key in SHAPE:
         if type(raw.get(key)) is not int or raw[key] < 1:
             raise UserError(f"{folder}: config.json needs {key}, a whole number from 1")
     if raw["n_embd"] % raw["n_head"]:
         raise UserError(f"{folder}: config.json has an n_embd that n_head does not divide")
-    return settings, read_weights(folder, gpt2=True), True
 
 
-def read_weights(folder: Path, gpt2: bool) -> dict[str, Tensor]:
-    """A folder's parameters under our names, linear weights as (out, in), floats as float32.
+def read_weights(folder: Path, fork: bool) -> dict[str, Tensor]:
+    """A folder's parameters, floats as float32, under our names and in our layout.
 
-    gpt2: False if a fork saved them: they keep its names and layout."""
+    fork: a fork saved them, with its own names and layout."""
     state: dict[str, Tensor] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:
-            part = safetensors.torch.load_file(path)
+            state |= safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
             raise UserError(f"{path}: damaged ({first_line(error)})") from None
-        for name, tensor in part.items():
-            if gpt2:
-                name = name.removeprefix("transformer.")
-                if name.endswith((".attn.bias", ".attn.masked_bias")):  # these are masks
-                    continue
-                if CONV1D.search(name) and tensor.dim() == 2:
-                    tensor = tensor.t()
-                if not tensor.is_floating_point() or not tensor.isfinite().all():
-                    raise UserError(f"{path}: {name} is not all finite floating-point numbers")
-            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-            # Copied: load_file maps the file, and NFS and Windows cannot remove a mapped file.
-            state[name] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    if not gpt2:
-        return state
-    if "wte.weight" not in state:
-        raise UserError(f"{folder}: no model.safetensors of a GPT-2 here")
-    head = state.pop("lm_head.weight", state["wte.weight"])
-    if not torch.equal(head, state["wte.weight"]):
-        raise UserError(f"{folder}: not a GPT-2: its head is not tied to its token embedding")
-    return state
-
-
-def load_weights(
-    model: nn.Module, weights: dict[str, Tensor], name: str | Path, gpt2: bool
-) -> None:
-    """Makes `weights` the model's parameters. gpt2: as read_pretrained returns it."""
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        problem = " ".join(str(error).split())
-        kind = "weights" if gpt2 else "a fork's weights: load it with that fork; here they"
-        raise UserError(f"{name}: {kind} do not match config.json: {problem}") from None
-    if not gpt2 and is_gpt2(model):
-        problem = "saved by a fork of train_gpt2.py, which computes something else"
-        raise UserError(f"{name}: {problem}; load it with that fork")
+    if not fork:
+        head = state.get("lm_head.weight")
+        state = our_layout(state)
+        if "wte.weight" not in state:
+            raise UserError(f"{folder}: no model.safetensors of a GPT-2 here")
+        if head is not None and not torch.equal(head, state["wte.weight"]):
+            raise UserError(f"{folder}: not a GPT-2: its head is not tied to its token embedding")
+        for name, tensor in state.items():
+            if not tensor.is_floating_point() or not tensor.isfinite().all():
+                raise UserError(f"{folder}: {name} is not all finite floating-point numbers")
+    # Copied: load_file maps the file, and NFS and Windows cannot remove a mapped file.
+    return {
+        name: tensor.to(
+            torch.float32 if tensor.is_floating_point() else tensor.dtype,
+            copy=True,
+            memory_format=torch.contiguous_format,
+        )
+        for name, tensor in state.items()
+    }
 
 
 def model_folder(name: str | Path) -> Path:
@@ -280,3 +326,52 @@ def model_folder(name: str | Path) -> Path:
     except Exception as error:  # from the Hub, HTTP or a socket: no common base
         problem = f"neither a folder nor found on the Hub ({first_line(error)})"
         raise UserError(f"{name}: {problem}; offline, give a folder with the model") from None
+
+
+def find_model(name: str) -> Path:
+    """The newest checkpoint of a log folder, or the model called `name`."""
+    folder = model_folder(name)
+    if (folder / "config.json").exists():
+        return folder
+    checkpoints = list_checkpoints(folder)
+    if checkpoints:
+        return checkpoints[-1]
+    raise UserError(f"{name}: neither a model (config.json) nor a run with checkpoints (step_*)")
+
+
+def load_gpt(model_class: type[nn.Module], folder: Path, device: torch.device) -> nn.Module | None:
+    """The model in a folder as a model_class (GPT). None: not one of ours, so for transformers.
+
+    A GPT-2 that a fork of train_gpt2.py would compute otherwise is for transformers, too."""
+    raw = read_config(folder)
+    if "fingerprint" not in raw:
+        return None
+    try:
+        model = model_class.from_pretrained(folder)
+    except UserError:
+        if raw.get("model_type") == FORK_TYPE:
+            raise
+        return None
+    V = model.config.vocab_size
+    if V != VOCAB_SIZE:
+        raise UserError(f"{folder}: a vocabulary of {V} tokens, but GPT-2's has {VOCAB_SIZE}")
+    return model.to(device).eval()
+
+
+def load_causal_lm(folder: Path, device: torch.device) -> tuple[Any, Any]:
+    """(model, tokenizer) by transformers."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    # Without these files transformers 5 makes an empty tokenizer.
+    if not any(list(folder.glob(name)) for name in TOKENIZER_FILES):
+        raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
+    part = "model"
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+        part = "tokenizer"
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # from transformers, safetensors, tokenizers: no common base
+        raise UserError(f"{folder}: {part} cannot be loaded ({first_line(error)})") from None
+    return model, tokenizer

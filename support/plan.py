@@ -1,15 +1,23 @@
-"""The arithmetic of a run: `train_gpt2.py --plan`."""
+"""The memory and the arithmetic of a run: its micro-batch size, and `train_gpt2.py --plan`.
 
-from functools import partial
+config is a TrainConfig, model a GPT, which may be on the "meta" device."""
+
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from support.cli import print0, warn
 from support.console import duration
-from support.devices import PEAK_TFLOPS, choose_device, choose_precision, peak_flops
-from support.memory import SIZES, estimate_memory
+from support.devices import PEAK_TFLOPS, choose_device, choose_precision, peak_flops, peak_memory
+from support.errors import UserError
+from support.ranks import Ranks
 from support.tokenizer import open_split
 
+SIZES = (128, 64, 32, 16, 8, 4, 2, 1)  # micro-batches to choose from
+CPU_TOKENS = 1024  # of a micro-batch on a CPU: more are not faster, and take more memory
+USABLE = 0.85  # share of free GPU memory: gaps, and what the estimate does not know, take the rest
 ASSUMED_MFU = 0.4
 CARDS = {  # GB of memory; those with 80 are used one or eight at a time
     "T4": 16,
@@ -21,59 +29,121 @@ CARDS = {  # GB of memory; those with 80 are used one or eight at a time
 }
 
 
-def print_plan(
-    model: torch.nn.Module,
-    *,
-    device: str,
-    dtype: str,
-    data: str,
-    max_steps: int,
-    total_batch_size: int,
-    B: int,
-    T: int,
-    low_memory: bool,
-    compiled: bool,
-) -> None:
-    """Prints what a run will take. model: a GPT, which may be on the "meta" device.
+def estimate_memory(config: Any, model: Any, B: int, device_type: str, dtype: torch.dtype) -> float:
+    """Bytes that a training step with micro-batches of B takes on one device: an estimate.
 
-    device, dtype: as on the command line. B: 0 if it is to be found by trial."""
-    chosen = choose_device(device)
-    precision, description = choose_precision(dtype, chosen, model.num_parameters())
-    flops = model.flops_per_token(T)
-    tokens = max_steps * total_batch_size
-    epochs = f"no {data} yet"
-    if Path(data).exists():
-        *_, shards = open_split(Path(data), "train")
+    Activations: for its backward pass a block keeps 16 values for each of the B T C of its input:
+    64 B T C bytes in float32, 36 in 16 bits, where the residual stream stays float32 (Korthikanti
+    et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 2, has 34
+    with a 16-bit stream). With --low-memory only the input, 4 B T C.
+
+    A GPU, linear in B: activations; weights, gradients and the optimizer's moments (16 bytes per
+    parameter); the two gradients of the embedding, as head and as input, while they are added; the
+    logits.
+
+    A CPU: the process itself, and the larger of two moments, both with weights and moments: in the
+    loss, activations and the logits of a chunk; at the end of the backward pass, all gradients and
+    one block.
+
+    Measured against peaks: bench/memory/README.md."""
+    T = config.seq_len
+    N = model.num_parameters()
+    V, C = model.wte.weight.shape
+    kept = B * T * C * (64 if dtype == torch.float32 else 36)  # by one block
+    stored = len(model.h) * (4 * B * T * C if config.low_memory else kept)
+    if device_type == "cpu":
+        process = (peak_memory() or 0.32e9) + 0.05e9  # so far, and what training loads
+        gaps = 0 if config.low_memory else 0.4 * stored
+        in_loss = stored + gaps + 12 * V * C + 12 * V * min(1024, B * T)
+        at_end = 4 * N + 8 * V * C + kept
+        return process + 12 * N + max(in_loss, at_end)
+    whole = config.compile and not config.low_memory
+    # Compiled, all logits and their gradient; otherwise those of a chunk, in float32 as well.
+    logits = 2 * B * T * V * dtype.itemsize if whole else 3 * 4 * V * min(1024, B * T)
+    return 16 * N + 8 * V * C + stored + logits
+
+
+def micro_batch_size(
+    config: Any, ranks: Ranks, model: Any, dtype: torch.dtype, before: int = 0
+) -> int:
+    """B: --micro-batch-size, or if it is 0 the largest power of two that fits and divides a step.
+
+    On a GPU it fits if the estimate is below 85 % of the memory that is free on each rank's, before
+    the model is moved there. before: of the checkpoint, which is kept if it still fits, since
+    another one would change the rounding."""
+    T = config.seq_len
+    unit = T * max(config.micro_batch_size, 1) * ranks.world_size  # tokens per micro-step
+    if config.total_batch_size % unit:
+        nearest = max(round(config.total_batch_size / unit), 1) * unit
+        problem = f"is not a multiple of {unit} (sequence x micro-batch x ranks)"
+        remedy = f"the nearest that is: {nearest}"
+        raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
+    if config.micro_batch_size:
+        return config.micro_batch_size
+    sequences = config.total_batch_size // (T * ranks.world_size)  # per step, on each rank
+    usable = 0.0
+    if ranks.device.type == "cuda":
+        free = min(ranks.gather(torch.cuda.mem_get_info(ranks.device)[0]))
+        usable = USABLE * (free - (2**30 if ranks.world_size > 1 else 0))  # a gibibyte for NCCL
+
+    def fits(B: int) -> bool:
+        if ranks.device.type != "cuda":
+            return before == B or B * T <= CPU_TOKENS
+        return estimate_memory(config, model, B, "cuda", dtype) <= usable
+
+    sizes = [B for B in (before, *SIZES) if B and sequences % B == 0]  # the 1 is always there
+    B = next((size for size in sizes if fits(size)), 1)
+    if not fits(B) and ranks.device.type == "cuda":
+        warn("not even micro-batches of one sequence may fit in GPU memory")
+    if before and before != B:
+        why = "do not fit here" if sequences % before == 0 else f"do not divide {sequences}"
+        print0(f"note: micro-batches of {before} sequences, as before, {why}; rounding differs")
+    return B
+
+
+def print_plan(config: Any, model: Any) -> None:
+    """Prints what a run will take. Trains nothing."""
+    device = choose_device(config.device)
+    dtype, device_line = choose_precision(config.dtype, device, model.num_parameters())
+    flops = model.flops_per_token(config.seq_len)
+    tokens = config.max_steps * config.total_batch_size
+    epochs = f"no {config.data} yet"
+    if Path(config.data).exists():
+        *_, shards = open_split(Path(config.data), "train")
         available = sum(len(shard) for shard in shards)
         epochs = f"{tokens / available:.3f} of {available:,} training tokens"
-    peak, source = peak_flops(chosen, precision)
+    peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops  # tokens per second
-    bytes_for = partial(estimate_memory, model, T=T, low_memory=low_memory)
-    memory = bytes_for(B or 1, device=chosen, dtype=precision, compiled=compiled)
+    B = micro_batch_size(config, Ranks(0, 1, device), model, dtype)
+    memory = estimate_memory(config, model, B, device.type, dtype)
     in_blocks = sum(p.numel() for p in model.h.parameters())
     projected = f"projected: {ASSUMED_MFU:.0%} of"
     rows = {
-        "device": description,
+        "device": device_line,
         "parameters": f"{model.num_parameters():,} ({in_blocks:,} in the blocks)",
         "FLOPs per token": f"{flops:,} (6 N + 12 L C T, N without position embeddings)",
-        "tokens": f"{tokens:,} in {max_steps:,} steps of {total_batch_size:,}",
+        "tokens": f"{tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
         "epochs": epochs,
         "FLOPs": f"{flops * tokens:.3e}",
-        "memory": f"{memory / 1e9:.2f} GB with B = {B or 1}, an estimate",
+        "memory": f"{memory / 1e9:.2f} GB with B = {B}, an estimate",
         "time": f"{duration(tokens / rate)} at {rate:,.0f} tok/s, {projected} "
         f"{peak / 1e12:,.3g} TFLOP/s ({source})",
     }
-    on_gpu = partial(bytes_for, device=torch.device("cuda"), dtype=torch.float16, compiled=True)
+    compiled = replace(config, compile=True)
     for card, gigabytes in CARDS.items():
+        half = "float16" if card == "T4" else "bfloat16"
         for count in (1, 8) if gigabytes == 80 else (1,):
-            sequences = max(total_batch_size // (count * T), 1)  # per step on each card
-            sizes = [B] if B else [size for size in SIZES if sequences % size == 0]
-            # CUDA itself, a display and gaps take a tenth.
-            fitting = [size for size in sizes if on_gpu(size) <= 0.9e9 * gigabytes]
+            sequences = max(config.total_batch_size // (count * config.seq_len), 1)
+            sizes = [size for size in SIZES if sequences % size == 0]
+            sizes = [config.micro_batch_size] if config.micro_batch_size else sizes
+            usable = USABLE * (gigabytes * 1e9 - (2**30 if count > 1 else 0))
+            needs = {
+                size: estimate_memory(compiled, model, size, "cuda", torch.float16)
+                for size in sizes
+            }
+            fitting = [size for size in sizes if needs[size] <= usable]
             tflops = count * PEAK_TFLOPS[card]
-            seconds = flops * tokens / (tflops * 1e12 * ASSUMED_MFU)
-            time = duration(seconds) if seconds >= 60 else "less than a minute"
-            half = "float16" if card == "T4" else "bfloat16"
+            time = duration(flops * tokens / (tflops * 1e12 * ASSUMED_MFU))
             row = f"B = {sizes[-1]} does not fit in {gigabytes} GB"
             if fitting:
                 row = f"{time}, {projected} {tflops:,g} TFLOP/s ({half}); B = {fitting[0]} fits"

@@ -6,17 +6,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from support import signals
 from support.cli import torchrun_ranks
 from support.devices import choose_device
-from support.errors import Stopped, UserError, explain, first_line
+from support.errors import UserError, explain, first_line
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,6 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    job: str = ""  # names the torchrun that started this process, the same after a restart
 
     @classmethod
     def start(cls, device: str = "auto", deterministic: bool = False) -> "Ranks":
@@ -42,8 +39,8 @@ class Ranks:
             try:
                 join_process_group(rank, world_size, chosen)
             except RuntimeError as error:
-                raise explain(error, str(chosen), B=0) from None
-        return cls(rank, world_size, chosen, torchrun_job())
+                raise explain(error, str(chosen)) from None
+        return cls(rank, world_size, chosen)
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, in rank order."""
@@ -52,38 +49,20 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's `value`, on every rank."""
-        values = [value]
+    def on_rank_0(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls function(*args) on rank 0 alone. Every rank gets the result."""
+        values = [function(*args) if self.rank == 0 else None]
         if self.world_size > 1:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def on_rank_0(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls function(*args) on rank 0 alone. Every rank gets the result."""
-        return self.broadcast(function(*args) if self.rank == 0 else None)
-
     def sum(self, value: float) -> float:
-        """The sum of `value` over the ranks, in rank order and float64.
+        """The sum of `value` over the ranks, in rank order and float64."""
+        return sum(self.gather(value))
 
-        Raises Stopped on every rank if any of them has received a stop signal: then `value` may
-        cover only part of the work."""
-        pairs = self.gather((value, len(signals.received)))
-        if any(received for _, received in pairs):
-            raise Stopped
-        return sum(value for value, _ in pairs)
-
-
-def torchrun_job() -> str:
-    """The name of the torchrun that started this process; "" without torchrun.
-
-    It is in the path of its error file, …/RUN-ID_RANDOM/attempt_N/RANK/error.json. A run id may be
-    used again; the random part is new for every torchrun."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    job = error_file.parent.parent.parent.name
-    # Without RANK the variables are left over from somewhere else.
-    return job if "RANK" in os.environ and job.startswith(f"{run_id}_") else ""
+    def any(self, value: Any) -> bool:
+        """True if `value` is true on any rank."""
+        return any(self.gather(bool(value)))
 
 
 def join_process_group(rank: int, world_size: int, device: torch.device) -> None:

@@ -1,9 +1,8 @@
-"""Stop signals: a run saves and exits between two updates, or two batches of an evaluation.
+"""Stop signals: a run that is asked to stop saves and exits after the current update.
 
 They are SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal closes), and SIGUSR1, which Slurm can send
-before a time limit. Since only some ranks may receive one, the ranks agree before they stop: each
-evaluates with until_stopped(), which ends early after a signal, and then calls Ranks.sum(), which
-raises Stopped on all of them. The sum of the losses in a weight update does the same."""
+before a time limit. Evaluations, which may take longer, end early. Since only some ranks may
+receive a signal, they tell each other after an update and after an evaluation."""
 
 import os
 import signal

@@ -183,17 +183,6 @@ def open_split(data: Path, split: str) -> tuple[list[Path], list[str], list[np.n
     return paths, names, [open_shard(path) for path in paths]
 
 
-def passage_starts(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Where the passages of a shard begin: its documents, cut every `length` tokens. (n,) int64
-
-    Tokens before the first 50256 end a document of the previous shard: they count as one."""
-    documents = np.union1d(0, np.flatnonzero(tokens == EOT))
-    passages = -(-np.diff(documents, append=len(tokens)) // length)  # in each, rounded up
-    first = passages.cumsum() - passages  # the number of its first passage
-    index = np.arange(passages.sum()) - first.repeat(passages)  # of a passage in its document
-    return documents.repeat(passages) + index * length
-
-
 def check_tokens(tokens: np.ndarray, path: Path) -> None:
     """Checks that every token is in GPT-2's vocabulary."""
     if tokens.max(initial=0) >= VOCAB_SIZE:

@@ -1,30 +1,30 @@
 """TensorBoard and Weights & Biases: `train_gpt2.py --tensorboard --wandb`."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from support.cli import warn
 from support.errors import UserError, first_line
 
-Tracker = Callable[[int, dict[str, float]], object]  # called with (step, {stream: value})
+Tracker = Callable[[int, dict[str, float]], None]  # called with (step, {stream: value})
 
 
-def start_trackers(log_dir: Path, entries: list[dict], first_step: int) -> list[Tracker]:
-    """The trackers that the last entry of run.json asks for; first_step: of this start."""
+def start_trackers(log_dir: Path, entries: list[dict[str, Any]], step: int) -> list[Tracker]:
+    """The trackers that the last entry of run.json asks for. step: the first one of this start."""
     trackers = []
     # wandb first: it may fail, and tensorboard already writes.
     for name, start in {"wandb": start_wandb, "tensorboard": start_tensorboard}.items():
         if entries[-1]["config"][name]:
             try:
-                trackers.append(guarded(name, start(log_dir, entries, first_step)))
+                trackers.append(guarded(name, start(log_dir, entries, step)))
             except ImportError:
                 raise UserError(f"--{name}: not installed; `pip install {name}`") from None
     return trackers
 
 
 def guarded(name: str, track: Tracker) -> Tracker:
-    """Wraps `track`: at its first error it warns and sends nothing more, and the run goes on."""
+    """At its first error warns and sends nothing more; the run goes on."""
     failed = False
 
     def guarded_track(step: int, values: dict[str, float]) -> None:
@@ -39,11 +39,11 @@ def guarded(name: str, track: Tracker) -> Tracker:
     return guarded_track
 
 
-def start_tensorboard(log_dir: Path, entries: list[dict], first_step: int) -> Tracker:
+def start_tensorboard(log_dir: Path, entries: list[dict[str, Any]], step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # purge_step drops the steps after the checkpoint, which will be logged again.
-    writer = SummaryWriter(log_dir / "tensorboard", purge_step=first_step)
+    # purge_step drops what will be logged again.
+    writer = SummaryWriter(log_dir / "tensorboard", purge_step=step)
 
     def track(step: int, values: dict[str, float]) -> None:
         for stream, value in values.items():
@@ -52,21 +52,17 @@ def start_tensorboard(log_dir: Path, entries: list[dict], first_step: int) -> Tr
     return track
 
 
-def start_wandb(log_dir: Path, entries: list[dict], first_step: int) -> Tracker:
-    """The run is named after the time of its first start, so that a resumed run keeps its name."""
+def start_wandb(log_dir: Path, entries: list[dict[str, Any]], step: int) -> Tracker:
+    """Continues the W&B run whose id an earlier entry has, or starts one and notes its id."""
     import wandb
 
-    first = len(entries) - 1
-    if first_step > 0:
-        while first > 0 and entries[first]["step"] > 0:  # resumed: go back to where it began
-            first -= 1
-    digits = re.sub(r"[^0-9]", "", entries[first]["started"])
-    name = f"{log_dir.resolve().name}-{digits}"
+    known = [entry["wandb_id"] for entry in entries if "wandb_id" in entry]
+    entries[-1]["wandb_id"] = known[-1] if known else wandb.util.generate_id()
     try:
         run = wandb.init(
             project="gpt2-repro",
-            id=name,
-            name=name,
+            id=entries[-1]["wandb_id"],
+            name=log_dir.resolve().name,
             resume="allow",
             dir=log_dir,
             config=entries[-1]["config"],
