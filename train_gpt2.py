@@ -117,10 +117,11 @@ def cross_entropy(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
         # Matmuls are faster with a multiple of 64 rows, so add zeros: 50,257 become 50,304. The
         # weights themselves keep GPT-2's shape.
         wte = F.pad(wte, (0, 0, 0, -V % 64))
-    logits = lm_head(x, wte).flatten(0, -2)  # (N, V or more)
-    # In a softmax the added columns vanish. A loss that they make infinite, such as one with label
-    # smoothing, needs logits[:, :V] instead.
-    logits[:, V:] = -math.inf
+    logits = lm_head(x.flatten(0, -2), wte)  # (N, V or more)
+    # The added columns vanish in a softmax, and so do their gradients. A loss that they make
+    # infinite, such as one with label smoothing, needs logits[:, :V] instead.
+    with torch.no_grad():
+        logits[:, V:] = -math.inf
     targets = targets.flatten()  # (N,)
     total = F.cross_entropy(logits.float(), targets, reduction="sum")
     return total / (targets != -100).sum().clamp(min=1)
