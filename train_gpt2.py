@@ -118,10 +118,12 @@ def cross_entropy(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
         # weights themselves keep GPT-2's shape.
         wte = F.pad(wte, (0, 0, 0, -V % 64))
     logits = lm_head(x.flatten(0, -2), wte)  # (N, V or more)
-    # The added columns vanish in a softmax, and so do their gradients. A loss that they make
-    # infinite, such as one with label smoothing, needs logits[:, :V] instead.
+    # At -inf the added columns vanish in a softmax, and so do their gradients. index_fill_ writes
+    # only them; logits[:, V:] = … would, compiled, copy all logits. A loss that they make infinite,
+    # such as one with label smoothing, needs logits[:, :V] instead.
+    added = torch.arange(V, wte.size(0), device=x.device)
     with torch.no_grad():
-        logits[:, V:] = -math.inf
+        logits.index_fill_(1, added, -math.inf)
     targets = targets.flatten()  # (N,)
     total = F.cross_entropy(logits.float(), targets, reduction="sum")
     return total / (targets != -100).sum().clamp(min=1)
