@@ -22,7 +22,7 @@ from support.cli import parse_args, run
 from support.devices import choose_device, choose_precision
 from support.errors import UserError
 from support.files import write_text
-from support.hellaswag import Score, gpt_logits, load_examples, prepare, score
+from support.hellaswag import LogitsAt, Score, gpt_logits, load_examples, prepare, score
 from support.ranks import Ranks
 from support.tokenizer import get_tokenizer
 from train_gpt2 import GPT
@@ -72,17 +72,21 @@ def check_causal(folder: Path, model: Any, V: int) -> None:
         raise UserError(f"{folder}: not a causal language model: its tokens see later ones")
 
 
-def load_any(folder: Path, device: torch.device) -> tuple[Callable, int, Callable, int]:
+def load_any(folder: Path, device: torch.device) -> tuple[LogitsAt, int, Callable, int]:
     """(what score() takes, then what prepare() takes: context, encode, keep), by transformers."""
     model, tokenizer = huggingface.load_causal_lm(folder, device)
     text_config = model.config.get_text_config()
     V = text_config.vocab_size
     check_causal(folder, model, V)
 
-    def logits_at(tokens: Tensor, where: Tensor) -> Tensor:
+    def logits_at(tokens: Tensor, row: Tensor, column: Tensor) -> Tensor:
         rows = max(2**28 // (V * tokens.size(1)), 1)  # whose logits are a gigabyte
-        parts = zip(tokens.split(rows), where.split(rows), strict=True)
-        return torch.cat([model(part, use_cache=False).logits[at] for part, at in parts])
+        parts = []
+        for first in range(0, len(tokens), rows):
+            logits = model(tokens[first : first + rows], use_cache=False).logits
+            here = (row >= first) & (row < first + rows)
+            parts.append(logits[row[here] - first, column[here]])
+        return torch.cat(parts)
 
     def encode(text: str) -> list[int]:
         tokens = tokenizer(text).input_ids

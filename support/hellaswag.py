@@ -86,8 +86,8 @@ class Task:
 
     @property
     def length(self) -> int:
-        """Tokens of its longest row."""
-        return len(self.context) + max(map(len, self.endings))
+        """Tokens of its longest row that are read: all but the last."""
+        return len(self.context) + max(map(len, self.endings)) - 1
 
 
 def prepare(
@@ -155,9 +155,13 @@ class Score:
         return self.losses.index(min(self.losses)), means.index(min(means))
 
 
+# (tokens (B, T), row (n,), column (n,)) -> the logits at these n places, (n, V)
+LogitsAt = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
 @torch.no_grad()
 def score(
-    logits_at: Callable[[Tensor, Tensor], Tensor],
+    logits_at: LogitsAt,
     tasks: list[Task],
     ranks: Ranks,
     batch_size: int = 8,
@@ -166,29 +170,29 @@ def score(
     """Scores this rank's share of the tasks, or only a part of it after a stop signal.
 
     Every ending is a row: the context and the ending, then padding, which no token attends to.
-    logits_at(tokens (B, T), where (B, T) bool) -> (n, V): the logits at those n positions.
     Returns {number of the task: its score}."""
+    device = ranks.device
     # Tasks of similar lengths together need little padding.
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].length)
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     batches = batches[ranks.rank :: ranks.world_size]
-    device = ranks.device
     scores = {}
     progress = tqdm(batches, unit_scale=batch_size, unit="task", disable=hide_progress)
     for batch in until_stopped(progress):
-        rows = [(tasks[i].context, ending) for i in batch for ending in tasks[i].endings]
-        lengths = [len(ending) for _, ending in rows]
-        # The last token of an ending is predicted, not read.
-        T = round_length(max(len(context) + len(ending) - 1 for context, ending in rows), device)
-        tokens = torch.zeros(len(rows), T, dtype=torch.int64)
-        where = torch.zeros(len(rows), T, dtype=torch.bool)
-        for row, (context, ending) in enumerate(rows):
-            read = context + ending[:-1]
+        T = round_length(max(tasks[i].length for i in batch), device)
+        tokens = torch.zeros(4 * len(batch), T, dtype=torch.int64)
+        rows, columns, targets = [], [], []  # where an ending's tokens are predicted, and they
+        pairs = [(tasks[i].context, ending) for i in batch for ending in tasks[i].endings]
+        for row, (context, ending) in enumerate(pairs):
+            read = context + ending[:-1]  # the last token is predicted, not read
             tokens[row, : len(read)] = torch.tensor(read)
-            where[row, len(context) - 1 : len(read)] = True
-        targets = torch.tensor([token for _, ending in rows for token in ending])  # (n,)
-        logits = logits_at(tokens.to(device), where.to(device)).float()  # (n, V)
-        losses = F.cross_entropy(logits, targets.to(device), reduction="none").cpu().double()
+            rows += [row] * len(ending)
+            columns += range(len(context) - 1, len(read))
+            targets += ending
+        where = torch.tensor([rows, columns, targets]).to(device)  # (3, n)
+        logits = logits_at(tokens.to(device), *where[:2]).float()  # (n, V)
+        losses = F.cross_entropy(logits, where[2], reduction="none").cpu().double()  # (n,)
+        lengths = [len(ending) for _, ending in pairs]
         sums = [part.sum().item() for part in losses.split(lengths)]
         for n, i in enumerate(batch):
             ours = slice(4 * n, 4 * n + 4)
@@ -196,9 +200,9 @@ def score(
     return scores
 
 
-def gpt_logits(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
+def gpt_logits(model: Any) -> LogitsAt:
     """What score() takes, for a GPT of train_gpt2.py: the head only where it counts."""
-    return lambda tokens, where: model.logits(model.hidden(tokens)[where])
+    return lambda tokens, row, column: model.logits(model.hidden(tokens)[row, column])
 
 
 def accuracy(model: Any, tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:

@@ -35,32 +35,35 @@ def estimate_memory(config: Any, model: Any, B: int, device_type: str, dtype: to
     Activations: for its backward pass a block keeps 16 values for each of the B T C of its input:
     64 B T C bytes in float32, 36 in 16 bits, where the residual stream stays float32 (Korthikanti
     et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 2, has 34
-    with a 16-bit stream). With --low-memory only the input, 4 B T C.
+    with a 16-bit stream). With --low-memory only the input, 4 B T C, and one whole block at a time.
 
-    A GPU, linear in B: activations; weights, gradients and the optimizer's moments (16 bytes per
-    parameter); the two gradients of the embedding, as head and as input, while they are added; the
-    logits.
+    A GPU, linear in B: activations, with 16 B T C outside the blocks; weights, gradients and the
+    optimizer's moments (16 bytes per parameter); gradients of the embedding as head and as input,
+    and its padded copy (12 V C); the logits.
 
     A CPU: the process itself, and the larger of two moments, both with weights and moments: in the
     loss, activations and the logits of a chunk; at the end of the backward pass, all gradients and
     one block.
 
-    Measured against peaks: bench/memory/README.md."""
+    Compared with live tensors and with peaks: bench/memory/README.md."""
     T = config.seq_len
     N = model.num_parameters()
     V, C = model.wte.weight.shape
-    kept = B * T * C * (64 if dtype == torch.float32 else 36)  # by one block
-    stored = len(model.h) * (4 * B * T * C if config.low_memory else kept)
+    block = B * T * C * (64 if dtype == torch.float32 else 36)
+    stored = len(model.h) * block
+    if config.low_memory:
+        stored = len(model.h) * 4 * B * T * C + block
     if device_type == "cpu":
         process = (peak_memory() or 0.32e9) + 0.05e9  # so far, and what training loads
         gaps = 0 if config.low_memory else 0.4 * stored
         in_loss = stored + gaps + 12 * V * C + 12 * V * min(1024, B * T)
-        at_end = 4 * N + 8 * V * C + kept
+        at_end = 4 * N + 8 * V * C + block
         return process + 12 * N + max(in_loss, at_end)
-    whole = config.compile and not config.low_memory
-    # Compiled, all logits and their gradient; otherwise those of a chunk, in float32 as well.
-    logits = 2 * B * T * V * dtype.itemsize if whole else 3 * 4 * V * min(1024, B * T)
-    return 16 * N + 8 * V * C + stored + logits
+    # Compiled, the gradient of the logits takes their place; otherwise there are a chunk's logits,
+    # their gradient, and what is between, in float32.
+    compiled = config.compile and not config.low_memory
+    logits = B * T * V * dtype.itemsize if compiled else 16 * V * min(1024, B * T)
+    return 16 * N + 12 * V * C + stored + 16 * B * T * C + logits
 
 
 def micro_batch_size(
