@@ -49,29 +49,39 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model")
 # What does this code compute? The arguments are a class like GPT and its config, a GPTConfig.
 
 
-@functools.cache
-@torch.no_grad()
-def is_gpt2(model_class: type[nn.Module], config: Any) -> bool:
-    """True if parameters and mathematics of a model are those of transformers' GPT-2.
+def is_gpt2(model: nn.Module) -> bool:
+    """True if parameters and mathematics of a GPT are those of transformers' GPT-2.
 
-    Compares names and shapes; then logits and losses of two small models in float64, with random
-    weights, two heads and all layers: one has the whole context, the other the whole vocabulary.
     What acts only in training is not seen."""
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    return shapes == gpt2_shapes(model.config) and computes_gpt2(type(model), model.config)
+
+
+@functools.cache
+def gpt2_shapes(config: Any) -> dict[str, torch.Size]:
+    """The names and shapes of GPT-2's parameters."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        ours = model_class(config).state_dict()
         theirs = our_layout(transformers_gpt2(config).state_dict())
-    if {n: t.shape for n, t in ours.items()} != {n: t.shape for n, t in theirs.items()}:
-        return False
+    return {name: tensor.shape for name, tensor in theirs.items()}
+
+
+@functools.cache
+def computes_gpt2(model_class: type[nn.Module], config: Any) -> bool:
+    """True if two small models compute GPT-2's logits and cross-entropy.
+
+    They have two heads, 8 channels and all layers; one has the whole context, the other the whole
+    vocabulary."""
     small = replace(config, n_head=2, n_embd=8)
     sizes = {"vocab_size": 97}, {"vocab_size": VOCAB_SIZE, "block_size": 16}
     try:
-        return all(computes_gpt2(model_class, replace(small, **size)) for size in sizes)
+        return all(computes_as_theirs(model_class, replace(small, **size)) for size in sizes)
     except Exception:  # a fork that takes only its own sizes
         return False
 
 
-def computes_gpt2(model_class: type[nn.Module], config: Any) -> bool:
-    """True if a model has transformers' logits and cross-entropy for random weights and tokens."""
+@torch.no_grad()
+def computes_as_theirs(model_class: type[nn.Module], config: Any) -> bool:
+    """Compares with transformers in float64, for random weights and tokens."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs = transformers_gpt2(config).double().eval()
@@ -136,7 +146,7 @@ def check_before_training(model: nn.Module) -> None:
     """UserError if a checkpoint of a fork's model could not be loaded into a new one.
 
     Hours later would be too late. Also asks whether it is a GPT-2, which takes seconds, once."""
-    is_gpt2(type(model), model.config)
+    is_gpt2(model)
     try:
         fingerprint(type(model), model.config)
         saved = json.loads(json.dumps(asdict(model.config)))
@@ -162,7 +172,7 @@ def check_before_training(model: nn.Module) -> None:
 def write_pretrained(model: nn.Module, folder: Path) -> None:
     """Writes config.json, model.safetensors and GPT-2's tokenizer. model: a GPT"""
     folder.mkdir(parents=True, exist_ok=True)
-    gpt2 = is_gpt2(type(model), model.config)
+    gpt2 = is_gpt2(model)
     settings = asdict(model.config)
     eot = EOT if settings["vocab_size"] == VOCAB_SIZE else None  # None: another vocabulary
     config = {
@@ -240,7 +250,7 @@ def read_pretrained(
         raise UserError(f"{name}: {kind} do not match config.json: {problem}") from None
     saved = raw.get("fingerprint")
     if saved is None and not fork:  # not saved by this project
-        same = is_gpt2(model_class, model.config)
+        same = is_gpt2(model)
     else:
         found = fingerprint(model_class, model.config)
         pairs = zip(found, saved or [], strict=False)

@@ -173,9 +173,7 @@ class RunFolder:
         with contextlib.suppress(OSError):  # a log that can't be flushed must not end the run
             fsync(self.path / "log.txt")  # on disk it must not end before the checkpoint
         folder = checkpoint_path(self.path, state["step"])
-        card = model_card(
-            self.entries[-1], state["step"], huggingface.is_gpt2(type(model), model.config)
-        )
+        card = model_card(self.entries[-1], state["step"], huggingface.is_gpt2(model))
         return checkpoints.write_checkpoint(folder, model.save_pretrained, state, card)
 
     def best(self) -> tuple[int | None, float]:
@@ -204,7 +202,7 @@ class RunFolder:
         if (self.path / "curves.png").exists():
             print0(f"curves: {self.path / 'curves.png'}")
         kind = "in Hugging Face format"
-        if not huggingface.is_gpt2(type(model), model.config):
+        if not huggingface.is_gpt2(model):
             kind = "not GPT-2's model any more: only this code loads it"
         print0(f"model: {self.path}/step_{step:06d}/, {kind}")
         best, loss = self.best()

@@ -12,7 +12,13 @@ from safetensors.torch import load_file, save_file
 import train_gpt2
 from support.errors import UserError
 from support.files import sha256
-from support.huggingface import check_before_training, fingerprint, is_gpt2, model_folder
+from support.huggingface import (
+    check_before_training,
+    computes_gpt2,
+    fingerprint,
+    is_gpt2,
+    model_folder,
+)
 from train_gpt2 import GPT, GPTConfig
 
 SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
@@ -157,12 +163,12 @@ def fork(monkeypatch):
     def change(**names):
         for name, value in names.items():
             monkeypatch.setattr(train_gpt2, name, value)
-        is_gpt2.cache_clear()
+        computes_gpt2.cache_clear()
         fingerprint.cache_clear()
 
     yield change
     monkeypatch.undo()
-    is_gpt2.cache_clear()
+    computes_gpt2.cache_clear()
     fingerprint.cache_clear()
 
 
@@ -210,9 +216,15 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_other_mathematics_is_no_gpt2(name, fork):
-    assert is_gpt2(GPT, SMALL)
+    assert is_gpt2(GPT(SMALL))
     fork(**CHANGES[name])
-    assert not is_gpt2(train_gpt2.GPT, SMALL)
+    assert not is_gpt2(train_gpt2.GPT(SMALL))
+
+
+def test_a_changed_object_is_no_gpt2():
+    model = GPT(SMALL)
+    model.extra = torch.nn.Linear(4, 4)
+    assert not is_gpt2(model)
 
 
 @pytest.mark.parametrize("loss", [smoothed, None])
@@ -227,7 +239,7 @@ def test_a_fork_that_only_trains_otherwise_is_a_gpt2(loss, fork):
                 return torch.nn.functional.dropout(super().forward(x), 0.5, self.training)
 
         fork(MLP=Dropped)
-    assert is_gpt2(GPT, SMALL)
+    assert is_gpt2(GPT(SMALL))
 
 
 FORKS = {name: change for name, change in CHANGES.items() if name != "the loss that is reported"}
@@ -266,7 +278,7 @@ def test_a_gpt2_without_a_fingerprint_needs_gpt2s_mathematics(reference, fork):
 def test_saving_leaves_the_random_numbers_alone_and_is_reproducible(tmp_path):
     model = GPT(SMALL)
     state = torch.get_rng_state()
-    is_gpt2.cache_clear()
+    computes_gpt2.cache_clear()
     fingerprint.cache_clear()
     for name in ("a", "b"):
         model.save_pretrained(tmp_path / name)
