@@ -686,7 +686,7 @@ def validation_loss(
     losses = torch.zeros(len(firsts), device=ranks.device)  # sums over the batches of this rank
     for i, first in enumerate(signals.until_stopped(firsts)):
         tokens = torch.from_numpy(loader.read(first, B)).to(ranks.device)  # (B, T + 1)
-        x, y = tokens[:, :-1], tokens[:, 1:]
+        x, y = tokens[:, :-1], tokens[:, 1:].clone()
         # All batches have the shape that is compiled; past the last sequence no target counts.
         n = min(B, sequences - first)
         y[n:] = -100

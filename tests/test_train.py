@@ -1,14 +1,12 @@
-"""Small runs: losses do not depend on how a step is split; output on the console and in files."""
+"""Runs of a second: losses against a plain loop, for every division of a step; what they print."""
 
 import math
-import os
 import re
 import shlex
 import subprocess
 import sys
 from functools import partial, partialmethod
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,21 +14,20 @@ import torch
 from huggingface_hub import ModelCard
 from torch._dynamo.utils import counters
 
+import sample
 import train_gpt2
-from support import console, devices, loss, run_log
-from support.checkpoints import find_checkpoint
-from support.errors import UserError
-from support.run_folder import RunFolder
+from support.errors import RunError
+from support.run_log import run_entries
 from support.tokenizer import get_tokenizer
-from tests.conftest import ROOT, losses, read_log, train, train_on_ranks, words
-from train_gpt2 import GPT, GPTConfig, Ranks
+from tests.conftest import ROOT, TINY, losses, steps_of, train, train_on_ranks, words
+from train_gpt2 import GPT, DataLoaderLite, GPTConfig, Ranks, read_config, validation_loss
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+FLOAT32 = torch.autocast("cpu", enabled=False)
 
 
 def show_gradients():
-    """Prints, before each step, dynamo's setting under DDP and where the gradients are.
-
-    torchrun counts the restarts of each node alone: all ranks still exchange the same."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+    """Prints, before each step, dynamo's setting under DDP and where the gradients are."""
     get_lr = train_gpt2.get_lr
     wrap_in_ddp = train_gpt2.wrap_in_ddp
     modules = []
@@ -47,7 +44,6 @@ def show_gradients():
 
     train_gpt2.wrap_in_ddp = wrap
     train_gpt2.get_lr = show
-    devices.matmul_flops = lambda *args: 1e9  # of each rank's device
 
 
 def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
@@ -68,7 +64,7 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
     assert len(seeds) == 3, "a fork's dropout would have the same masks on several ranks"
     flops = GPT(GPTConfig(16, 50257, 2, 2, 16)).flops_per_token(16)
     rates, mfu = (losses(tmp_path / "three", stream) for stream in ("tok_per_sec", "mfu"))
-    assert mfu == pytest.approx([rate * flops / 3e9 for rate in rates], abs=1e-3)
+    assert mfu == pytest.approx([rate * flops / 3e12 for rate in rates], abs=1e-3)
     expected = losses(tmp_path / "alone_12")
     assert len(expected) == 5 and expected[-1] < expected[0] - 0.5
     for name in ("alone_1", "alone_2", "three"):
@@ -95,7 +91,7 @@ def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
         parameters = [p for p in model.parameters() if p.dim() == dim]
         groups.append({"params": parameters, "weight_decay": decay})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    loader = train_gpt2.DataLoaderLite(text, "train", 8, 16, seed=7)
+    loader = DataLoaderLite(text, "train", 8, 16, seed=7)
     for step, lr in enumerate((5e-3, 1e-2)):
         x, y = loader.next_batch()
         loss = torch.nn.functional.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
@@ -112,60 +108,44 @@ def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3, msg=name)
 
 
-def test_validation_loss_is_the_mean_over_all_tokens(text, tmp_path, monkeypatch):
-    """160 tokens are 10 sequences, which B = 3 does not divide. Logits come in chunks."""
-    model, results = GPT(GPTConfig(16, 50257, 1, 2, 16)), []
-    loader = train_gpt2.DataLoaderLite(text, "val", 8, 16, shuffle=False)
-    tokens = torch.from_numpy(loader.read(0, 161).astype("int64"))
-    expected = model(tokens[:-1].view(10, 16), tokens[1:].view(10, 16))[1].item()
-    monkeypatch.setattr(loss, "CHUNK", 24)
-    alone = Ranks(0, 1, torch.device("cpu"))
-    autocast = torch.autocast("cpu", enabled=False)
-    for loader.B in (1, 3, 8):
-        results.append(train_gpt2.validation_loss(model, loader, 160, alone, autocast))
-    assert results == pytest.approx([expected] * 3, abs=1e-5)
-
-    class GPU(str):
-        type = "cuda"
-
-    # On a GPU full batches use the compiled function, which would keep all logits of others.
-    shapes, function = [], model.validation_function
-
-    def compiled(x, *args):
-        shapes.append(x.shape[:2])
-        return function(x, *args)
-
-    model.validation_function, loader.B = compiled, 3
-    on_gpu = train_gpt2.validation_loss(model, loader, 160, Ranks(0, 1, GPU("cpu")), autocast)
-    assert on_gpu == pytest.approx(expected, abs=1e-5) and shapes == [(3, 16)] * 3
-
-    # The last of 160 tokens has no target, so they are nine sequences.
-    np.save(tmp_path / "a_val_000000.npy", tokens[:160].numpy().astype("uint16"))
-    whole = train_gpt2.DataLoaderLite(tmp_path, "val", 8, 16, shuffle=False)
-    expected = model(tokens[:144].view(9, 16), tokens[1:145].view(9, 16))[1].item()
-    nine = train_gpt2.validation_loss(model, whole, 10**6, alone, autocast)
-    assert nine == pytest.approx(expected, abs=1e-5)
-    assert train_gpt2.validation_text(whole, 10**6).tokens == 144
-    np.save(tmp_path / "a_val_000000.npy", tokens.numpy().astype("uint16"))
-    whole = train_gpt2.DataLoaderLite(tmp_path, "val", 8, 16, shuffle=False)
-    ten = train_gpt2.validation_loss(model, whole, 10**6, alone, autocast)
-    assert ten == pytest.approx(results[0], abs=1e-5)
-    assert train_gpt2.validation_text(whole, 10**6).tokens == 160
-
-
 def test_clipping_can_be_turned_off(text, tmp_path):
     weights = []
-    for clip in ("0", "1e9", "1"):
+    for clip in ("0", "1e9", "0.5"):
         log = tmp_path / clip
         train("--max-steps 2 --save-every 2 --data", text, "--grad-clip", clip, "--log-dir", log)
-        assert min(losses(log, "norm")) > 1
+        assert min(losses(log, "norm")) > 0.5
         weights.append((log / "step_000002/model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_one_sequence_is_enough_for_validation():
-    flags = "--seq-len 32 --eval-tokens 32 --warmup-steps 0 --max-steps 0"
-    assert train_gpt2.read_config(flags.split()).eval_tokens == 32
+def test_validation_loss_is_the_mean_over_all_tokens(tmp_path):
+    """160 tokens are 10 sequences, which B = 3 does not divide; the last one has a target."""
+    tokens = np.random.default_rng(0).integers(0, 50257, 161).astype("uint16")
+    np.save(tmp_path / "a_val_000000.npy", tokens)
+    model = GPT(GPTConfig(16, 50257, 1, 2, 16))
+    x, y = (
+        torch.from_numpy(part.astype("int64")).view(10, 16) for part in (tokens[:-1], tokens[1:])
+    )
+    for sequences in (10, 4):
+        expected = torch.nn.functional.cross_entropy(
+            model(x[:sequences])[0].flatten(0, 1), y[:sequences].flatten()
+        ).item()
+        for B in (1, 3, 8, 100):
+            loader = DataLoaderLite(tmp_path, "val", B, 16, shuffle=False)
+            assert loader.sequences_per_epoch == 10
+            found = validation_loss(model, loader, sequences, ALONE, FLOAT32)
+            assert found == pytest.approx(expected, abs=1e-5), (sequences, B)
+    np.save(tmp_path / "a_val_000000.npy", tokens[:160])  # the last token has no target
+    assert DataLoaderLite(tmp_path, "val", 1, 16, shuffle=False).sequences_per_epoch == 9
+
+
+def test_ranks_without_a_share_of_the_validation_set_wait_for_the_others(text, tmp_path):
+    """Two sequences on three ranks."""
+    args = ["--eval-every 1 --eval-tokens 32 --total-batch-size 96 --max-steps 1 --data", text]
+    train(*args, "--log-dir", tmp_path / "alone")
+    train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "three")
+    expected = pytest.approx(losses(tmp_path / "alone", "val"), abs=1e-5)
+    assert losses(tmp_path / "three", "val") == expected
 
 
 def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys, monkeypatch):
@@ -206,8 +186,6 @@ def test_a_machine_without_a_compiler_trains_eagerly(text, tmp_path, monkeypatch
 
 def test_a_run_ends_with_its_results(text, tmp_path, monkeypatch, capsys):
     """Two samples, the loss per character, curves, and a command that samples from the model."""
-    import sample
-
     monkeypatch.chdir(tmp_path)
     flags = "--max-steps 2 --eval-every 2 --eval-tokens 100 --sample-every 2 --save-every 2"
     args = [flags, "--data", text, "--log-dir", Path("my log")]
@@ -238,110 +216,162 @@ def test_a_run_ends_with_its_results(text, tmp_path, monkeypatch, capsys):
     for name in ("run.json", "step_000002/README.md"):
         content = Path("my log", name).read_text()
         assert "train_gpt2.py" in content and str(tmp_path) not in content
-
-
-def test_the_last_model_card_has_the_final_validation_loss(tmp_path, monkeypatch):
-    """As the Hub reads it; also if the run is killed before it is written."""
-    data = tmp_path / "shards"
-    data.mkdir()
-    for split in ("train", "val"):
-        np.save(data / f"a_{split}_000000.npy", np.arange(500, dtype=np.uint16))
-    manifest = data / "manifest.json"
-    manifest.write_text('{"source": "files"}')  # as fineweb.py --input writes it
-    args = ["--save-every 1 --eval-every 1 --max-steps 2 --data", data, "--log-dir"]
-
-    def card(log, step=2):
-        return ModelCard.load(tmp_path / f"{log}/step_{step:06d}/README.md").data
-
-    train(*args, tmp_path / "files", "--eval-every 0")
-    assert card("files").datasets is None and card("files").license == "mit"
-    assert card("files").eval_results is None
-    manifest.write_text('{"source": "HuggingFaceFW/fineweb-edu"}')
-    train(*args, tmp_path / "straight")
-    final = losses(tmp_path / "straight", "val")[-1]
-    (result,) = card("straight").eval_results
-    assert result.metric_value == pytest.approx(final, abs=1e-4)
-    assert (result.metric_type, result.dataset_type) == ("loss", "HuggingFaceFW/fineweb-edu")
-    assert card("straight").datasets == ["HuggingFaceFW/fineweb-edu"]
-    assert card("straight", step=1).eval_results is None
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunFolder, "finish", mock.Mock(side_effect=KeyboardInterrupt))
-        train(*args, tmp_path / "killed")
-    assert card("killed").eval_results is None
-    train(*args, tmp_path / "killed", "--resume")
-    ours, theirs = (tmp_path / f"{log}/step_000002" for log in ("straight", "killed"))
-    assert (ours / "README.md").read_bytes() == (theirs / "README.md").read_bytes()
-    assert find_checkpoint(tmp_path / "killed") == theirs
-    assert "README.md" not in (ours / "SHA256SUMS").read_text()  # `sha256sum -c` stays right
-    # The Hub takes no nan.
-    monkeypatch.setattr(train_gpt2, "validation_loss", lambda *args: math.nan)
-    train(*args, tmp_path / "nan")
-    assert card("nan").eval_results is None and card("nan").license == "mit"
-
-
-@pytest.mark.parametrize(
-    "tokens, steps, note",
-    [
-        (1000, 0, ""),
-        (1000, 1, "note: --max-steps 16 would read the text once\n"),
-        (1000, 2, ""),
-        (100, 15, ""),
-        (100, 16, "note: --max-steps 6 would read the text 4 times, after which it teaches little"),
-    ],
-)
-def test_a_plan_far_from_the_size_of_the_text_is_noted(tokens, steps, note, tmp_path, capsys):
-    path = tmp_path / "a.txt"
-    path.write_text(" the" * (tokens * 10 // 9 - 1))  # nine tenths are for training
-    train("--total-batch-size 64 --max-steps", steps, "--data", path, "--log-dir", tmp_path / "log")
-    out = capsys.readouterr().out
-    assert f"data: {path}, {tokens:,} training tokens" in out
-    assert note in out and out.count("note: ") == bool(note), out
-
-
-def test_a_new_start_keeps_an_earlier_runs_files(text, tmp_path, monkeypatch):
-    """Also if it ends before its first line and is resumed."""
-    args = ["--save-every 2 --data", text, "--log-dir", tmp_path, "--max-steps"]
-    train(*args, 2)
-    first, weights = read_log(tmp_path), (tmp_path / "step_000002/model.safetensors").read_bytes()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(console, "announce", mock.Mock(side_effect=KeyboardInterrupt))
-        train(*args, 2, "--seed 5")
-    assert (tmp_path / "earlier_1/step_000002/model.safetensors").read_bytes() == weights
-    for steps in (2, 3):
-        train(*args, steps, "--seed 5 --resume")
-        assert read_log(tmp_path)[: len(first)] == first
-    assert losses(tmp_path)[:2] != losses(tmp_path)[2:4]
-    assert [line.split()[0] for line in read_log(tmp_path, "train")] == ["0", "1", "0", "1", "2"]
+    card = ModelCard.load("my log/step_000002/README.md").data  # as the Hub reads it
+    assert card.license == "mit" and card.library_name == "transformers"
 
 
 def test_zero_steps_evaluate_and_exit(text, tmp_path):
     shape = GPTConfig(16, 50257, 1, 4, 16)  # not the flags'
     GPT(shape).save_pretrained(tmp_path / "model")
-    args = ["--init", tmp_path / "model", "--max-steps 0 --eval-every 1 --save-every 1 --data"]
-    train(*args, text, "--log-dir", tmp_path)
-    assert GPT.from_pretrained(tmp_path / "step_000000").config == shape
-    assert losses(tmp_path, "val") == [pytest.approx(math.log(50257), abs=0.1)]
-    assert not losses(tmp_path)
+    args = ["--init", tmp_path / "model", "--max-steps 0 --eval-every 1 --data", text]
+    train(*args, "--log-dir", tmp_path / "log")
+    assert losses(tmp_path / "log", "val") == [pytest.approx(math.log(50257), abs=0.1)]
+    assert not losses(tmp_path / "log") and not steps_of(tmp_path / "log")
 
 
-def test_an_edited_script_is_kept_with_the_log(text, tmp_path, monkeypatch):
-    """As git sees it at each start; a copy of an earlier start goes, the user's own file stays."""
-    repo = tmp_path / "repo"
-    script, copy = repo / "train_gpt2.py", tmp_path / "log" / "train_gpt2.py"
-    repo.mkdir()
-    script.write_text("committed")
-    for command in ("init", "add .", "-c user.name=me -c user.email=me commit -m first"):
-        subprocess.run(["git", "-C", repo, *command.split()], check=True, capture_output=True)
-    monkeypatch.setattr(run_log, "ROOT", repo)
-    for source in ("committed", "changed", "committed"):
-        script.write_text(source)
-        train("--max-steps 0 --data", text, "--log-dir", copy.parent)
-        assert (copy.read_text() if copy.exists() else "committed") == source
-    copy.write_text("the user's")
-    for source in ("changed", "the user's", "committed"):
-        script.write_text(source)
-        train("--max-steps 0 --data", text, "--log-dir", copy.parent)
-        assert copy.read_text() == "the user's"
-    with pytest.raises(UserError, match="repo: the repository itself"):
-        train("--max-steps 0 --data", text, "--log-dir", repo)
-    assert sorted(path.name for path in repo.iterdir()) == [".git", "train_gpt2.py"]
+def test_a_diverged_model_is_evaluated_and_ends_with_the_message_of_its_update(
+    text, tmp_path, monkeypatch, capsys
+):
+    new_model, get_lr, models = train_gpt2.new_model, train_gpt2.get_lr, []
+
+    def kept(*args):
+        models.append(new_model(*args))
+        return models[0]
+
+    def overflowing(step, config):
+        if step == 1:
+            models[0].wte.weight.data.fill_(torch.inf)
+        return get_lr(step, config)
+
+    monkeypatch.setattr(train_gpt2, "new_model", kept)
+    monkeypatch.setattr(train_gpt2, "get_lr", overflowing)
+    flags = "--max-steps 3 --seq-len 64 --eval-every 1 --hellaswag-every 1 --sample-every 1"
+    args = [flags, "--skip-bad-steps 1 --data", text, "--log-dir", tmp_path]
+    args += ["--hellaswag-data", ROOT / "tests/hellaswag_sample.jsonl"]
+    with pytest.raises(RunError, match="step 2: loss nan"):
+        train(*args)
+    printed = capsys.readouterr().out
+    assert "validation loss nan" in printed and "no samples: the model's logits are not" in printed
+
+
+def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monkeypatch):
+    """Each overflow halves the scale; at 1 the gradient itself is not finite."""
+    loss = train_gpt2.training_loss
+
+    def overflowing(x, wte, targets):
+        total = x.float().sum()
+        return loss(x, wte, targets) + 1e38 * (total - total.detach())
+
+    monkeypatch.setattr(train_gpt2, "training_loss", overflowing)
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=4.0))
+    with pytest.raises(RunError, match="step 2: loss 10"):
+        flags = "--max-steps 4 --total-batch-size 32 --dtype float16 --data"
+        train(flags, text, "--log-dir", tmp_path)
+
+
+# A flag, and what it changes in a run of five steps, two of warm-up and three of warm-down.
+BASE = "--schedule wsd --warmup-steps 2 --warmdown-steps 3 --max-steps 5 --optimizer muon"
+CHANGES = {
+    "--seed 5": "train",
+    "--no-shuffle": "train",
+    "--total-batch-size 64": "train",
+    "--seq-len 8": "train",
+    "--n-layer 1": "train",
+    "--n-head 1": "train",
+    "--n-embd 8": "train",
+    "--optimizer adamw": "train",
+    "--weight-decay 5": "train",
+    "--grad-clip 0.1": "train",
+    "--beta2 0.5": "train",
+    "--schedule cosine": "lr",
+    "--warmup-steps 1": "lr",
+    "--warmdown-steps 1": "lr",
+    "--max-lr 4e-3": "lr",
+    "--min-lr 1e-4": "lr",
+    "--dtype bfloat16": "train",
+    "--max-steps 3": "train",
+    "--eval-tokens 64": "val",
+    "--eval-every 2": "val",
+    "--micro-batch-size 4": None,  # to rounding
+    "--low-memory": None,
+    "--skip-bad-steps 3": None,
+    "--eval-every 0 --save-every 1": None,
+}
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    """A text, and the log of a run without further flags."""
+    folder = tmp_path_factory.mktemp("base")
+    text = folder / "text.txt"
+    text.write_text((ROOT / "input.txt").read_text(encoding="utf-8")[:9000], encoding="utf-8")
+    train(BASE, "--eval-every 4 --data", text, "--log-dir", folder / "log")
+    return text, folder / "log"
+
+
+@pytest.mark.parametrize("flags", CHANGES)
+def test_each_setting_acts(flags, unchanged, tmp_path):
+    text, log = unchanged
+    train(BASE, "--eval-every 4 --data", text, "--log-dir", tmp_path, flags)
+    stream = CHANGES[flags]
+    if stream is None:
+        assert losses(tmp_path) == pytest.approx(losses(log), abs=1e-5)
+    else:
+        assert losses(tmp_path, stream) != losses(log, stream)
+
+
+def test_the_gpt2_preset_is_the_lectures_recipe():
+    """build-nanogpt's script, by its constants; GPT-3's appendix B."""
+    config = read_config(["--preset", "gpt2"])
+    expected = dict(total_batch_size=2**19, seq_len=1024, max_steps=19073, warmup_steps=715)
+    expected |= dict(max_lr=6e-4, min_lr=6e-5, weight_decay=0.1, beta2=0.95, grad_clip=1.0)
+    expected |= dict(n_layer=12, n_head=12, n_embd=768, optimizer="adamw", schedule="cosine")
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert GPTConfig() == GPTConfig(1024, 50257, 12, 12, 768)
+
+
+def test_the_shakespeare_preset_is_that_of_its_reference():
+    recorded = run_entries(ROOT / "reference/shakespeare")[-1]["config"]
+    config = vars(read_config(["--preset", "shakespeare"]))
+    free = {"preset", "log_dir", "data", "micro_batch_size"}
+    assert {k: v for k, v in config.items() if k not in free} == {
+        k: v for k, v in recorded.items() if k not in free
+    }
+
+
+def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeypatch, capsys, text):
+    """The first line says why it trains on Shakespeare."""
+    monkeypatch.chdir(tmp_path)
+    said = "no shards in edu_fineweb10B/ (`python fineweb.py` builds them): the shakespeare preset"
+    shape = words(*TINY)[2:]
+    for args, expected in (([], True), (["--preset", "shakespeare"], False), (["--data", text], 0)):
+        log = tmp_path / f"log{len(args)}{expected}"
+        args = [*shape, *map(str, args), "--max-steps", "0", "--log-dir", str(log)]
+        assert train_gpt2.main(args) == 0
+        assert (capsys.readouterr().out.splitlines()[0] == said) == expected
+    (tmp_path / "edu_fineweb10B").mkdir()
+    assert read_config([]).data.endswith("input.txt")
+    (tmp_path / "edu_fineweb10B/edufineweb_train_000001.npy").touch()
+    assert read_config([]).data == "edu_fineweb10B"
+    config = read_config(words("--preset gpt3 --max-steps 7"))
+    assert (config.seq_len, config.max_steps) == (2048, 7)
+    with pytest.raises(SystemExit) as stop:
+        read_config(words("--preset gpt3 --help"))
+    assert stop.value.code == 0 and "2048" in capsys.readouterr().out
+
+
+def test_torchrun_starts_two_ranks(tmp_path):
+    np.save(tmp_path / "x_train_000000.npy", np.arange(9000, dtype=np.uint16))
+    torchrun = words(Path(sys.executable), "-m torch.distributed.run --standalone")
+    args = words("--max-steps 2 --data", tmp_path, "--log-dir", tmp_path / "log")
+    command = [*torchrun, "--nproc_per_node=2", str(ROOT / "train_gpt2.py"), *TINY, *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and " x 2 ranks" in done.stdout, done.stderr
+    assert len(losses(tmp_path / "log")) == 2
+
+
+def test_settings_that_are_just_right():
+    """One sequence is enough for validation; without validation its size does not matter."""
+    flags = "--seq-len 32 --eval-tokens 32 --warmup-steps 0 --max-steps 0"
+    assert read_config(flags.split()).eval_tokens == 32
+    assert read_config(words("--eval-every 0 --eval-tokens 1")).eval_tokens == 1
