@@ -1,4 +1,4 @@
-"""Ranks share a step equally; errors of all ranks are printed once, those of one with its rank."""
+"""Errors of all ranks are printed once, those of one with its rank."""
 
 import os
 import re
@@ -9,27 +9,7 @@ import pytest
 import torch
 
 from support import ranks
-from support.errors import UserError
 from tests.conftest import start_ranks
-from train_gpt2 import Ranks, choose_micro_batch_size, read_config
-
-
-def on_ranks(world_size: int) -> Ranks:
-    return Ranks(0, world_size, torch.device("cpu"))
-
-
-def test_ranks_share_a_step_equally():
-    """The bare run on 1, 2, 4 and 8 ranks; otherwise the error names the nearest batch size."""
-    config = read_config(["--preset", "shakespeare"])
-    autocast = torch.autocast("cpu", enabled=False)
-    chosen = [choose_micro_batch_size(config, None, on_ranks(n), autocast) for n in (1, 2, 4, 8)]
-    assert chosen == [8, 4, 2, 1]
-    large = read_config(["--preset", "gpt2"])  # 4,096 tokens at a time on a CPU
-    assert choose_micro_batch_size(large, None, on_ranks(1), autocast) == 4
-    for world_size, nearest in ((3, 576), (5, 640), (16, 1024)):
-        message = f"--total-batch-size 512 .* nearest that is: {nearest}$"
-        with pytest.raises(UserError, match=message):
-            choose_micro_batch_size(config, None, on_ranks(world_size), autocast)
 
 
 def on_rank_1(disturb):

@@ -1,16 +1,21 @@
-"""Invalid input: exit status 2, one line `error: …` on stderr, and nothing written."""
+"""What every script shares: one `error: ` line for mistakes, exit statuses, whole files."""
 
+import errno
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 import train_gpt2
+from support import cli, files, ranks, signals
 from support.cli import run
+from support.errors import LostRank, RunError, UserError
 from support.files import atomic_path
-from tests.conftest import RANK, ROOT, TINY, words
+from tests.conftest import RANK, ROOT, TINY, posix, train, words
 from train_gpt2 import GPT, GPTConfig
 
 
@@ -100,41 +105,6 @@ def test_a_wrong_flag_is_tyros_message_from_one_rank(flags, message, capsys, mon
     assert message in printed[0] and not printed[1], printed
 
 
-def test_a_reader_that_leaves_gets_no_traceback():
-    command = f"{sys.executable} -u {ROOT}/fineweb.py --help | head -n 1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert done.stdout.startswith("usage: ") and not done.stderr, done.stderr
-
-
-KEPT = """
-from pathlib import Path
-from support import cli, errors
-
-def main():
-    with cli.unprinted_to(Path("kept")):
-        for i in range(9999):
-            cli.print0(f"line {i}")
-        print("no newline", end="")
-        cli.sys.stdout.flush()
-        print("unfinished", end="")
-        raise errors.UserError("too bad")
-
-cli.run(main)
-"""
-
-
-def test_a_training_run_outlives_the_reader_of_its_output(tmp_path):
-    (tmp_path / "run.py").write_text(KEPT)
-    command = f"set -o pipefail; {sys.executable} run.py | head -n 1"
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
-    options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True}
-    done = subprocess.run(["bash", "-c", command], **options)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "line 0\n", "error: too bad\n")
-    kept = (tmp_path / "kept").read_text().splitlines()
-    assert kept[-3:] == ["line 9998", "no newlineerror: too bad", "unfinished"]
-    assert len(kept) > 1000
-
-
 def test_any_stdout_will_do(tmp_path, monkeypatch):
     """None, if it is closed; a file that Windows opens in a code page, without U+FFFD."""
     with open(tmp_path / "out", "w", encoding="cp1252") as file:
@@ -146,18 +116,135 @@ def test_any_stdout_will_do(tmp_path, monkeypatch):
     assert (tmp_path / "out").read_text("cp1252") == "To be ?\n"
 
 
-def test_a_preset_is_chosen_and_changes_defaults(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert train_gpt2.read_config([]).data.endswith("input.txt")
-    (tmp_path / "edu_fineweb10B").mkdir()
-    assert train_gpt2.read_config([]).data.endswith("input.txt")
-    (tmp_path / "edu_fineweb10B/edufineweb_train_000001.npy").touch()
-    assert train_gpt2.read_config([]).data == "edu_fineweb10B"
-    config = train_gpt2.read_config(words("--preset gpt3 --max-steps 7"))
-    assert (config.seq_len, config.max_steps) == (2048, 7)
-    with pytest.raises(SystemExit) as stop:
-        train_gpt2.read_config(words("--preset gpt3 --help"))
-    assert stop.value.code == 0 and "2048" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "end, status, line",
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(), 1, ""),
+        (RunError("too bad"), 1, "error: too bad\n"),
+        (UserError("your input"), 2, "error: your input\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "a"), 2, "error: a: No such file\n"),
+        (OSError(errno.ENOSPC, "No space", "a"), 2, "error: a: No space; free some space\n"),
+        (143, 143, ""),
+        (None, 0, ""),
+    ],
+    ids=repr,
+)
+def test_exit_statuses(end, status, line, capsys):
+    main = mock.Mock(side_effect=end) if isinstance(end, BaseException) else lambda: end
+    with pytest.raises(SystemExit) as ended:
+        cli.run(main)
+    assert ended.value.code == status and capsys.readouterr().err == line
+
+
+def test_a_bug_keeps_its_traceback():
+    for bug in (ZeroDivisionError(), OSError(errno.ENOTSOCK, "a bug")):
+        with pytest.raises(type(bug)):
+            run(mock.Mock(side_effect=bug))
+
+
+@pytest.mark.parametrize(
+    "received, status", [([2], 130), ([15], 143), ([15, 2], 143), ([2, 15], 130), ([1], 143)]
+)
+def test_the_first_signal_decides_on_the_exit_status(received, status, monkeypatch):
+    monkeypatch.setattr(signals, "received", received)
+    assert signals.exit_status() == status
+
+
+NCCL = """NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.27.5
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"""
+REMOTE = """NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error
+Last error:
+socketPollConnect: connect returned Connection refused"""
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA ran out\nof something")
+CAUSES = [  # the error (a text: RuntimeError), what becomes of it, and its line
+    ("[gloo] Connection closed by peer [::1]:26247", LostRank, "^another rank has exited"),
+    (NCCL, RunError, "^NCCL failed: NCCL error in: .* version 2.27.5 .?Error while creating"),
+    (REMOTE, LostRank, "^another rank has exited or cannot be reached .*Connection refused"),
+    (OUT_OF_MEMORY, UserError, "^out of memory on cpu: try --low-memory"),
+    ("can't allocate memory", UserError, "^out of memory"),
+    ("CUBLAS_STATUS_ALLOC_FAILED", UserError, "^out of memory"),
+    ("The tensor's data is not allocated yet.", RuntimeError, "^The tensor's data is not all"),
+    ("a bug", RuntimeError, "^a bug$"),
+]
+
+
+@pytest.mark.parametrize("error, kind, line", CAUSES)
+def test_an_error_of_torch_gets_its_cause(error, kind, line, text, tmp_path, monkeypatch):
+    error = RuntimeError(error) if isinstance(error, str) else error
+    monkeypatch.setattr(train_gpt2, "train", mock.Mock(side_effect=error))
+    with pytest.raises(kind, match=line) as info:
+        train("--micro-batch-size 0 --data", text, "--log-dir", tmp_path / "log")
+    assert info.type is kind
+    # Also before the ranks have met.
+    monkeypatch.setattr(ranks, "join_process_group", mock.Mock(side_effect=error))
+    for name, value in RANK.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(kind) as info:
+        train("--data", text, "--log-dir", tmp_path / "log")
+    assert info.type is kind
+
+
+NO_RANKS = [
+    {"RANK": "0"},
+    {"WORLD_SIZE": "2"},
+    {"RANK": ""},
+    RANK | {"RANK": "a"},
+    RANK | {"RANK": "1"},
+    RANK | {"MASTER_PORT": "a"},
+    {name: value for name, value in RANK.items() if name != "MASTER_PORT"},
+]
+
+
+@pytest.mark.parametrize("env", NO_RANKS)
+def test_an_environment_that_names_no_rank_is_one_line(env, monkeypatch, capsys):
+    for name in RANK:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        cli.run(lambda: 1 // 0)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and f"RANK={env.get('RANK', '')}, " in line
+    assert line.startswith("error: ") and "start with torchrun" in line
+
+
+ABORT = """
+import atexit, os
+from support.cli import run
+
+class Thread:
+    def __del__(self):
+        os.abort()
+
+thread = Thread()  # aborts in the clean-up of the interpreter, as threads of gloo may
+atexit.register(print, "exit function")
+run(lambda: print("done"))
+"""
+LOST = """
+import os, signal
+from support import cli, errors, signals
+
+def main():
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise errors.LostRank("another rank has exited")
+
+signals.collect_stop_signals()
+cli.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    "code, world_size, status, output", [(ABORT, 1, 0, "done\nexit function\n"), (LOST, 2, 1, "")]
+)
+def test_how_a_rank_ends(code, world_size, status, output):
+    """Without the interpreter's clean-up; silently if torchrun ends it since another has failed."""
+    command, env = [sys.executable, "-c", code], os.environ | RANK
+    env["WORLD_SIZE"] = str(world_size)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, output, "")
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
@@ -193,9 +280,22 @@ def test_a_file_is_on_disk_before_it_appears(tmp_path, monkeypatch):
     assert flushed == [(partial, False), (partial / "part", False), (tmp_path, True)]
 
 
-def test_a_bug_keeps_its_traceback():
-    with pytest.raises(ZeroDivisionError):
-        run(lambda: 1 // 0)
+def test_an_interrupted_write_leaves_nothing(tmp_path):
+    for error in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(error), files.atomic_path(tmp_path / "a") as partial:
+            partial.mkdir()
+            raise error
+    assert not list(tmp_path.iterdir())
+
+
+@posix
+def test_a_mount_that_cannot_flush_folders_is_used(tmp_path, monkeypatch):
+    """Files must be flushed; of folders some network mounts are not able."""
+    (tmp_path / "a").touch()
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EINVAL, "why")))
+    files.fsync(tmp_path)
+    with pytest.raises(OSError):
+        files.fsync(tmp_path / "a")
 
 
 IMPORTS = """
