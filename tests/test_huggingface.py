@@ -242,7 +242,9 @@ def test_a_fork_that_only_trains_otherwise_is_a_gpt2(loss, fork):
     assert is_gpt2(GPT(SMALL))
 
 
-FORKS = {name: change for name, change in CHANGES.items() if name != "the loss that is reported"}
+# The last layer's epsilon changes logits by less than float32's rounding.
+TOO_SMALL = ("the loss that is reported", "last layer")
+FORKS = {name: change for name, change in CHANGES.items() if name not in TOO_SMALL}
 
 
 @pytest.mark.parametrize("name", FORKS)
