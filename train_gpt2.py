@@ -572,15 +572,26 @@ def orthogonalize(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+def orthogonalize_on_all_ranks(x: Tensor) -> Tensor:
+    """orthogonalize(), of which each rank does a share. All ranks have the same x."""
+    if not dist.is_initialized():
+        return orthogonalize(x)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    share = math.ceil(len(x) / world_size)  # matrices per rank
+    padded = F.pad(x, (0, 0, 0, 0, 0, share * world_size - len(x)))  # with matrices of zeros
+    mine = orthogonalize(padded[rank * share : (rank + 1) * share]).contiguous()
+    dist.all_gather_into_tensor(padded, mine)
+    return padded[: len(x)]
+
+
 class Muon(torch.optim.Optimizer):
-    """Muon: the momentum of a matrix's gradient, made nearly orthogonal, so that an update moves
+    """The momentum of each matrix's gradient is made nearly orthogonal, so that an update moves
     equally far in all directions (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    Its size is that of AdamW's updates, so that one learning rate and one weight decay serve both
-    (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2). It is torch.optim.Muon with
-    adjust_lr_fn="match_rms_adamw", but batched over matrices of one shape, which the ranks share.
-
-    dtype: of the matmuls."""
+    An update is as large as AdamW's, so that one learning rate and one weight decay serve both (Liu
+    et al. 2025, "Muon is Scalable for LLM Training", section 2.2): this is torch.optim.Muon with
+    adjust_lr_fn="match_rms_adamw", in batches of matrices with one shape. dtype: of its matmuls."""
 
     def __init__(self, matrices: list[Tensor], lr: float, weight_decay: float, dtype: torch.dtype):
         shapes = sorted({p.shape for p in matrices})
@@ -590,10 +601,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        rank, world_size = (
-            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        )
         for group in self.param_groups:  # L matrices of one shape
+            lr = group["lr"]
             matrices = group["params"]
             updates = []
             for p in matrices:
@@ -602,24 +611,13 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(p)
                 momentum = state["momentum_buffer"].lerp_(p.grad, 0.05)
                 updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov's
-            share = math.ceil(
-                len(matrices) / world_size
-            )  # matrices per rank, with zeros at the end
-            x = torch.stack(updates).to(self.dtype)
-            x = F.pad(
-                x, (0, 0, 0, 0, 0, share * world_size - len(x))
-            )  # (share * ranks, rows, columns)
-            mine = orthogonalize(x[rank * share : (rank + 1) * share])
-            if world_size > 1:
-                dist.all_gather_into_tensor(x, mine.contiguous())
-            else:
-                x = mine
+            x = torch.stack(updates).to(self.dtype)  # (L, rows, columns)
             # The entries of an orthogonal matrix have a root mean square of
             # 1 / sqrt(max(rows, columns)), AdamW's updates one of about 0.2.
-            size = 0.2 * math.sqrt(max(matrices[0].shape))
-            for p, update in zip(matrices, x, strict=False):
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * size)
+            size = 0.2 * math.sqrt(max(x.shape[1:]))
+            for p, update in zip(matrices, orthogonalize_on_all_ranks(x), strict=True):
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(update, alpha=-lr * size)
 
 
 def configure_optimizers(
