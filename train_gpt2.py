@@ -367,10 +367,10 @@ class DataLoaderLite:
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next inputs and targets of this rank, (B, T) int64 each."""
-        tokens = torch.from_numpy(self.read(self.position + self.rank * self.B, self.B))
+        tokens = self.read(self.position + self.rank * self.B, self.B)
         self.position += self.world_size * self.B  # past the batches of all ranks
-        x = tokens[:, :-1].contiguous()
-        y = tokens[:, 1:].contiguous()  # the targets are the inputs shifted by one
+        x = torch.from_numpy(tokens[:, :-1].copy())
+        y = torch.from_numpy(tokens[:, 1:].copy())  # the targets are the inputs shifted by one
         return (x.pin_memory(), y.pin_memory()) if self.pin_memory else (x, y)
 
     def state_dict(self) -> dict[str, Any]:
