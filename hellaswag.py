@@ -19,7 +19,7 @@ from torch import Tensor
 
 from support import huggingface
 from support.cli import parse_args, run
-from support.devices import choose_device, choose_precision
+from support.devices import choose_device, choose_precision, keep_freed_memory
 from support.errors import UserError
 from support.files import write_text
 from support.hellaswag import LogitsAt, Score, gpt_logits, load_examples, prepare, score
@@ -103,6 +103,8 @@ def main(args: list[str] | None = None) -> None:
         numbers = f"--batch-size {config.batch_size}, --limit {config.limit}"
         raise UserError(f"{numbers}: must be at least 1 and 0")
     device = choose_device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     # The size is not known yet: 0, so that any model is scored in float32 on a CPU.
     dtype, description = choose_precision(config.dtype, device, parameters=0)
     if config.json:
