@@ -9,7 +9,7 @@
 From top to bottom: the model, the data, the settings, the optimizers, evaluation, and train(),
 which is a run from set-up to its last line. Its weight update is between two marked lines. support/
 holds the plumbing: files, processes, devices. Bad input raises UserError, whose one line says what
-is wrong and how to fix it.
+is wrong and how to fix it. A *fork* is a copy of this file with a changed model (docs/forking.md).
 
 Shapes: B batch (sequences per micro-batch), T time (tokens per sequence), C channels (n_embd =
 n_head * head size), nh heads, hs head size, V vocabulary (50,257). A *step* updates the weights
@@ -118,9 +118,9 @@ def cross_entropy(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
         # weights themselves keep GPT-2's shape.
         wte = F.pad(wte, (0, 0, 0, -V % 64))
     logits = lm_head(x.flatten(0, -2), wte)  # (N, V or more)
-    # At -inf the added columns vanish in a softmax, and so do their gradients. index_fill_ writes
-    # only them; logits[:, V:] = … would, compiled, copy all logits. A loss that they make infinite,
-    # such as one with label smoothing, needs logits[:, :V] instead.
+    # Set the added columns to -inf: a softmax ignores them, and their gradient is 0, so autograd
+    # need not see this. (index_fill_ writes them alone; logits[:, V:] = …, compiled, copies all.)
+    # A loss that they would make infinite, as with label smoothing, takes logits[:, :V] instead.
     added = torch.arange(V, wte.size(0), device=x.device)
     with torch.no_grad():
         logits.index_fill_(1, added, -math.inf)
@@ -152,7 +152,8 @@ def in_chunks(loss_function: Any, x: Tensor, wte: Tensor, targets: Tensor) -> Te
 
 
 class GPT(nn.Module):
-    """GPT-2 with GPT-2's parameter names. Linear weights are (out, in), not Conv1D's (in, out)."""
+    """GPT-2 with GPT-2's parameter names. Linear weights are torch's (out, in); Hugging Face stores
+    them as (in, out)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -161,7 +162,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.prepare()
+        self.prepare()  # neither compiled nor saving memory
 
         # std 0.02, biases 0, LayerNorms 1 and 0. Residual projections are scaled down, or the
         # variance of the residual stream would grow with depth (section 2.3).
@@ -174,10 +175,9 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def prepare(self, compiled: bool = False, low_memory: bool = False) -> None:
-        """Chooses how to compute, which changes results only by rounding.
+        """Chooses how to compute. That changes results only by rounding.
 
-        low_memory: keep only the inputs of blocks, and compute the rest again in the backward pass.
-        """
+        low_memory: a block keeps only its input, and is computed again in the backward pass."""
         self.low_memory = low_memory
         self.training_loss = partial(in_chunks, training_loss)
         self.cross_entropy = partial(in_chunks, cross_entropy)
@@ -185,7 +185,7 @@ class GPT(nn.Module):
             return
         for block in self.h:  # one by one, since the same code serves all of them
             block.compile(dynamic=False)  # all batches of a run have one shape
-        # On a GPU it is fastest to compile a loss with its head as one graph, for all tokens.
+        # Compiled for a GPU, a loss is fastest as one graph with the logits of all tokens.
         if self.wte.weight.device.type != "cpu" and not low_memory:
             self.training_loss = torch.compile(training_loss, dynamic=False)
             self.cross_entropy = torch.compile(cross_entropy, dynamic=False)
@@ -273,12 +273,14 @@ class GPT(nn.Module):
     def from_pretrained(cls, name: str | Path, strict: bool = True, **changes: Any) -> "GPT":
         """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …), its weights in float32.
 
-        changes: fields of GPTConfig, instead of those in config.json. strict: raise UserError if
-        the weights were trained with mathematics that this code no longer has; else a note."""
+        changes: fields of GPTConfig, instead of those in config.json. Each saved model has a
+        fingerprint of the mathematics that trained it: if this code computes something else, that
+        is a UserError, or with strict=False a printed note."""
         return huggingface.read_pretrained(cls, GPTConfig, name, strict, changes)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes a Hugging Face GPT-2 with its tokenizer; a fork that is none doesn't claim so."""
+        """Writes a Hugging Face GPT-2 with its tokenizer. If a fork's model is no GPT-2, the saved
+        config.json says so."""
         huggingface.write_pretrained(self, Path(folder))
 
 
@@ -288,7 +290,7 @@ class GPT(nn.Module):
 SHARDS_FOLDER = "edu_fineweb10B"
 
 
-@lru_cache(maxsize=4)  # for a reader of consecutive sequences: of the shards, and of one shard
+@lru_cache(maxsize=3)  # those in use: of the shards, of one shard's sequences, of its offsets
 def permutation(n: int, *seed: int) -> np.ndarray:
     """A permutation of 0 … n-1 from `seed` alone; NumPy's own may change with its version."""
     return np.random.PCG64(seed).random_raw(n).argsort(kind="stable")
@@ -356,7 +358,7 @@ class DataLoaderLite:
             number -= int(ends[place] - self.counts[shard])
             offset = 0
             if self.shuffle:
-                # The numbers after the seed tell the three kinds of permutation apart.
+                # Zeros at the end of a seed don't count, so a shard is numbered from 1 here.
                 number = permutation(int(self.counts[shard]), self.seed, epoch, shard + 1)[number]
                 offset = permutation(self.T, self.seed, 0, 0, shard + 1)[epoch % self.T]
             start = offset + number * self.T
@@ -450,7 +452,7 @@ class TrainConfig:
     device: str = "auto"  # auto, cpu, cuda or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls
     compile: bool = False  # use torch.compile; presets but shakespeare do so on a CUDA GPU
-    low_memory: bool = False  # recompute blocks in the backward pass; logits in chunks
+    low_memory: bool = False  # recompute blocks in the backward pass, and don't keep all logits
     deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
 
     # Evaluation
@@ -561,14 +563,14 @@ def orthogonalize(x: Tensor) -> Tensor:
     Five steps of a Newton-Schulz iteration, x -> a x + b x^3 + c x^5 (Jordan et al. 2024)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(1) > x.size(2)
-    if tall:  # so that x x^T below is the smaller square
+    if tall:  # so that x @ x.mT below is the smaller square
         x = x.mT
     # The Frobenius norm bounds the largest singular value, so all are at most 1 now.
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         square = x @ x.mT
-        polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)  # b x^2 + c x^4
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)  # b s + c s @ s
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # a x + polynomial @ x
     return x.mT if tall else x
 
 
@@ -712,7 +714,7 @@ def print_samples(
     try:
         with autocast, torch.compiler.set_stance("force_eager"):  # don't compile one-off shapes
             idx = model.generate(idx, length, generator=generator)
-    except RunError as error:  # of a diverged model; the next update says what to do
+    except RunError as error:  # the model has diverged, which is for the next update to say
         print0(f"rank {ranks.rank}: no samples: {error}", every_rank=True)
         return
     for i, tokens in enumerate(idx.tolist()):
@@ -726,18 +728,18 @@ def print_samples(
 
 def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     """The model to train: from a checkpoint, from --init, or from scratch."""
-    # Fields of the same name, also those that a fork adds to both classes.
-    names = {field.name for field in fields(GPTConfig)} & asdict(config).keys()
-    settings = {name: getattr(config, name) for name in names}
+    shape = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
+    # What a fork adds to both configurations, such as dropout.
+    names = {field.name for field in fields(GPTConfig)} & asdict(config).keys() - shape.keys()
+    added = {name: getattr(config, name) for name in names}
     if checkpoint is None and config.init == "scratch":
-        return GPT(GPTConfig(block_size=config.seq_len, **settings))
-    # Given weights have their own shape.
-    changes = {name: settings[name] for name in names - {"n_layer", "n_head", "n_embd"}}
+        return GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
+    # Given weights have their own shape. To start from, they may be those of another fork.
     strict = checkpoint is not None
-    model = GPT.from_pretrained(checkpoint or config.init, strict, **changes)
+    model = GPT.from_pretrained(checkpoint or config.init, strict, **added)
     if model.config.block_size < config.seq_len or model.config.vocab_size != VOCAB_SIZE:
-        shape = f"context {model.config.block_size}, vocabulary {model.config.vocab_size}"
-        raise UserError(f"--init {config.init}: {shape} for --seq-len {config.seq_len}")
+        problem = f"context {model.config.block_size}, vocabulary {model.config.vocab_size}"
+        raise UserError(f"--init {config.init}: {problem} for --seq-len {config.seq_len}")
     return model
 
 
@@ -767,14 +769,16 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     # ---- Where to start: with --resume at the newest checkpoint, otherwise at step 0
     checkpoint, saved = run.find_start(MAY_CHANGE)  # None and the state at step 0, if there is none
     step = saved["step"]  # updates so far
-    skipped = saved["skipped"]  # of which so many were left out, since they were not finite
+    skipped = saved["skipped"]  # of which so many were left out, as not finite
 
     # ---- Model, precision, and sequences per micro-batch
     torch.manual_seed(config.seed)
     model = new_model(config, checkpoint)
     if config.save_every and ranks.rank == 0:
         huggingface.check_before_training(model)  # a fork's checkpoints may be unreadable
-    dtype, device_line = ranks.on_rank_0(
+    # On a CPU --dtype auto depends on the model's size and measures, so rank 0 decides for all.
+    # chosen: device and precision with the reason, to print.
+    dtype, chosen = ranks.on_rank_0(
         devices.choose_precision, config.dtype, ranks.device, model.num_parameters(), saved["dtype"]
     )
     autocast = torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32)
@@ -796,7 +800,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     if config.eval_every:
         val_loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)
         val_sequences = min(config.eval_tokens // T, val_loader.sequences_per_epoch)
-        val_text = tokenizer.text_size(val_loader.read(0, val_sequences)[:, 1:].ravel())
+        val_targets = val_loader.read(0, val_sequences)[:, 1:]
+        val_size = tokenizer.text_size(val_targets.ravel())  # in tokens, bytes and characters
     tasks = None
     if config.hellaswag_every:
         context = model.config.block_size
@@ -815,12 +820,12 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             devices.set_random_state(ranks.device, saved["random"][ranks.rank])
 
     # ---- From here on the folder changes; what takes time comes last
-    run.begin(step, device_line, devices.gpu_software(ranks.device, dtype))
+    run.begin(step, chosen, devices.gpu_software(ranks.device, dtype))
     model.prepare(config.compile and devices.can_compile(ranks.device), config.low_memory)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast) if ranks.world_size > 1 else model
     flops = model.flops_per_token(T)
     meter = console.Meter(config.total_batch_size, flops, ranks, dtype, saved["elapsed"])
-    console.announce(config, device_line, model, loader, meter, checkpoint)
+    console.announce(config, chosen, model, loader, meter, checkpoint)
     signals.collect_stop_signals()  # a run that is asked to stop saves first
 
     # ---- The loop
@@ -841,7 +846,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 "scaler": scaler.state_dict(),
                 "random": ranks.gather(devices.random_state(ranks.device)),
             }
-            run.save(model, state, required=last or stopping)
+            run.save(model, state, required=last or stopping)  # else a full disk is only a warning
         if stopping:
             break
 
@@ -850,7 +855,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         results = {}
         if is_due(config.eval_every, step, last):
             loss = validation_loss(model, val_loader, val_sequences, ranks, autocast)
-            results = {"val": loss, "bpb": val_text.bits_per_byte(loss)}
+            results = {"val": loss, "bpb": val_size.bits_per_byte(loss)}
         if tasks and is_due(config.hellaswag_every, step, last):
             results["hella"] = hellaswag.accuracy(model, tasks, ranks, autocast)
         if results and ranks.any(signals.received):
@@ -876,7 +881,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             # Copies from pinned memory don't wait for the kernels that are still running.
             x = x.to(ranks.device, non_blocking=loader.pin_memory)
             y = y.to(ranks.device, non_blocking=loader.pin_memory)
-            # DDP exchanges the gradients once per step, in the last micro-step.
+            # DDP exchanges the gradients once per step, in the last micro-step. (Without DDP
+            # nobody reads this attribute.)
             ddp_model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with autocast:  # the backward pass takes the precisions of the forward pass
                 _, micro_loss = ddp_model(x, y)
@@ -899,6 +905,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         total_loss, stopping = sums.tolist()
         loss = total_loss / (grad_accum_steps * ranks.world_size)
         norm = norm_tensor.item()
+        # A step is all or nothing, for all optimizers. (scaler.step would look at the gradients of
+        # one optimizer only.) The scale is 1 unless the run is in float16.
         if math.isfinite(loss) and math.isfinite(norm):
             for optimizer in optimizers:
                 optimizer.step()
@@ -920,7 +928,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 
         meter.end_step(began, steps_left=config.max_steps - step - 1)
         print0(f"step {step:5d}/{config.max_steps} {meter.line(loss, lr, norm)}")
-        run.log(step, train=loss, lr=lr, norm=norm, **meter.streams)
+        run.log(step, train=loss, lr=lr, norm=norm, **meter.speed)
         step += 1
 
     # ---- The last lines
@@ -929,7 +937,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         print0(f"stopped by a signal after {step} updates; {hint}")
         return signals.exit_status()
     if config.eval_every:
-        console.print_validation(results["val"], val_text)
+        console.print_validation(results["val"], val_size)
     console.print_cost(step, meter.elapsed)
     if config.save_every:
         run.finish(model, step)
@@ -946,7 +954,7 @@ def main(args: list[str] | None = None) -> int:
     ranks = Ranks.start(config.device, config.deterministic)
     if ranks.device.type == "cpu" and not config.low_memory:
         devices.keep_freed_memory()  # faster steps for more memory
-    if config.preset == "auto" and config.data == SHAKESPEARE["data"]:
+    if config.preset == "auto" and config.data == SHAKESPEARE["data"]:  # what auto has chosen
         missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
         print0(f"{missing}: the shakespeare preset")
     try:

@@ -52,15 +52,15 @@ class Meter:
         self.left = per_step * steps_left
 
     @property
-    def streams(self) -> dict[str, float]:
-        """The latest step's values for log.txt."""
+    def speed(self) -> dict[str, float]:
+        """The latest step's tok_per_sec, mfu and ms, as log.txt has them."""
         rate = self.tokens / self.seconds
         mfu = rate * self.flops / (self.peak_flops * self.devices)
         return {"tok_per_sec": rate, "mfu": mfu, "ms": 1e3 * self.seconds}
 
     def line(self, loss: float, lr: float, norm: float) -> str:
         """The latest step as a line on the console."""
-        values = self.streams
+        values = self.speed
         training = f"loss {loss:.4f} lr {lr:.2e} norm {norm:.3f}"
         # Above 100 % the peak was measured too low.
         mfu = f"{values['mfu']:.1%}" if values["mfu"] <= 1 else "–"
@@ -69,16 +69,16 @@ class Meter:
 
 
 def announce(
-    config: Any, device_line: str, model: Any, loader: Any, meter: Meter, checkpoint: Path | None
+    config: Any, chosen: str, model: Any, loader: Any, meter: Meter, checkpoint: Path | None
 ) -> None:
     """Prints what is about to be trained.
 
-    config: a TrainConfig. device_line: device and precision, with the reason. model: a GPT. loader:
+    config: a TrainConfig. chosen: device and precision, with the reason. model: a GPT. loader:
     of the training data. checkpoint: from which the run resumes."""
     T = config.seq_len
     steps_per_epoch = loader.sequences_per_epoch * T / config.total_batch_size
     micro_steps = config.total_batch_size // (loader.B * T * loader.world_size)
-    print0(f"device: {device_line}")
+    print0(f"device: {chosen}")
     print0(
         f"model: {model.num_parameters():,} parameters, {meter.flops / 1e6:,.0f} MFLOP per token"
     )
