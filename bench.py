@@ -248,7 +248,8 @@ def main(args: list[str] | None = None) -> int:
         print(json.dumps(result, indent=1))
     else:
         result = measure_ours(flags, config.steps)
-        rows = columns(result) | {"MFU": f"{result['mfu']:.1%}"} | measure_machine()
+        result["machine"] = measure_machine()
+        rows = columns(result) | {"MFU": f"{result['mfu']:.1%}"} | result["machine"]
         print("\n" + "\n".join(f"{name:>22}: {value}" for name, value in rows.items()))
     if config.json:
         write_text(config.json, json.dumps(result, indent=1) + "\n")
