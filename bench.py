@@ -185,6 +185,8 @@ def columns(row: Row) -> dict[str, str]:
 
 def measure_ladder(run: TrainConfig, given: list[str], steps: int) -> list[Row]:
     """Measures each rung in a process of its own. Prints a table and draws bench_ladder.png."""
+    titles = ["rung", "what it adds", "ms per step", "quartiles", "tok/s", "peak memory"]
+    print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     rows = []
     for rung in rungs_of(run):
         command = [sys.executable, __file__, "--rung", rung, "--steps", str(steps), "--", *given]
@@ -195,9 +197,6 @@ def measure_ladder(run: TrainConfig, given: list[str], steps: int) -> list[Row]:
             print(f"| {rung} | {reason} |", flush=True)
             continue
         row = json.loads(done.stdout)
-        if not rows:
-            titles = ["rung", "what it adds", *columns(row)]
-            print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
         print(f"| {' | '.join([rung, RUNGS[rung], *columns(row).values()])} |", flush=True)
         rows.append(row)
     measured = [row for row in rows if "ms" in row]

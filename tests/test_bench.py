@@ -38,10 +38,9 @@ def test_the_ladder_measures_every_rung_on_the_same_batches(tmp_path, monkeypatc
     assert [row["rung"] for row in rows] == RUNGS
     table = capsys.readouterr().out.splitlines()[2:]
     for row, line in zip(rows, table, strict=True):
-        low, high = row["ms_quartiles"]
-        assert row["steps"] == 2 and row["tokens"] == 64 and 0 < low <= row["ms"] <= high
+        assert row["steps"] == 2 and row["tokens"] == 64
         assert row["tok_per_sec"] == pytest.approx(1e3 * 64 / row["ms"])
-        assert line.startswith(f"| {row['rung']} | ") and f" {row['ms']:,.1f} " in line
+        assert f"| {row['ms']:,.1f} |" in line
     assert (tmp_path / "bench_ladder.png").stat().st_size > 5000
 
 
@@ -62,30 +61,22 @@ def test_each_rung_adds_what_it_says(monkeypatch, capsys):
         with profile(record_shapes=True) as profiler:
             bench.main(["--rung", rung, "--steps=1", *TINY])
         assert json.loads(capsys.readouterr().out)["rung"] == rung
-        names = {event.name for event in profiler.events()}
+        names = [event.name for event in profiler.events()]
+        assert names.count("aten::nll_loss_forward") == 2  # one step of two micro-steps
         shapes = {size for e in profiler.events() for shape in e.input_shapes for size in shape}
         flash = "aten::_scaled_dot_product_flash_attention_for_cpu" in names
         seen[rung] = (flash, 50_304 in shapes, "aten::_fused_adamw_" in names)
-    assert list(seen.values()) == [
-        (False, False, False),
-        (True, False, False),
-        (True, True, False),
-        (True, True, True),
-    ]
+    assert [*map(sum, seen.values())] == [0, 1, 2, 3] and seen["padded"] == (True, True, False)
 
 
 def test_the_default_is_train_gpt2_as_it_comes(tmp_path, monkeypatch, capsys):
-    """The figures are those of its own lines, after ten steps."""
+    """Its figure is the median of its own lines, after ten steps."""
     monkeypatch.chdir(tmp_path)
     assert bench.main(["--steps", "3", *TINY, "--plan", "--log-dir", "log"]) == 0
     out = capsys.readouterr().out
-    steps = re.findall(r"step +\d+/13 loss .* (\d+) ms ([\d,]+) tok/s mfu", out)
-    assert len(steps) == 13
-    ms = statistics.median(int(step[0]) for step in steps[-3:])
-    rate = statistics.median(int(step[1].replace(",", "")) for step in steps[-3:])
-    assert float(re.search(r"ms per step: ([\d.]+)", out)[1]) == pytest.approx(ms, abs=0.6)
-    found = re.search(r"tok/s: ([\d,]+)\n", out)[1]
-    assert int(found.replace(",", "")) == pytest.approx(rate, rel=0.01)
+    ms = [int(found) for found in re.findall(r"step +\d+/13 loss .* (\d+) ms .* mfu", out)]
+    found = float(re.search(r"ms per step: ([\d.]+)", out)[1])
+    assert len(ms) == 13 and found == pytest.approx(statistics.median(ms[-3:]), abs=0.6)
     assert re.search(r"peak memory: (0\.[1-9]|[1-9])", out) and "memory copy: " in out
     assert not list(tmp_path.iterdir())  # the run leaves nothing
 
@@ -96,9 +87,8 @@ def test_wrong_input_is_one_line(flags):
         bench.main([*flags.split(), *TINY])
 
 
-def test_help_of_the_comparison_with_build_nanogpt(monkeypatch, capsys):
+def test_the_comparison_with_build_nanogpt_starts(monkeypatch):
     path = str(ROOT / "bench/fidelity/compare.py")
     monkeypatch.setattr(sys, "argv", [path, "--help"])
-    with pytest.raises(SystemExit) as status:
+    with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(path, run_name="__main__")
-    assert status.value.code == 0 and "PEER" in capsys.readouterr().out

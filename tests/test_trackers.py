@@ -28,7 +28,6 @@ def test_trackers_get_every_stream_until_they_fail(text, tmp_path, monkeypatch, 
     train(*args, 3, "--resume")
     assert [settings["id"] for settings in started] == ["0", "0"]  # one run
     assert started[1]["resume"] == "allow"
-    assert [step for step, values in sent if "train" in values] == [0, 1, 2]
     expected = [(stream, value, step) for step, values in sent for stream, value in values.items()]
     assert scalars == [entry for entry in expected if entry[2] < 3] != expected
     assert capfd.readouterr().err.count("--tensorboard: nothing more is sent") == 1
