@@ -128,10 +128,3 @@ def new_entry(config: dict[str, Any], **more: Any) -> dict[str, Any]:
         **more,
         "config": public,
     }
-
-
-def data_source(data: Path) -> str:
-    """The source in the manifest of a folder of shards, e.g. a dataset's name; "" if unknown."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads((data / "manifest.json").read_bytes())["source"])
-    return ""
