@@ -5,7 +5,6 @@ import hashlib
 import http.client
 import io
 import json
-import shutil
 import urllib.error
 from pathlib import Path
 from unittest import mock

@@ -6,14 +6,11 @@ import shutil
 import subprocess
 
 import nbformat
-import numpy as np
 import pytest
 
 import fineweb
 import hellaswag
 import sample
-from support import plots
-from support.errors import UserError
 from tests.conftest import ROOT, TINY, train, words
 from train_gpt2 import GPT, GPTConfig
 
@@ -48,24 +45,6 @@ def run_play(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_play_shows_the_last_run_of_a_log(tmp_path, run_play):
-    """Lines of an earlier run in the same folder and an incomplete last line are ignored."""
-    lines = ["0 train 10.9\n", "50 val 2.0\n"]  # the earlier run
-    for step in range(50):
-        lines.append(f"{step} train {11 - step / 10}\n")
-        lines.append(f"{step} lr 6e-4\n{step} norm 1.0\n{step} tok_per_sec 1e5\n")
-    lines += ["50 val 3.5\n", "50 hella 0.28\n", "50 tr"]
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log/log.txt").write_text("".join(lines))
-    config = '{"total_batch_size": 1000, "data": "edu"}'
-    (tmp_path / "log/run.json").write_text(f'[{{"config": {config}}}]')
-    out, figures = run_play()
-    assert "log: 50 train, 50 lr, 50 norm, 50 tok_per_sec, 1 val, 1 hella" in out
-    assert "lowest validation loss 3.5000" in out
-    assert "no checkpoint" in out
-    assert len(figures) == 3
-
-
 def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
     """Those in log*/ that have a run.json, in one plot with a legend; each has its colour."""
     config = {"total_batch_size": 10, "data": "input.txt"}
@@ -92,30 +71,6 @@ def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
     assert "ROMEO:" in out  # a sample of the run that has a checkpoint
 
 
-def test_hours_are_those_of_the_timed_steps(tmp_path):
-    """Of a log that begins at a later step and lacks the time of one; an hour is 3.6e6 ms."""
-    with pytest.raises(UserError, match=r"no run\.json"):
-        plots.read_curves(tmp_path)
-    log = "".join(f"{step} train 9\n{step} ms 3.6e6\n" for step in range(4000, 4004))
-    log = "4000 val 9\n" + log.replace("4002 ms 3.6e6\n", "") + "4004 val 8\n"
-    (tmp_path / "log.txt").write_text(log)
-    (tmp_path / "run.json").write_text('[{"config": {"total_batch_size": 10}}]')
-    curves = plots.read_curves(tmp_path, "hours")
-    assert curves["train"][0].tolist() == [0, 1, 2, 2] and curves["val"][0].tolist() == [0, 3]
-    assert plots.read_curves(tmp_path)["val"][0].tolist() == [40_000, 40_040]
-    (tmp_path / "log.txt").write_text("0 val 9\n5 val 8\n")  # no step is timed
-    assert plots.read_curves(tmp_path, "hours")["val"][0].tolist() == [0, 0]
-
-
-def test_the_evaluation_of_a_fork_gets_a_panel(tmp_path, monkeypatch):
-    panels = []
-    monkeypatch.setattr(plots, "draw_panel", lambda axes, run, stream, x: panels.append(stream))
-    (tmp_path / "log.txt").write_text("0 train 9.0\n0 lr 1e-3\n0 ms 5\n1 lambada 0.3\n1 val 8.0\n")
-    (tmp_path / "run.json").write_text('[{"config": {"total_batch_size": 10, "data": "edu"}}]')
-    plots.save_curves(tmp_path)
-    assert panels == ["lr", "norm", "tok_per_sec", "lambada"]
-
-
 def test_play_shows_the_reference_without_a_log(tmp_path, run_play):
     reference = tmp_path / "reference/shakespeare"
     shutil.copytree(ROOT / "reference/shakespeare", reference)
@@ -125,21 +80,6 @@ def test_play_shows_the_reference_without_a_log(tmp_path, run_play):
     assert "no HellaSwag in these logs" in out
     assert "ROMEO:" in out  # a sample
     assert len(figures) == 3
-
-
-def test_smoothing_neither_lags_nor_ends_at_a_nan():
-    values = np.arange(9.0)
-    values[4] = np.nan
-    assert plots.smooth(values, 1)[1:8].tolist() == [1, 2, 2.5, 4, 5.5, 6, 7]
-
-
-def test_openais_loss_is_for_fineweb_edu(tmp_path):
-    data = tmp_path / "edu_fineweb10B"
-    data.mkdir()
-    (data / "run.json").write_text(f'[{{"config": {{"data": "{data}"}}}}]')
-    assert plots.on_fineweb(data)
-    (data / "manifest.json").write_text('{"source": "files"}')
-    assert not plots.on_fineweb(data)
 
 
 def test_colab_commands_run_in_order_on_a_cpu(text, tmp_path, monkeypatch, capsys):

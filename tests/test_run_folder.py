@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import platform
 import shutil
@@ -12,7 +11,6 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -528,83 +526,3 @@ def test_a_restart_by_torchrun_goes_on_with_resume_only(tmp_path, log, text):
         assert earlier.exists() == aside
         if aside:
             assert steps_of(earlier) == [2] and len(losses(earlier)) == 3
-
-
-# --------------------------------------------------------------------------------------------------
-# Trackers
-
-
-def test_a_tracker_that_cannot_start_costs_nothing(start, log, monkeypatch):
-    """Not installed, or without an account: the earlier run is only renamed."""
-    start("--max-steps 1 --save-every 1")
-    before = list(contents(log).values())
-    no_account = SimpleNamespace(
-        init=raise_error(OSError("no account")), util=SimpleNamespace(generate_id=lambda: "a1")
-    )
-    board = SimpleNamespace(SummaryWriter=raise_error(AssertionError("after wandb")))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    for module, message in ((None, "--wandb: not installed; `pip"), (no_account, "no account")):
-        monkeypatch.setitem(sys.modules, "wandb", module)
-        with pytest.raises(UserError, match=message):
-            start("--max-steps 1 --save-every 1 --wandb --tensorboard")
-    assert list(contents(log.with_name("log_1")).values()) == before
-    assert not log.exists() or not list(log.iterdir())
-
-
-def test_tensorboard_has_what_the_log_has(start, log, monkeypatch):
-    """Also of the step of a checkpoint, whose validation loss isn't logged again."""
-    board = {}
-
-    class SummaryWriter:
-        def __init__(self, folder, purge_step):
-            for step, stream in list(board):
-                if step >= purge_step:
-                    del board[step, stream]
-
-        def add_scalar(self, stream, value, step):
-            assert (step, stream) not in board, "two points at one step"
-            board[step, stream] = pytest.approx(value, abs=0.06)  # the log rounds
-
-    module = SimpleNamespace(SummaryWriter=SummaryWriter)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    start("--tensorboard --save-every 2 --max-steps 3 --eval-every 2")
-    shutil.rmtree(log / "step_000003")
-    start("--tensorboard --save-every 2 --max-steps 4 --eval-every 0 --resume")
-    lines = log_lines(log / "log.txt")
-    assert len(lines) == 2 * 2 + 4 * 6
-    assert {(step, stream): float(value) for step, stream, value in lines} == board
-
-
-def test_a_tracker_that_fails_says_so_once(start, log, monkeypatch, capsys):
-    class SummaryWriter:
-        def __init__(self, folder, purge_step):
-            pass
-
-        def add_scalar(self, stream, value, step):
-            if step == 1:
-                raise OSError("no space left")
-
-    module = SimpleNamespace(SummaryWriter=SummaryWriter)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    assert start("--tensorboard --max-steps 4") == 0
-    warning = "warning: --tensorboard: nothing more is sent (no space left)\n"
-    assert capsys.readouterr().err == warning and len(losses(log)) == 4
-
-
-def test_wandb_continues_its_run(start, log, monkeypatch):
-    """By the id in run.json; a new run gets a new one."""
-    started, new_ids = [], iter("abc")
-    wandb = SimpleNamespace(
-        util=SimpleNamespace(generate_id=lambda: next(new_ids)),
-        init=lambda **settings: started.append(settings["id"]) or SimpleNamespace(log=logged),
-    )
-
-    def logged(values, step):
-        assert values and step >= 0
-
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    start("--wandb --save-every 1 --max-steps 1")
-    start("--wandb --save-every 1 --max-steps 2 --resume")
-    start("--wandb --save-every 1 --max-steps 1")
-    assert started == ["a", "a", "b"]
-    assert json.loads((log / "run.json").read_text())[-1]["wandb_id"] == "b"

@@ -1,8 +1,14 @@
 """TensorBoard and Weights & Biases, with stand-ins for both: neither is installed."""
 
+import shutil
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
+import pytest
+
+from support.errors import UserError
+from support.run_log import log_lines
 from tests.conftest import train
 
 
@@ -32,3 +38,50 @@ def test_trackers_get_every_stream_until_they_fail(text, tmp_path, monkeypatch, 
     assert scalars == [entry for entry in expected if entry[2] < 3] != expected
     assert capfd.readouterr().err.count("--tensorboard: nothing more is sent") == 1
     assert {"val", "train", "lr", "norm", "ms"} <= {entry[0] for entry in expected}
+
+
+def test_a_tracker_that_cannot_start_costs_nothing(text, tmp_path, monkeypatch):
+    """Not installed, or without an account: the earlier run is only renamed."""
+    log = tmp_path / "log"
+    args = ["--save-every 1 --max-steps 1 --data", text, "--log-dir", log]
+    train(*args)
+    before = [path.read_bytes() for path in log.rglob("*") if path.is_file()]
+    no_account = SimpleNamespace(
+        init=mock.Mock(side_effect=OSError("no account")),
+        util=SimpleNamespace(generate_id=lambda: "a1"),
+    )
+    board = SimpleNamespace(SummaryWriter=mock.Mock(side_effect=AssertionError("after wandb")))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    for module, message in ((None, "--wandb: not installed; `pip"), (no_account, "no account")):
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        with pytest.raises(UserError, match=message):
+            train(*args, "--wandb --tensorboard")
+    moved = [path.read_bytes() for path in (tmp_path / "log_1").rglob("*") if path.is_file()]
+    assert sorted(moved) == sorted(before)
+    assert not log.exists() or not list(log.iterdir())
+
+
+def test_tensorboard_has_what_the_log_has(text, tmp_path, monkeypatch):
+    """Also of the step of a checkpoint, whose validation loss isn't logged again."""
+    board = {}
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            for step, stream in list(board):
+                if step >= purge_step:
+                    del board[step, stream]
+
+        def add_scalar(self, stream, value, step):
+            assert (step, stream) not in board, "two points at one step"
+            board[step, stream] = pytest.approx(value, abs=0.06)  # the log rounds
+
+    module = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    log = tmp_path / "log"
+    args = ["--tensorboard --save-every 2 --data", text, "--log-dir", log]
+    train(*args, "--max-steps 3 --eval-every 2")
+    shutil.rmtree(log / "step_000003")
+    train(*args, "--max-steps 4 --eval-every 0 --resume")
+    lines = log_lines(log / "log.txt")
+    assert len(lines) == 2 * 2 + 4 * 6
+    assert {(step, stream): float(value) for step, stream, value in lines} == board
