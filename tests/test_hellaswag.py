@@ -91,8 +91,8 @@ def train_tokenizer(kind):
 def plain_scores(folder, examples, context_size=160):
     """(losses (n, 4), lengths (n, 4), choices of acc, of acc_norm, labels) by transformers alone.
 
-    Each ending in a pass of its own. The tokens of an ending are what the whole text has after those
-    of the context, as in lm-evaluation-harness."""
+    Each ending in a pass of its own. The tokens of an ending are what the whole text has after
+    those of the context, as in lm-evaluation-harness."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
