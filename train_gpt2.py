@@ -130,7 +130,7 @@ def cross_entropy(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
 
 
 def training_loss(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
-    """What training minimizes: change it here. Validation and HellaSwag use cross_entropy.
+    """What training minimizes: change it here. Validation and HellaSwag stay plain cross-entropy.
 
     A mean over tokens. x (…, C), wte (V, C), targets (…) -> float32 scalar"""
     return cross_entropy(x, wte, targets)
@@ -142,10 +142,10 @@ def in_chunks(loss_function: Any, x: Tensor, wte: Tensor, targets: Tensor) -> Te
     The backward pass computes them again."""
     if targets.numel() <= 1024:
         return loss_function(x, wte, targets)
+    x_parts = x.flatten(0, -2).split(1024)
+    target_parts = targets.flatten().split(1024)
     total = torch.zeros((), device=x.device)
-    for part, target in zip(
-        x.flatten(0, -2).split(1024), targets.flatten().split(1024), strict=True
-    ):
+    for part, target in zip(x_parts, target_parts, strict=True):
         loss = recompute(loss_function, part, wte, target, use_reentrant=False)
         total = total + loss * (target != -100).sum()
     return total / (targets != -100).sum().clamp(min=1)
