@@ -42,8 +42,8 @@ OTHERS = {  # presets, where they differ from gpt2
 }
 SCRIPTS = {
     ShardConfig: dict(
-        **dict(name="sample-10BT", input=(), dataset="", config="", split="", text_column=""),
-        **dict(template="", out="edu_fineweb10B", shard_size=0, workers=0, max_shards=0),
+        **dict(name="sample-10BT", input=(), dataset="", config="", split="", text_column="text"),
+        **dict(out="edu_fineweb10B", shard_size=0, workers=0, max_shards=0),
         **dict(pretokenized=0, verify=False),
     ),
     HellaSwagConfig: dict(
