@@ -101,12 +101,13 @@ def explained(where: Callable[[], str], remedy: str) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------
 # Reading text
 
-# A place in the text: `position` in file or split number `stream`, which is the number of rows
-# before, or the state of `datasets`. The next `used` tokens are in shards already.
+# A place in the text: file or split number `stream`, and the position in it: a number of rows, or
+# for `datasets` its state. The first `used` tokens from there on are in shards already.
 Place = dict[str, Any]
 START: Place = {"stream": 0, "position": None, "used": 0}
 
-# Batches of rows: (the place before them, their texts), then (the place, their tokens, 1-D uint16).
+# The text is read in batches of rows: (the place before them, their texts). Tokenized, they are
+# (the place, their tokens, 1-D uint16).
 Texts = Iterator[tuple[Place, list[str | None]]]
 Tokens = Iterator[tuple[Place, np.ndarray]]
 
@@ -131,8 +132,8 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
 
 def files_in(folder: str) -> list[Path]:
     """The files of a folder and its subfolders, sorted, without hidden ones."""
-    names = glob.glob(f"{glob.escape(folder)}/**", recursive=True)
-    return [Path(name) for name in sorted(names) if Path(name).is_file()]
+    paths = map(Path, glob.glob(f"{glob.escape(folder)}/**", recursive=True))
+    return sorted(path for path in paths if path.is_file())
 
 
 def read_files(paths: list[Path], column: str, start: Place) -> Texts:
@@ -141,7 +142,8 @@ def read_files(paths: list[Path], column: str, start: Place) -> Texts:
     for stream in range(start["stream"], len(paths)):
         texts = read_texts(paths[stream], column)
         row = place["position"] or 0
-        next(islice(texts, row, row), None)  # skips the rows before
+        for _ in islice(texts, row):  # skip the rows before
+            pass
         while batch := list(islice(texts, BATCH_ROWS)):
             yield place, batch
             row += len(batch)
@@ -321,7 +323,7 @@ class Folder:
         return f"edufineweb_{split}_{len(self.shards):06d}.npy"
 
     def begin(self, options: dict[str, Any]) -> None:
-        """Raises an error if the shards depend on other options, or if others lie around."""
+        """Raises an error if the shards were made with other options, or aren't all ours."""
         for key, now in options.items():
             then = self.options.get(key)
             if self.shards and now != then:
@@ -329,8 +331,9 @@ class Folder:
                 raise UserError(f"{self.out}: started with {change}; restore it or use a new --out")
         for shard in self.shards:
             open_shard(self.out / shard["name"])  # raises an error if it is missing or damaged
-        # A killed run may not have listed its last shard: it is written again.
-        known = {*self.sums, self.next_name if self.path.exists() else ""}
+        known = set(self.sums)
+        if self.path.exists():  # a killed run may not have listed its last shard: written again
+            known.add(self.next_name)
         for path in self.out.iterdir():
             if SHARD_NAME.fullmatch(path.name) and path.name not in known:  # would be trained on
                 raise UserError(f"{path}: not in manifest.json; remove it or use a new --out")
@@ -365,44 +368,47 @@ class Folder:
         tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents")
 
 
+def take(held: deque[tuple[Place, np.ndarray]], count: int) -> tuple[np.ndarray, Place | None]:
+    """Removes `count` tokens from the front of `held`. -> (the tokens, the place after them)"""
+    parts = []
+    while count > 0:
+        place, tokens = held.popleft()
+        parts.append(tokens[:count])
+        if len(tokens) > count:
+            held.appendleft((place | {"used": place["used"] + count}, tokens[count:]))
+        count -= len(parts[-1])
+    return np.concatenate(parts), held[0][0] if held else None
+
+
 def cut(
     batches: Tokens, shards: list, val_size: int, size: int, validation: bool, bar: tqdm
 ) -> Iterator[tuple[np.ndarray, Place | None]]:
-    """Cuts tokens into shards. Yields (the tokens of the next of `shards`, the place after it).
+    """Cuts the text into shards. Yields (tokens of the next of `shards`, the place after them).
 
-    val_size, size: tokens of shard 0 and of the others. But all of stream 0 becomes shard 0 if it
-    is a validation split (`validation`), and so does a tenth of a text shorter than `size`."""
+    val_size, size: tokens of shard 0 and of the others. Shard 0 has a tenth of a text that is
+    shorter than `size`. validation: stream 0 is a validation split, and shard 0 is all of it"""
     held: deque[tuple[Place, np.ndarray]] = deque()  # not in shards yet
     count = 0  # tokens in `held`
-
-    def take(number: int) -> np.ndarray:
-        """Removes the first tokens from `held`."""
-        nonlocal count
-        count -= number
-        parts = []
-        while number:
-            place, tokens = held.popleft()
-            parts.append(tokens[:number])
-            if len(tokens) > number:
-                held.appendleft((place | {"used": place["used"] + number}, tokens[number:]))
-            number -= len(parts[-1])
-        return np.concatenate(parts)
-
     for place, tokens in batches:
-        whole = validation and place["stream"] == 0
-        if validation and not whole and not shards and count > 0:  # the split has ended
-            yield take(count), place
         tokens = tokens[place["used"] :]
         held.append((place, tokens))
+        whole = validation and place["stream"] == 0
+        if validation and not whole and not shards and count > 0:  # the split has ended
+            yield take(held, count)
+            count = 0
         count += len(tokens)
         bar.update(len(tokens))
         while count > size and not whole:
-            yield take(size if shards else val_size), held[0][0]
+            end = size if shards else val_size
+            yield take(held, end)
+            count -= end
     if count == 0:
         raise UserError("no text in the input: nothing to tokenize")
     if not shards:
-        yield take(max(count // 10, 1)), held[0][0]
-    yield take(count), None
+        end = max(count // 10, 1)
+        yield take(held, end)
+        count -= end
+    yield take(held, count)[0], None
 
 
 def make_shards(config: ShardConfig, folder: Folder) -> None:
@@ -419,7 +425,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
     if folder.finished:
         return
     size = config.shard_size or SHARD_SIZE
-    # Your own text may hardly be longer than a shard: shard 0 takes no more than a tenth of it.
+    # Your own text may be hardly longer than a shard: shard 0 gets a tenth of that.
     val_size = size if config.shard_size or config.dataset == FINEWEB else size // 10
     workers = config.workers or os.cpu_count() or 1
     get_tokenizer()  # forked workers inherit it
