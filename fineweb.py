@@ -59,8 +59,8 @@ class ShardConfig:
     """Turns FineWeb-Edu, or your own text, into shards of GPT-2 tokens."""
 
     name: str = "sample-10BT"  # part of FineWeb-Edu: sample-10BT, sample-100BT, CC-MAIN-2024-10, …
-    input: tuple[str, ...] = ()  # or .parquet .jsonl .csv .txt .md (.gz, .zst), folders, patterns
-    dataset: str = ""  # or a text dataset of the Hub, or a local folder in its layout
+    input: tuple[str, ...] = ()  # instead: .parquet .jsonl .csv .txt .md files (.gz, .zst), folders
+    dataset: str = ""  # instead: a text dataset of the Hub, or a local folder in its layout
     config: str = ""  # the dataset's configuration; empty: its default
     split: str = ""  # the dataset's split; empty: train, with a validation split as shard 0
     text_column: str = "text"  # the column, or key, of the text
@@ -192,7 +192,7 @@ def read_rows(path: Path, column: str) -> Iterator[Any]:
             index = header.index(column)
             for row in rows:
                 if len(row) > len(header):
-                    raise ValueError(f"line {rows.line_num} has {len(row)} of {len(header)} values")
+                    raise ValueError(f"line {rows.line_num} has more values than the header")
                 blank = len(row) < 2 and not "".join(row).strip()
                 yield None if blank or len(row) <= index else row[index]
         else:
@@ -203,8 +203,6 @@ def open_dataset(config: ShardConfig, commit: str | None) -> tuple[list, list]:
     """([an IterableDataset for each split to read, validation first], [(file, its bytes)]).
 
     commit: None for a local folder"""
-    # The import reads these. With torch, streaming takes longer. Logged errors are also raised.
-    os.environ |= {"USE_TORCH": "0", "DATASETS_VERBOSITY": "critical"}
     import datasets
     import fsspec
     import pandas
@@ -216,7 +214,9 @@ def open_dataset(config: ShardConfig, commit: str | None) -> tuple[list, list]:
 
     fsspec.compression.register_compression("zstd", open_zstd, "zst", force=True)  # see read_rows
     warnings.simplefilter("error", pandas.errors.ParserWarning)  # .csv rows longer than the header
+    datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch, and is slower
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its exceptions say the same
     name = config.dataset if commit else os.path.realpath(config.dataset)
     if re.search(r"[*?[]|::", name):
         raise ValueError("`datasets` can't read paths with * ? [ or ::; rename it")
@@ -308,8 +308,9 @@ class Folder:
         with explained(lambda: str(self.path), "move it and its shards away"):
             if self.path.exists():
                 manifest = json.loads(self.path.read_text(encoding="utf-8"))
-            self.next = manifest.pop("next")  # the place of the next shard; None: there is none
             self.shards = manifest.pop("shards")
+            # The place where the next shard begins; None: all of the text is in shards.
+            self.next = manifest.pop("next") if self.shards else START
             self.sums = {shard["name"]: shard["sha256"] for shard in self.shards}
         self.options = manifest  # the rest: what the shards depend on
 
