@@ -360,13 +360,12 @@ class Folder:
 
     def add(self, name: str, after: Place | None) -> None:
         """Lists a shard in the manifest."""
-        tokens = open_shard(self.out / name)
-        documents = int(np.count_nonzero(tokens == EOT))  # those that begin in this shard
-        shard = {"name": name, "tokens": len(tokens), "documents": documents}
-        self.shards.append(shard | {"sha256": sha256(self.out / name)})
+        path = self.out / name
+        tokens = len(open_shard(path))
+        self.shards.append({"name": name, "tokens": tokens, "sha256": sha256(path)})
         self.next = after
         self.save()
-        tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents")
+        tqdm.write(f"{name}: {tokens:,} tokens")
 
 
 def take(held: deque[tuple[Place, np.ndarray]], count: int) -> tuple[np.ndarray, Place | None]:
@@ -518,8 +517,7 @@ def main(args: list[str] | None = None) -> None:
             if not folder.shards:
                 folder.path.unlink(missing_ok=True)
     tokens = sum(shard["tokens"] for shard in folder.shards)
-    documents = sum(shard["documents"] for shard in folder.shards)
-    print(f"{out}: {len(folder.shards)} shards, {tokens:,} tokens, {documents:,} documents")
+    print(f"{out}: {len(folder.shards)} shards, {tokens:,} tokens")
 
 
 if __name__ == "__main__":
