@@ -5,45 +5,53 @@
     python fineweb.py --dataset roneneldan/TinyStories --out tiny    # any text dataset of the Hub
 
 A document is a row, or a whole .txt or .md file: the token 50256, then the tokens of its text.
-Shard 0 is for validation: a dataset's validation split if any, otherwise the first documents.
+This process reads texts and writes shards; worker processes turn the texts into tokens:
 
-manifest.json records how far into the text the shards reach. The same command continues there, and
-writes the same bytes for any number of workers."""
+    read_files or read_dataset -> tokenized -> cut -> Folder.write
 
+manifest.json lists the shards and says where in the text the next one begins. The same command
+continues there, and writes the same bytes for any number of workers."""
+
+import csv
+import glob
+import io
 import json
+import multiprocessing
 import os
+import re
 import shutil
+import signal
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain, zip_longest
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from support import texts
-from support.cli import flag, parse_args, progress, run, torchrun_ranks
+from support.cli import flag, parse_args, run
 from support.errors import UserError
 from support.files import atomic_path, locked, sha256, write_text
-from support.texts import explained
-from support.tokenizer import EOT, SHA256, SHARD_NAME, open_shard
+from support.tokenizer import EOT, SHARD_NAME, encode, get_tokenizer, open_shard
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
-PRETOKENIZED = "kjj0/finewebedu10B-gpt2"
-MAX_SHARD_SIZE = 4 * 10**9  # training numbers the tokens of a shard in 32 bits
-SAMPLE = 10**6  # bytes of text, to estimate the tokens per byte
-
-# In manifest.json: how much of the text is in the shards; here, of a new folder.
-START = {
-    "complete": False,  # True once all of it is
-    "position": [0, None, 0],  # before a batch of rows: stream, its dataset's state, rows so far
-    "used": 0,  # tokens after `position` that are in shards already
-    "skipped": 0,  # empty texts and nulls before `position`
-}
+PRETOKENIZED = "kjj0/finewebedu10B-gpt2"  # ready-made shards of it
+SHARD_SIZE = 10**8  # tokens
+BATCH_ROWS = 256  # texts that a worker tokenizes at a time
+SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)  # for --input
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+TOKENS_PER_BYTE = {".parquet": 0.35, ".gz": 0.8, ".zst": 0.8}  # roughly; of other files 0.25
+DATASET_REMEDY = (
+    "check its name, --config and the network; if it is private or gated, run `hf auth login`; "
+    "if it is a folder, --input names the file and the row"
+)
 
 
 @dataclass(frozen=True)
@@ -51,14 +59,13 @@ class ShardConfig:
     """Turns FineWeb-Edu, or your own text, into shards of GPT-2 tokens."""
 
     name: str = "sample-10BT"  # part of FineWeb-Edu: sample-10BT, sample-100BT, CC-MAIN-2024-10, …
-    input: tuple = ()  # instead: .parquet .jsonl .csv .txt .md files (.gz, .zst), folders, patterns
+    input: tuple[str, ...] = ()  # instead: .parquet .jsonl .csv .txt .md files (.gz, .zst), folders
     dataset: str = ""  # instead: a text dataset of the Hub, or a local folder in its layout
     config: str = ""  # the dataset's configuration; empty: its default
     split: str = ""  # the dataset's split; empty: train, with a validation split as shard 0
-    text_column: str = ""  # column that holds the text; empty: "text", or the only string column
-    template: str = ""  # instead of one column: joins several, as in "{question}\n{answer}"
+    text_column: str = "text"  # the column, or key, of the text
     out: str = "edu_fineweb10B"  # folder for the shards
-    shard_size: int = 0  # tokens per shard; 0: 100 million, or about a tenth of a shorter text
+    shard_size: int = 0  # tokens per shard; 0: 100 million (10 million in shard 0 of your own text)
     workers: int = 0  # tokenizing processes; 0: one per core
     max_shards: int = 0  # stop after this many, validation included; 0: no limit
     pretokenized: int = 0  # instead of text: download this many tokenized shards of FineWeb-Edu
@@ -67,41 +74,227 @@ class ShardConfig:
     def check(self) -> None:
         """Raises one error that names every invalid value."""
         problems = []
-        for name in ("workers", "max_shards", "pretokenized", "shard_size"):
-            value = getattr(self, name)
-            if not 0 <= value <= MAX_SHARD_SIZE:
-                problems.append(f"{flag(name)} {value}: must be from 0 to {MAX_SHARD_SIZE}")
-        for alternatives in (("pretokenized", "input", "dataset"), ("text_column", "template")):
-            given = [flag(name) for name in alternatives if getattr(self, name)]
-            if len(given) > 1:
-                problems.append(f"{' and '.join(given)}: choose one")
+        for name in ("shard_size", "workers", "max_shards", "pretokenized"):
+            if getattr(self, name) < 0:
+                problems.append(f"{flag(name)} {getattr(self, name)}: must be at least 0")
+        if bool(self.input) + bool(self.dataset) + bool(self.pretokenized) > 1:
+            problems.append("--input, --dataset and --pretokenized: choose one")
         if (self.config or self.split) and not self.dataset:
             problems.append("--config and --split need --dataset")
         inside = Path(self.out).resolve().is_relative_to(Path(self.dataset).resolve())
         if self.dataset and inside:  # the next run would take the shards for its files
-            problems.append(f"--out {self.out}: inside --dataset {self.dataset}")
+            problems.append(f"--out {self.out}: inside --dataset {self.dataset}; choose another")
         if problems:
             raise UserError("; ".join(problems))
-        texts.template_columns(self.template)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest, or an empty one."""
-    manifest: dict[str, Any] = START | {"shards": []}
-    if path.exists():
-        with explained(str(path), remedy="move it and its shards away"):
-            manifest |= json.loads(path.read_text(encoding="utf-8"))
-            # Earlier versions had no row in the position, and [nulls, empty texts] skipped.
-            stream, state, row = [*manifest["position"], 0][:3]
-            manifest["position"] = [stream, state, row]
-            manifest["skipped"] = int(np.sum(manifest["skipped"]))
-            if min(stream, row, manifest["used"], manifest["skipped"]) < 0:
-                raise ValueError("negative")
-            for shard in manifest["shards"]:
-                whole = set(shard) == {"name", "tokens", "documents", "sha256"}
-                if not (whole and SHARD_NAME.fullmatch(shard["name"])):
-                    raise ValueError("incomplete")
-    return manifest
+@contextmanager
+def explained(where: Callable[[], str], remedy: str) -> Iterator[None]:
+    """Turns an exception of a library into one line. (Theirs have no base class in common.)"""
+    try:
+        yield
+    except Exception as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{where()}: {cause:.400}; {remedy}") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading text
+
+# A place in the text: file or split number `stream`, and the position in it: a number of rows, or
+# for `datasets` its state. The first `used` tokens from there on are in shards already.
+Place = dict[str, Any]
+START: Place = {"stream": 0, "position": None, "used": 0}
+
+# The text is read in batches of rows: (the place before them, their texts). Tokenized, they are
+# (the place, their tokens, 1-D uint16).
+Texts = Iterator[tuple[Place, list[str | None]]]
+Tokens = Iterator[tuple[Place, np.ndarray]]
+
+
+def find_files(patterns: tuple[str, ...]) -> list[Path]:
+    """The files that --input names, in this order; those of a folder or a pattern by name."""
+    paths: list[Path] = []
+    for pattern in patterns:
+        found = [Path(pattern)]
+        if pattern and Path(pattern).is_dir():
+            found = [path for path in files_in(pattern) if path.name != "README.md"]
+            found = [path for path in found if SUFFIX.search(path.name)]
+        elif not Path(pattern).exists():  # a pattern; but a file's name may contain [
+            found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+        for path in found or [Path(pattern)]:
+            if not (path.is_file() and SUFFIX.search(path.name)):
+                kinds = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
+                raise UserError(f"--input {path}: no such file, or none named {kinds}")
+        paths += found
+    return paths
+
+
+def files_in(folder: str) -> list[Path]:
+    """The files of a folder and its subfolders, sorted, without hidden ones."""
+    paths = map(Path, glob.glob(f"{glob.escape(folder)}/**", recursive=True))
+    return sorted(path for path in paths if path.is_file())
+
+
+def read_files(paths: list[Path], column: str, start: Place) -> Texts:
+    """Reads files from a place on."""
+    place = start
+    for stream in range(start["stream"], len(paths)):
+        texts = read_texts(paths[stream], column)
+        row = place["position"] or 0
+        for _ in islice(texts, row):  # skip the rows before
+            pass
+        while batch := list(islice(texts, BATCH_ROWS)):
+            yield place, batch
+            row += len(batch)
+            place = START | {"stream": stream, "position": row}
+        place = START | {"stream": stream + 1}
+
+
+def read_texts(path: Path, column: str) -> Iterator[str | None]:
+    """Yields the text of each row, or None. Errors name the file and the row, counted from 1."""
+    row = 1
+    remedy = "correct it, or name another column (or key) of strings with --text-column"
+    with explained(lambda: f"{path}: row {row}", remedy):
+        for text in read_rows(path, column):
+            if text is not None:
+                if not isinstance(text, str):
+                    raise TypeError(f"not a text: {text!r:.50}")
+                text.encode()  # raises for half a surrogate pair, which JSON may contain
+            yield text
+            row += 1
+
+
+def read_rows(path: Path, column: str) -> Iterator[Any]:
+    """Yields the value in each row's column; of a .txt or .md file, its text."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kind = SUFFIX.search(path.name)[1].lower()
+    if kind == "parquet":
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
+                yield from batch.column(column).to_pylist()
+        return
+    newline = "" if kind == "csv" else None  # None: line ends become \n
+    with (
+        # pyarrow reports a truncated file, which other decompressors take for a whole one.
+        pa.input_stream(path, COMPRESSION.get(path.suffix.lower())) as stream,
+        io.TextIOWrapper(stream, "utf-8-sig", newline=newline) as file,  # drops a byte order mark
+    ):
+        if kind == "jsonl":
+            for line in file:
+                yield json.loads(line)[column] if line.strip() else None
+        elif kind == "csv":
+            csv.field_size_limit(sys.maxsize)
+            rows = csv.reader(file, strict=True)
+            header = next(rows, [column])
+            index = header.index(column)
+            for row in rows:
+                if len(row) > len(header):
+                    raise ValueError(f"line {rows.line_num} has more values than the header")
+                blank = len(row) < 2 and not "".join(row).strip()
+                yield None if blank or len(row) <= index else row[index]
+        else:
+            yield file.read()
+
+
+def open_dataset(config: ShardConfig, commit: str | None) -> tuple[list, list]:
+    """([an IterableDataset for each split to read, validation first], [(file, its bytes)]).
+
+    commit: None for a local folder"""
+    import datasets
+    import fsspec
+    import pandas
+    import pyarrow as pa
+    from pyarrow.dataset import ParquetFragmentScanOptions
+
+    def open_zstd(file: Any, **_: Any) -> Any:
+        return pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
+
+    fsspec.compression.register_compression("zstd", open_zstd, "zst", force=True)  # see read_rows
+    warnings.simplefilter("error", pandas.errors.ParserWarning)  # .csv rows longer than the header
+    datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch, and is slower
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its exceptions say the same
+    name = config.dataset if commit else os.path.realpath(config.dataset)
+    if re.search(r"[*?[]|::", name):
+        raise ValueError("`datasets` can't read paths with * ? [ or ::; rename it")
+    builder = datasets.load_dataset_builder(name, config.config or None, revision=commit)
+    if builder.name == "csv":
+        builder.config.index_col = False  # otherwise columns shift if rows are longer
+        # All values are text. Otherwise types are inferred, again in each part of a file.
+        column = {config.text_column: datasets.Value("string")}
+        builder.config.features = datasets.Features(column)
+    if builder.name == "parquet":  # with pre_buffer, a whole file would be kept in memory
+        builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
+    files = {str(key): paths for key, paths in builder.config.data_files.items()}
+    split = config.split or (next(iter(files)) if len(files) == 1 else "train")
+    if split not in files:
+        raise ValueError(f"no split {split!r}; --split takes one of {', '.join(files)}")
+    validation = [key for key in ("validation", "valid", "val", "dev") if key in files]
+    splits = [*validation[:1], split] if split == "train" else [split]
+    found = [fsspec.core.url_to_fs(path) for key in splits for path in files[key]]
+    try:
+        streams = [builder.as_streaming_dataset(key).with_format("arrow") for key in splits]
+    except StopIteration:  # has no message
+        raise ValueError("the first file of a split is empty") from None
+    return streams, [(path, filesystem.size(path) or 0) for filesystem, path in found]
+
+
+def read_dataset(name: str, streams: list, column: str, start: Place) -> Texts:
+    """Reads the splits of a dataset from a place on."""
+    place = start
+    with explained(lambda: f"--dataset {name}", DATASET_REMEDY):
+        for stream in range(start["stream"], len(streams)):
+            streams[stream].load_state_dict(place["position"])
+            for table in streams[stream].iter(BATCH_ROWS):
+                types = {field.name: str(field.type) for field in table.schema}
+                if types.get(column) not in ("string", "large_string", "string_view"):
+                    raise ValueError(f"no column of strings {column!r} (--text-column) in {types}")
+                yield place, table[column].to_pylist()
+                place = START | {"stream": stream, "position": streams[stream].state_dict()}
+            place = START | {"stream": stream + 1}
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizing
+
+
+def start_worker() -> None:
+    """Makes this process end with its parent, even after kill -9. The parent handles Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def follow_parent() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow_parent, daemon=True).start()
+
+
+def tokenize(texts: list[str | None]) -> np.ndarray:
+    """The tokens of documents, 1-D uint16. Skips nulls and empty texts."""
+    parts: list[Any] = [[]]  # concatenate needs at least one
+    for text in texts:
+        if text:
+            parts += [[EOT], *encode(text)]
+    return np.concatenate(parts, dtype=np.uint16, casting="unsafe")  # all tokens fit
+
+
+def tokenized(pool: ProcessPoolExecutor, workers: int, texts: Texts) -> Tokens:
+    """Tokenizes batches of texts in the pool, in order."""
+    pending: deque[tuple[Place, Future]] = deque()
+    for place, batch in texts:
+        pending.append((place, pool.submit(tokenize, batch)))
+        if len(pending) > 2 * workers:  # enough to keep them busy; more would fill memory
+            place, tokens = pending.popleft()
+            yield place, tokens.result()
+    for place, tokens in pending:
+        yield place, tokens.result()
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing shards
 
 
 class Folder:
@@ -111,238 +304,220 @@ class Folder:
         self.out = out
         self.max_shards = max_shards
         self.path = out / "manifest.json"
-        self.manifest = read_manifest(self.path)
-        self.shards = self.manifest["shards"]
-        tokens = 0
-        for index, shard in enumerate(self.shards):
-            path = out / shard["name"]
-            if not path.exists():
-                # Make it and all later ones again. Only the state after the last shard is known:
-                # read the text from its start, skipping the tokens of earlier shards.
-                del self.shards[index:]
-                self.manifest |= START | {"used": tokens}
-                break
-            tokens += len(open_shard(path))
+        manifest: dict[str, Any] = {"next": START, "shards": []}
+        with explained(lambda: str(self.path), "move it and its shards away"):
+            if self.path.exists():
+                manifest = json.loads(self.path.read_text(encoding="utf-8"))
+            self.shards = manifest.pop("shards")
+            # The place where the next shard begins; None: all of the text is in shards.
+            self.next = manifest.pop("next") if self.shards else START
+            self.sums = {shard["name"]: shard["sha256"] for shard in self.shards}
+        self.options = manifest  # the rest: what the shards depend on
+
+    @property
+    def finished(self) -> bool:
+        return self.next is None or 0 < self.max_shards <= len(self.shards)
 
     @property
     def next_name(self) -> str:
         split = "train" if self.shards else "val"
         return f"edufineweb_{split}_{len(self.shards):06d}.npy"
 
-    @property
-    def finished(self) -> bool:
-        return self.manifest["complete"] or 0 < self.max_shards <= len(self.shards)
-
-    def check(self, options: dict[str, Any]) -> None:
-        """Raises an error if the shards here were made with other options."""
-        if not (self.shards or self.manifest["complete"]):
-            return
-        for key, now in options.items():
-            then = self.manifest.get(key)
-            if key == "files" and then and len(then[0]) == 2:  # as in earlier versions
-                now = [[Path(path).name, size] for path, size, _ in now]
-            if now != then:
-                if key == "files":  # the first that differs
-                    pairs = zip_longest(then or [], now, fillvalue="none")
-                    then, now = next(pair for pair in pairs if pair[0] != pair[1])
-                change = f"started with {key} {then!r:.300}, now {now!r:.300}"
-                raise UserError(f"{self.out}: {change}; restore it or use a new --out")
-
     def begin(self, options: dict[str, Any]) -> None:
-        """Records the options and removes the partial files of a killed run."""
-        self.check(options)
-        known = [shard["name"] for shard in self.shards]
-        if self.path.exists():  # a run killed before it listed its last shard: written again
-            known.append(self.next_name)
-        for path in self.out.glob(".*.partial"):
-            path.unlink()
+        """Raises an error if the shards were made with other options, or aren't all ours."""
+        for key, now in options.items():
+            then = self.options.get(key)
+            if self.shards and now != then:
+                change = "other files" if key == "files" else f"{key} {then!r}, now {now!r}"
+                raise UserError(f"{self.out}: started with {change}; restore it or use a new --out")
+        for shard in self.shards:
+            open_shard(self.out / shard["name"])  # raises an error if it is missing or damaged
+        known = set(self.sums)
+        if self.path.exists():  # a killed run may not have listed its last shard: written again
+            known.add(self.next_name)
         for path in self.out.iterdir():
             if SHARD_NAME.fullmatch(path.name) and path.name not in known:  # would be trained on
-                raise UserError(f"{path}: not in {self.path.name}; remove it or use a new --out")
-        self.save(options)
+                raise UserError(f"{path}: not in manifest.json; remove it or use a new --out")
+        for path in self.out.glob(".*.partial"):
+            path.unlink()
+        self.options = options
+        if not self.finished:
+            self.save()
 
-    def save(self, state: dict[str, Any]) -> None:
-        self.manifest |= state
-        write_text(self.path, json.dumps(self.manifest, indent=1))
+    def save(self) -> None:
+        manifest = self.options | {"next": self.next, "shards": self.shards}
+        write_text(self.path, json.dumps(manifest, indent=1))
 
-    def write(self, parts: list[np.ndarray], state: dict[str, Any]) -> None:
-        """Writes a shard of these parts (1-D uint16), if any, and the state after it."""
-        if not parts:
-            self.save(state)
-            return
-        path = self.out / self.next_name
-        shape = (sum(map(len, parts)),)
-        header = {"descr": "<u2", "fortran_order": False, "shape": shape}
-        # Part by part: np.save would need a copy of the whole shard.
-        with atomic_path(path) as unfinished, open(unfinished, "wb") as file:
+    def write(self, tokens: np.ndarray, after: Place | None) -> None:
+        """Writes the next shard. after: the place after it; None: at the end of the text."""
+        name = self.next_name
+        with atomic_path(self.out / name) as partial, open(partial, "wb") as file:
+            # As np.save does, but it doesn't say that a disk is full.
+            header = np.lib.format.header_data_from_array_1_0(tokens)
             np.lib.format.write_array_header_1_0(file, header)
-            file.writelines(part.data for part in parts)
-        self.add(path, state)
+            file.write(tokens.data)
+        self.add(name, after)
 
-    def add(self, path: Path, state: dict[str, Any]) -> None:
-        """Lists a finished shard in the manifest."""
-        tokens = open_shard(path)
-        documents = int(np.count_nonzero(tokens == EOT))  # those that begin in this shard
-        shard = {"name": path.name, "tokens": len(tokens), "documents": documents}
-        self.shards.append(shard | {"sha256": sha256(path)})
-        self.save(state)
-        tqdm.write(f"{path.name}: {len(tokens):,} tokens, {documents:,} documents")
-
-
-def verify(out: Path) -> None:
-    """Names the files that changed or are unexpected."""
-    shards = read_manifest(out / "manifest.json")["shards"]
-    listed = {shard["name"]: shard["sha256"] for shard in shards}
-    paths = [path for path in out.glob("*") if path.suffix in (".npy", ".bin", ".partial")]
-    with progress(iterable=paths, unit="file") as bar:
-        found = {path.name: sha256(path) for path in bar}
-    names = sorted({name for name, _ in found.items() ^ listed.items()})
-    if names or not listed:
-        raise UserError(f"{out}: does not match manifest.json: {', '.join(names) or 'no shards'}")
-    print(f"{len(listed)} shards: all checksums match")
+    def add(self, name: str, after: Place | None) -> None:
+        """Lists a shard in the manifest."""
+        path = self.out / name
+        tokens = len(open_shard(path))
+        self.shards.append({"name": name, "tokens": tokens, "sha256": sha256(path)})
+        self.next = after
+        self.save()
+        tqdm.write(f"{name}: {tokens:,} tokens")
 
 
-def sampled(batches: Iterator) -> tuple[Iterator, float]:
-    """-> (the same batches, the tokens per byte of the first ones)."""
-    first = []
-    size = tokens = 0
-    for batch in batches:
-        first.append(batch)
-        tokens += len(batch[1])
-        size += batch[3]
-        if size >= SAMPLE:
-            break
-    return chain(first, batches), tokens / max(size, 1)
+def take(held: deque[tuple[Place, np.ndarray]], count: int) -> tuple[np.ndarray, Place | None]:
+    """Removes `count` tokens from the front of `held`. -> (the tokens, the place after them)"""
+    parts = []
+    while count > 0:
+        place, tokens = held.popleft()
+        parts.append(tokens[:count])
+        if len(tokens) > count:
+            held.appendleft((place | {"used": place["used"] + count}, tokens[count:]))
+        count -= len(parts[-1])
+    return np.concatenate(parts), held[0][0] if held else None
 
 
 def cut(
-    batches: Iterable, folder: Folder, size: int, validation: bool, bar: tqdm
-) -> Iterator[tuple[list[np.ndarray], dict[str, Any]]]:
-    """Cuts the text into shards of `size` tokens. Yields (parts of a shard, the state after it).
+    batches: Tokens, shards: list, val_size: int, size: int, validation: bool, bar: tqdm
+) -> Iterator[tuple[np.ndarray, Place | None]]:
+    """Cuts the text into shards. Yields (tokens of the next of `shards`, the place after them).
 
-    batches: results of texts.tokenize(). validation: stream 0 is a validation split, all of which
-    becomes shard 0. A full shard is held back until another token arrives: only the last one's
-    state is complete."""
-    used = folder.manifest["used"]
-    skipped = folder.manifest["skipped"]
-    parts: list[np.ndarray] = []
-    room = size  # tokens that the shard can still take
-    for position, tokens, empty_texts, _ in batches:
+    val_size, size: tokens of shard 0 and of the others. Shard 0 has a tenth of a text that is
+    shorter than `size`. validation: stream 0 is a validation split, and shard 0 is all of it"""
+    held: deque[tuple[Place, np.ndarray]] = deque()  # not in shards yet
+    count = 0  # tokens in `held`
+    for place, tokens in batches:
+        tokens = tokens[place["used"] :]
+        held.append((place, tokens))
+        whole = validation and place["stream"] == 0
+        if validation and not whole and not shards and count > 0:  # the split has ended
+            yield take(held, count)
+            count = 0
+        count += len(tokens)
         bar.update(len(tokens))
-        if validation and position[0] == 0:
-            room = sys.maxsize
-        elif room > size:  # the validation split has ended
-            room = 0
-        while used < len(tokens):
-            if room == 0:
-                if parts:
-                    yield parts, {"position": position, "used": used, "skipped": skipped}
-                parts = []
-                room = size
-            part = tokens[used : used + room]
-            parts.append(part)
-            used += len(part)
-            room -= len(part)
-        used -= len(tokens)
-        skipped += empty_texts
-    if not (parts or folder.shards):
+        while count > size and not whole:
+            end = size if shards else val_size
+            yield take(held, end)
+            count -= end
+    if count == 0:
         raise UserError("no text in the input: nothing to tokenize")
-    if not folder.shards and room <= size:  # shard 0 took all the text: leave some for training
-        text = np.concatenate(parts)
-        tenth = max(len(text) // 10, 1)
-        yield [text[:tenth]], {"used": tenth}  # position unchanged: resuming reads it all again
-        parts = [text[tenth:]]
-    yield parts, START | {"complete": True, "skipped": skipped}
+    if not shards:
+        end = max(count // 10, 1)
+        yield take(held, end)
+        count -= end
+    yield take(held, count)[0], None
 
 
 def make_shards(config: ShardConfig, folder: Folder) -> None:
     """Makes the shards of --input or --dataset."""
-    columns = {"text_column": config.text_column, "template": config.template}
-    if config.input:
-        options: dict[str, Any] = {"source": "files"}
-        opener = partial(texts.open_files, texts.find_files(config.input), **columns)
+    names = ("config", "split", "text_column", "shard_size")
+    options = {"source": config.dataset, **{name: getattr(config, name) for name in names}}
+    if config.input or Path(config.dataset).is_dir():
+        options["source"] = "files" if config.input else "folder"
+        paths = find_files(config.input) if config.input else files_in(config.dataset)
+        options["files"] = [[path.name, path.stat().st_size] for path in paths]
     else:
-        dataset = config.dataset or FINEWEB
-        configuration = config.config if config.dataset else config.name
-        part = {"config": configuration, "split": config.split}
-        options = part | {"source": "folder" if Path(dataset).is_dir() else dataset}
-        commit = folder.manifest.get("commit")
-        opener = partial(texts.open_dataset, dataset, commit, **part, **columns)
-    # What the shards depend on. Recorded in the manifest; must not change on resume.
-    # world_size: earlier versions also worked under torchrun
-    options |= columns
-    options |= {"world_size": 1, "batch_rows": texts.BATCH_ROWS, "tokenizer": SHA256}
-    if config.shard_size or folder.shards:
-        options["shard_size"] = config.shard_size or folder.manifest.get("shard_size")
-    folder.check(options)
-    if folder.finished and options["source"] not in ("files", "folder"):
-        return  # a commit doesn't change: no need to ask the Hub
+        options["commit"] = newest_commit(config.dataset, folder)
+    folder.begin(options)
+    if folder.finished:
+        return
+    size = config.shard_size or SHARD_SIZE
+    # Your own text may be hardly longer than a shard: shard 0 gets a tenth of that.
+    val_size = size if config.shard_size or config.dataset == FINEWEB else size // 10
     workers = config.workers or os.cpu_count() or 1
-    before = sum(shard["tokens"] for shard in folder.shards) - folder.manifest["used"]
-    with closing(texts.tokenized(workers, opener, folder.manifest["position"])) as batches:
-        with progress(desc="reading", unit="tok") as bar:
-            options |= next(batches)
-            text_bytes = options.pop("text_bytes")
-            folder.check(options)
-            if folder.finished:
-                return
-            batches, tokens_per_byte = sampled(batches)
-        tokens = int(text_bytes * tokens_per_byte)
-        size = options.setdefault("shard_size", min(tokens // 10 + 1, 10**8))
-        folder.begin(options)
-        print(f"the text has about {tokens / 1e6:,.1f} million tokens; {size:,} per shard")
-        total = min(tokens, config.max_shards * size or tokens)
-        with progress(total=total, initial=before, unit="tok", unit_scale=True) as bar:
-            for parts, state in cut(batches, folder, size, not config.input, bar):
-                folder.write(parts, state)
+    get_tokenizer()  # forked workers inherit it
+    with ProcessPoolExecutor(workers, initializer=start_worker) as pool:
+        pool.submit(os.getpid)  # forks them now, before other libraries start threads
+        if config.input:
+            streams, files = [], options["files"]
+            texts = read_files(paths, config.text_column, folder.next)
+        else:
+            with explained(lambda: f"--dataset {config.dataset}", DATASET_REMEDY):
+                streams, files = open_dataset(config, options.get("commit"))
+            texts = read_dataset(config.dataset, streams, config.text_column, folder.next)
+        total = sum(TOKENS_PER_BYTE.get(Path(name).suffix.lower(), 0.25) * n for name, n in files)
+        print(f"reading {len(files)} files, roughly {total / 1e6:,.1f} million tokens")
+        total = min(total, config.max_shards * size or total)
+        before = sum(shard["tokens"] for shard in folder.shards)
+        look = {"unit": "tok", "unit_scale": True, "leave": False, "disable": None}
+        with tqdm(total=total, initial=before, **look) as bar:
+            tokens = tokenized(pool, workers, texts)
+            for shard, after in cut(tokens, folder.shards, val_size, size, len(streams) > 1, bar):
+                folder.write(shard, after)
                 if folder.finished:
                     return
 
 
-def fetch_pretokenized(number: int, folder: Folder) -> None:
-    """Downloads the first shards of PRETOKENIZED. Checks each before it appears in --out."""
-    from huggingface_hub import HfApi, hf_hub_download
+def newest_commit(dataset: str, folder: Folder) -> str:
+    """The commit that the shards in a folder were made from, otherwise the newest one."""
+    from huggingface_hub import HfApi
 
-    source = f"--dataset {PRETOKENIZED}"
-    with explained(source):
-        commit = folder.manifest.get("commit") or HfApi().dataset_info(PRETOKENIZED).sha
+    if folder.shards and "commit" in folder.options:
+        return folder.options["commit"]
+    with explained(lambda: f"--dataset {dataset}", DATASET_REMEDY):
+        return HfApi().dataset_info(dataset).sha
+
+
+def fetch_pretokenized(folder: Folder) -> None:
+    """Downloads the first shards of PRETOKENIZED. Checks each before it appears in --out."""
+    from huggingface_hub import hf_hub_download
+
+    commit = newest_commit(PRETOKENIZED, folder)
     folder.begin({"source": PRETOKENIZED, "commit": commit})
     downloads = folder.out / ".hub"
-    while len(folder.shards) < number:
+    while not folder.finished:
         name = folder.next_name.replace("edufineweb", "finewebedu").replace(".npy", ".bin")
-        with explained(source):
+        with explained(lambda: f"--dataset {PRETOKENIZED}", DATASET_REMEDY):
             path = hf_hub_download(
                 PRETOKENIZED, name, repo_type="dataset", revision=commit, local_dir=downloads
             )
         open_shard(Path(path))
         os.replace(path, folder.out / name)
-        folder.add(folder.out / name, {})
+        folder.add(name, folder.next)
     shutil.rmtree(downloads, ignore_errors=True)
+
+
+def verify(folder: Folder) -> None:
+    """Names the files that changed or are unexpected."""
+    paths = [path for path in folder.out.iterdir() if path.suffix in (".npy", ".bin", ".partial")]
+    with tqdm(paths, unit="file", leave=False, disable=None) as bar:
+        found = {path.name: sha256(path) for path in bar}
+    names = sorted({name for name, _ in found.items() ^ folder.sums.items()})
+    if names or not found:
+        problem = ", ".join(names) or "no shards"
+        raise UserError(f"{folder.out}: does not match manifest.json: {problem}")
+    print(f"{len(found)} shards: all checksums match")
 
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(ShardConfig, args=args)
-    # Given but empty, as from an unset shell variable, must not mean FineWeb-Edu.
-    for name in ("input", "dataset"):
+    for name in ("input", "dataset"):  # empty, as from an unset shell variable: no FineWeb-Edu
         if flag(name) in (sys.argv if args is None else args) and not getattr(config, name):
             raise UserError(f"{flag(name)}: has no value")
     config.check()
-    if torchrun_ranks()[2] > 1:
-        raise UserError("fineweb.py uses all cores by itself: start it without torchrun")
+    if not config.input and not config.dataset:
+        config = replace(config, dataset=FINEWEB, config=config.name)
     out = Path(config.out)
     with locked(out, f"{out}: another fineweb.py uses it; wait for it or choose another --out"):
+        folder = Folder(out, config.pretokenized or config.max_shards)
         if config.verify:
-            verify(out)
+            verify(folder)
             return
-        folder = Folder(out, config.max_shards)
-        if config.pretokenized:
-            fetch_pretokenized(config.pretokenized, folder)
-        else:
-            make_shards(config, folder)
+        try:
+            if config.pretokenized:
+                fetch_pretokenized(folder)
+            else:
+                make_shards(config, folder)
+        except BrokenExecutor:
+            raise UserError("a worker was killed (out of memory?); use fewer --workers") from None
+        finally:
+            if not folder.shards:
+                folder.path.unlink(missing_ok=True)
     tokens = sum(shard["tokens"] for shard in folder.shards)
-    documents = sum(shard["documents"] for shard in folder.shards)
-    print(f"{out}: {len(folder.shards)} shards, {tokens:,} tokens, {documents:,} documents")
-    print(f"{folder.manifest['skipped']:,} empty texts skipped")
+    print(f"{out}: {len(folder.shards)} shards, {tokens:,} tokens")
 
 
 if __name__ == "__main__":

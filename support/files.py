@@ -61,8 +61,10 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
             if path.is_dir():  # os.replace can't replace a folder with files
                 remove_folder(path)
         os.replace(partial, path)
-    except BaseException:  # Ctrl-C as well
+    except BaseException as error:  # Ctrl-C as well
         remove(partial)
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            error.filename = str(path)  # which a full disk doesn't name
         raise
     fsync(path.parent)
 

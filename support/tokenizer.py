@@ -139,8 +139,8 @@ def open_shard(path: Path) -> np.ndarray:
                 raise ValueError(f"its header has {header}")
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"{tokens.size} values, {tokens.ndim}-D {tokens.dtype}")
-    except ValueError as error:
-        remedy = "remove it and all later ones, then rerun the command that made them"
+    except (ValueError, FileNotFoundError) as error:
+        remedy = "restore it, or remove its folder and rerun the command that made it"
         raise UserError(f"{path}: not a whole shard of uint16 tokens ({error}); {remedy}") from None
     # Only a page of 4 KiB at each end: the data loader checks each piece that it reads.
     check_tokens(tokens[:2048], path)
@@ -162,6 +162,9 @@ def find_shards(data: Path, split: str) -> list[Path]:
             raise UserError(f"{path}: half written; rerun fineweb.py to finish it")
         elif ours and not match and path.suffix in (".npy", ".bin"):
             raise UserError(f"{path}: not named like NAME_train_000001.npy; move it elsewhere")
+    for manifest in data.glob("[!.]*/manifest.json"):
+        if not any(SHARD_NAME.fullmatch(path.name) for path in manifest.parent.iterdir()):
+            raise UserError(f"{manifest.parent}: no shards yet; rerun fineweb.py or remove it")
     return sorted(found.values())
 
 

@@ -86,7 +86,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     for name in ("my.txt", "a.txt", "input.txt"):
         Path(name).write_text(content, encoding="utf-8")
     Path("notes.jsonl").write_text(json.dumps({"text": content}) + "\n")
-    pair = {"question": "What is the sea?", "answer": "Wet."}
+    pair = {"text": "Question: What is the sea? Answer: Wet."}
     Path("pairs.jsonl").write_text((json.dumps(pair) + "\n") * 20)
     Path("books").mkdir()
     pq.write_table(pa.table({"text": [content]}), "books/one.parquet")
