@@ -525,7 +525,7 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     first.add_argument("--device", nargs="?", default="auto")
     given, _ = first.parse_known_args(args)
     if given.preset == "auto":
-        shards = any(Path(SHARDS_FOLDER).glob("*_train_*"))
+        shards = any(Path(SHARDS_FOLDER).rglob("*_train_*"))
         given.preset = "gpt2" if shards else "shakespeare"
     on_gpu = given.device in ("auto", "cuda") and torch.cuda.is_available()
     defaults = TrainConfig(**{"compile": on_gpu} | PRESETS.get(given.preset, {}))

@@ -349,9 +349,9 @@ def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeyp
         args = [*shape, *map(str, args), "--max-steps", "0", "--log-dir", str(log)]
         assert train_gpt2.main(args) == 0
         assert (capsys.readouterr().out.splitlines()[0] == said) == expected
-    (tmp_path / "edu_fineweb10B").mkdir()
+    (tmp_path / "edu_fineweb10B/crawl").mkdir(parents=True)
     assert read_config([]).data.endswith("input.txt")
-    (tmp_path / "edu_fineweb10B/edufineweb_train_000001.npy").touch()
+    (tmp_path / "edu_fineweb10B/crawl/edufineweb_train_000001.npy").touch()
     assert read_config([]).data == "edu_fineweb10B"
     config = read_config(words("--preset gpt3 --max-steps 7"))
     assert (config.seq_len, config.max_steps) == (2048, 7)
