@@ -62,6 +62,21 @@ def text(tmp_path):
     return path
 
 
+@pytest.fixture
+def at_step(monkeypatch):
+    """at_step(2, act) calls act() in the update of step 2."""
+    import train_gpt2
+
+    get_lr, actions = train_gpt2.get_lr, {}
+
+    def acting(step, config):
+        actions.pop(step, lambda: None)()
+        return get_lr(step, config)
+
+    monkeypatch.setattr(train_gpt2, "get_lr", acting)
+    return actions.__setitem__
+
+
 def train(*args: object, curves: bool = False) -> int:
     """Runs train_gpt2.py in this process with TINY, then `args`. curves: draw curves.png."""
     import train_gpt2

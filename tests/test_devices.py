@@ -125,23 +125,6 @@ def test_a_gpu_that_torch_does_not_see_is_reported(
         devices.choose_device("cuda")
 
 
-@pytest.mark.parametrize(
-    "device, error, remedy",
-    [
-        ("cuda", "CalledProcessError: Command '['gcc', 'main.c']' returned", "gcc python3-dev"),
-        ("cpu", "InvalidCxxCompiler: No working C++ compiler found", r"g\+\+ python3-dev"),
-        ("cuda", "Cannot find a working triton installation", None),
-    ],
-)
-def test_what_compilation_lacks_is_named(device, error, remedy, monkeypatch, capsys):
-    monkeypatch.setattr(torch, "ones", mock.Mock())
-    monkeypatch.setattr(torch, "compile", lambda function: mock.Mock(side_effect=Exception(error)))
-    assert not devices.can_compile(torch.device(device))
-    text = capsys.readouterr().out
-    assert text.count("\n") == 1 and error in text and "continuing without it" in text
-    assert re.search(f"`apt install {remedy}`", text) if remedy else "apt" not in text
-
-
 def test_device_cpu_leaves_a_gpu_alone(monkeypatch, text, tmp_path):
     """Nothing is pinned, which makes a CUDA context, or copied asynchronously.
 

@@ -182,23 +182,6 @@ def test_tokens_of_the_real_tasks_are_those_of_context_and_ending_apart():
         assert task.endings == [encode(" " + ending) for ending in example["endings"]]
 
 
-def test_lengths_on_a_gpu_are_multiples_of_64(model, monkeypatch):
-    """cuDNN's attention plans once per length. The scores are the same."""
-    ours, _ = model
-    lengths, hidden, round_length = set(), ours.hidden, hellaswag.round_length
-    monkeypatch.setattr(ours, "hidden", lambda idx: lengths.add(idx.size(1)) or hidden(idx))
-    tasks, logits_at = prepare(hellaswag.load_examples(TASKS)), hellaswag.gpt_logits(ours)
-    before = hellaswag.score(logits_at, tasks, CPU, batch_size=2)
-    assert len(lengths) > 6
-    lengths.clear()
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(hellaswag, "round_length", lambda n, _: round_length(n, gpu))
-    after = hellaswag.score(logits_at, tasks, CPU, batch_size=2)
-    assert lengths <= {64, 128}
-    for i, result in after.items():
-        assert result.losses == pytest.approx(before[i].losses, rel=1e-4)
-
-
 def task(context="A man sits on a roof. He", label=1, **changes):
     endings = ["is ripping tiles off.", "jumps", "sleeps all day long", "holds a Rubik's cube."]
     return {"ctx": context, "label": label, "endings": endings, **changes}

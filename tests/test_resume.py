@@ -276,19 +276,6 @@ def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_pa
     assert weights[0] == weights[1] and state["skipped"] == 1 and len(state["random"]) == 3
 
 
-@pytest.fixture
-def at_step(monkeypatch):
-    """at_step(2, act) calls act() in the update of step 2."""
-    get_lr, actions = train_gpt2.get_lr, {}
-
-    def acting(step, config):
-        actions.pop(step, lambda: None)()
-        return get_lr(step, config)
-
-    monkeypatch.setattr(train_gpt2, "get_lr", acting)
-    return actions.__setitem__
-
-
 @pytest.mark.parametrize(
     "name, status", [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143), ("SIGHUP", 143)]
 )

@@ -39,19 +39,6 @@ def start(text, log):
     return lambda flags, **options: train(*data, *flags.split(), **options)
 
 
-@pytest.fixture
-def at_step(monkeypatch):
-    """at_step(2, act) calls act() in the update of step 2."""
-    get_lr, actions = train_gpt2.get_lr, {}
-
-    def acting(step, config):
-        actions.pop(step, lambda: None)()
-        return get_lr(step, config)
-
-    monkeypatch.setattr(train_gpt2, "get_lr", acting)
-    return actions.__setitem__
-
-
 def raise_error(error):
     def raising(*args, **options):
         raise error
@@ -496,8 +483,8 @@ def test_secondary_work_does_not_end_a_run(fault, start, at_step, log, monkeypat
     assert ("warning: " in printed.err) == (fault in ("no process", "stays"))
 
 
-def test_a_restart_by_torchrun_goes_on_with_resume_only(tmp_path, log, text):
-    """--max-restarts: nothing is guessed, and nothing is lost without it."""
+def test_torchrun_and_its_restarts(tmp_path, log, text):
+    """With --resume a restart goes on. Without it nothing is guessed, and nothing is lost."""
     script = tmp_path / "restarted.py"
     script.write_text(
         "import os, sys\n"
@@ -515,11 +502,12 @@ def test_a_restart_by_torchrun_goes_on_with_resume_only(tmp_path, log, text):
     small = "--n-layer 1 --n-head 1 --n-embd 8 --seq-len 16 --total-batch-size 128 --device cpu"
     small += f" --max-steps 4 --save-every 2 --eval-every 0 --sample-every 0 --data {text}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
-    for resume, starts, aside in (("--resume", [0, 2], False), ("", [0], True)):
+    for ranks, resume, starts, aside in ((2, "--resume", [0, 2], False), (1, "", [0], True)):
         folder = log.with_name(f"log{resume}")
-        command = [*torchrun, script, *small.split(), *resume.split(), "--log-dir", folder]
+        command = [*torchrun, f"--nproc_per_node={ranks}", script, *small.split()]
+        command += [*resume.split(), "--log-dir", folder]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0 and f"x {ranks} rank" in done.stdout, done.stderr
         assert [entry["step"] for entry in run_entries(folder)] == starts
         assert len(losses(folder)) == 4
         earlier = folder.with_name(f"{folder.name}_1")

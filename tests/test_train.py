@@ -3,7 +3,6 @@
 import math
 import re
 import shlex
-import subprocess
 import sys
 from functools import partial, partialmethod
 from pathlib import Path
@@ -358,20 +357,3 @@ def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeyp
     with pytest.raises(SystemExit) as stop:
         read_config(words("--preset gpt3 --help"))
     assert stop.value.code == 0 and "2048" in capsys.readouterr().out
-
-
-def test_torchrun_starts_two_ranks(tmp_path):
-    np.save(tmp_path / "x_train_000000.npy", np.arange(9000, dtype=np.uint16))
-    torchrun = words(Path(sys.executable), "-m torch.distributed.run --standalone")
-    args = words("--max-steps 2 --data", tmp_path, "--log-dir", tmp_path / "log")
-    command = [*torchrun, "--nproc_per_node=2", str(ROOT / "train_gpt2.py"), *TINY, *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and " x 2 ranks" in done.stdout, done.stderr
-    assert len(losses(tmp_path / "log")) == 2
-
-
-def test_settings_that_are_just_right():
-    """One sequence is enough for validation; without validation its size does not matter."""
-    flags = "--seq-len 32 --eval-tokens 32 --warmup-steps 0 --max-steps 0"
-    assert read_config(flags.split()).eval_tokens == 32
-    assert read_config(words("--eval-every 0 --eval-tokens 1")).eval_tokens == 1
