@@ -45,12 +45,13 @@ FINEWEB = "HuggingFaceFW/fineweb-edu"
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"  # ready-made shards of it
 SHARD_SIZE = 10**8  # tokens
 BATCH_ROWS = 256  # texts that a worker tokenizes at a time
-SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)  # for --input
+# The files that --input takes. (No .parquet.gz: .parquet is compressed inside.)
+SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 TOKENS_PER_BYTE = {".parquet": 0.35, ".gz": 0.8, ".zst": 0.8}  # roughly; of other files 0.25
 DATASET_REMEDY = (
     "check its name, --config and the network; if it is private or gated, run `hf auth login`; "
-    "if it is a folder, --input names the file and the row"
+    "if it is a folder, try it with --input, whose errors name the file and the row"
 )
 
 
@@ -101,13 +102,14 @@ def explained(where: Callable[[], str], remedy: str) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------
 # Reading text
 
-# A place in the text: file or split number `stream`, and the position in it: a number of rows, or
-# for `datasets` its state. The first `used` tokens from there on are in shards already.
+# A place in the text:
+# - "stream": the number of a file (--input) or of a split (--dataset)
+# - "position" in it: a number of rows, or what `datasets` calls its state; None: its beginning
+# - "used": how many of the tokens from there on are already in shards
 Place = dict[str, Any]
 START: Place = {"stream": 0, "position": None, "used": 0}
 
-# The text is read in batches of rows: (the place before them, their texts). Tokenized, they are
-# (the place, their tokens, 1-D uint16).
+# Batches of rows: (the place where they begin, their texts), then (the place, their tokens, uint16)
 Texts = Iterator[tuple[Place, list[str | None]]]
 Tokens = Iterator[tuple[Place, np.ndarray]]
 
@@ -116,16 +118,16 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     """The files that --input names, in this order; those of a folder or a pattern by name."""
     paths: list[Path] = []
     for pattern in patterns:
-        found = [Path(pattern)]
-        if pattern and Path(pattern).is_dir():
+        if os.path.isfile(pattern):  # also if its name contains [
+            found = [Path(pattern)]
+        elif os.path.isdir(pattern):
             found = [path for path in files_in(pattern) if path.name != "README.md"]
             found = [path for path in found if SUFFIX.search(path.name)]
-        elif not Path(pattern).exists():  # a pattern; but a file's name may contain [
+        else:
             found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-        for path in found or [Path(pattern)]:
-            if not (path.is_file() and SUFFIX.search(path.name)):
-                kinds = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
-                raise UserError(f"--input {path}: no such file, or none named {kinds}")
+        if not found or not all(path.is_file() and SUFFIX.search(path.name) for path in found):
+            kinds = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
+            raise UserError(f"--input {pattern}: no such file, or not one of {kinds}")
         paths += found
     return paths
 
@@ -188,19 +190,25 @@ def read_rows(path: Path, column: str) -> Iterator[Any]:
         elif kind == "csv":
             csv.field_size_limit(sys.maxsize)
             rows = csv.reader(file, strict=True)
-            header = next(rows, [column])
+            header = next(rows, None)
+            if header is None:  # an empty file
+                return
             index = header.index(column)
             for row in rows:
                 if len(row) > len(header):
                     raise ValueError(f"line {rows.line_num} has more values than the header")
-                blank = len(row) < 2 and not "".join(row).strip()
-                yield None if blank or len(row) <= index else row[index]
+                if row == [] or (len(row) == 1 and not row[0].strip()):
+                    yield None  # a blank line
+                elif len(row) <= index:
+                    yield None  # a row too short to have a text
+                else:
+                    yield row[index]
         else:
             yield file.read()
 
 
 def open_dataset(config: ShardConfig, commit: str | None) -> tuple[list, list]:
-    """([an IterableDataset for each split to read, validation first], [(file, its bytes)]).
+    """([an IterableDataset for each split to read, validation first], [(file, its size in bytes)]).
 
     commit: None for a local folder"""
     import datasets
@@ -212,7 +220,8 @@ def open_dataset(config: ShardConfig, commit: str | None) -> tuple[list, list]:
     def open_zstd(file: Any, **_: Any) -> Any:
         return pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
 
-    fsspec.compression.register_compression("zstd", open_zstd, "zst", force=True)  # see read_rows
+    # As in read_rows: pyarrow reports a truncated file.
+    fsspec.compression.register_compression("zstd", open_zstd, "zst", force=True)
     warnings.simplefilter("error", pandas.errors.ParserWarning)  # .csv rows longer than the header
     datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch, and is slower
     datasets.disable_progress_bars()
@@ -247,7 +256,8 @@ def read_dataset(name: str, streams: list, column: str, start: Place) -> Texts:
     place = start
     with explained(lambda: f"--dataset {name}", DATASET_REMEDY):
         for stream in range(start["stream"], len(streams)):
-            streams[stream].load_state_dict(place["position"])
+            if place["position"] is not None:
+                streams[stream].load_state_dict(place["position"])
             for table in streams[stream].iter(BATCH_ROWS):
                 types = {field.name: str(field.type) for field in table.schema}
                 if types.get(column) not in ("string", "large_string", "string_view"):
@@ -310,7 +320,9 @@ class Folder:
                 manifest = json.loads(self.path.read_text(encoding="utf-8"))
             self.shards = manifest.pop("shards")
             # The place where the next shard begins; None: all of the text is in shards.
-            self.next = manifest.pop("next") if self.shards else START
+            self.next = manifest.pop("next")
+            if not self.shards:  # of a run that made none: this one may have another text
+                self.next = START
             self.sums = {shard["name"]: shard["sha256"] for shard in self.shards}
         self.options = manifest  # the rest: what the shards depend on
 
@@ -352,7 +364,7 @@ class Folder:
         """Writes the next shard. after: the place after it; None: at the end of the text."""
         name = self.next_name
         with atomic_path(self.out / name) as partial, open(partial, "wb") as file:
-            # As np.save does, but it doesn't say that a disk is full.
+            # What np.save does, whose error would not say that the disk is full.
             header = np.lib.format.header_data_from_array_1_0(tokens)
             np.lib.format.write_array_header_1_0(file, header)
             file.write(tokens.data)
@@ -381,30 +393,31 @@ def take(held: deque[tuple[Place, np.ndarray]], count: int) -> tuple[np.ndarray,
 
 
 def cut(
-    batches: Tokens, shards: list, val_size: int, size: int, validation: bool, bar: tqdm
+    batches: Tokens, number: int, val_size: int, size: int, validation: bool, bar: tqdm
 ) -> Iterator[tuple[np.ndarray, Place | None]]:
-    """Cuts the text into shards. Yields (tokens of the next of `shards`, the place after them).
+    """Cuts the text into shards, from shard `number` on. Yields (its tokens, the place after them).
 
     val_size, size: tokens of shard 0 and of the others. Shard 0 has a tenth of a text that is
     shorter than `size`. validation: stream 0 is a validation split, and shard 0 is all of it"""
-    held: deque[tuple[Place, np.ndarray]] = deque()  # not in shards yet
-    count = 0  # tokens in `held`
+    held: deque[tuple[Place, np.ndarray]] = deque()  # batches that are not in shards yet
+    count = 0  # their tokens
     for place, tokens in batches:
-        tokens = tokens[place["used"] :]
-        held.append((place, tokens))
-        whole = validation and place["stream"] == 0
-        if validation and not whole and not shards and count > 0:  # the split has ended
-            yield take(held, count)
+        in_validation = validation and place["stream"] == 0
+        if validation and not in_validation and number == 0 and count > 0:
+            yield take(held, count)[0], place  # the validation split has ended
+            number = 1
             count = 0
-        count += len(tokens)
-        bar.update(len(tokens))
-        while count > size and not whole:
-            end = size if shards else val_size
+        held.append((place, tokens[place["used"] :]))
+        count += len(held[-1][1])
+        bar.update(len(held[-1][1]))
+        while count > size and not in_validation:  # not >=, or nothing might be left for training
+            end = size if number > 0 else val_size
             yield take(held, end)
+            number += 1
             count -= end
     if count == 0:
         raise UserError("no text in the input: nothing to tokenize")
-    if not shards:
+    if number == 0:
         end = max(count // 10, 1)
         yield take(held, end)
         count -= end
@@ -420,12 +433,12 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         paths = find_files(config.input) if config.input else files_in(config.dataset)
         options["files"] = [[path.name, path.stat().st_size] for path in paths]
     else:
-        options["commit"] = newest_commit(config.dataset, folder)
+        options["commit"] = commit_of(config.dataset, folder)
     folder.begin(options)
     if folder.finished:
         return
     size = config.shard_size or SHARD_SIZE
-    # Your own text may be hardly longer than a shard: shard 0 gets a tenth of that.
+    # Your own text may be hardly longer than a shard, so its shard 0 has a tenth of a shard.
     val_size = size if config.shard_size or config.dataset == FINEWEB else size // 10
     workers = config.workers or os.cpu_count() or 1
     get_tokenizer()  # forked workers inherit it
@@ -445,14 +458,16 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         look = {"unit": "tok", "unit_scale": True, "leave": False, "disable": None}
         with tqdm(total=total, initial=before, **look) as bar:
             tokens = tokenized(pool, workers, texts)
-            for shard, after in cut(tokens, folder.shards, val_size, size, len(streams) > 1, bar):
+            validation = len(streams) == 2  # a validation split comes first
+            number = len(folder.shards)
+            for shard, after in cut(tokens, number, val_size, size, validation, bar):
                 folder.write(shard, after)
                 if folder.finished:
                     return
 
 
-def newest_commit(dataset: str, folder: Folder) -> str:
-    """The commit that the shards in a folder were made from, otherwise the newest one."""
+def commit_of(dataset: str, folder: Folder) -> str:
+    """The commit that the shards in a folder were made from; if there are none, the newest one."""
     from huggingface_hub import HfApi
 
     if folder.shards and "commit" in folder.options:
@@ -465,7 +480,7 @@ def fetch_pretokenized(folder: Folder) -> None:
     """Downloads the first shards of PRETOKENIZED. Checks each before it appears in --out."""
     from huggingface_hub import hf_hub_download
 
-    commit = newest_commit(PRETOKENIZED, folder)
+    commit = commit_of(PRETOKENIZED, folder)
     folder.begin({"source": PRETOKENIZED, "commit": commit})
     downloads = folder.out / ".hub"
     while not folder.finished:
@@ -476,7 +491,7 @@ def fetch_pretokenized(folder: Folder) -> None:
             )
         open_shard(Path(path))
         os.replace(path, folder.out / name)
-        folder.add(name, folder.next)
+        folder.add(name, START)  # where they end in the text doesn't matter
     shutil.rmtree(downloads, ignore_errors=True)
 
 
@@ -494,7 +509,8 @@ def verify(folder: Folder) -> None:
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(ShardConfig, args=args)
-    for name in ("input", "dataset"):  # empty, as from an unset shell variable: no FineWeb-Edu
+    # `--input $FILES` without FILES must not make FineWeb-Edu.
+    for name in ("input", "dataset"):
         if flag(name) in (sys.argv if args is None else args) and not getattr(config, name):
             raise UserError(f"{flag(name)}: has no value")
     config.check()

@@ -118,9 +118,10 @@ def cross_entropy(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
         # weights themselves keep GPT-2's shape.
         wte = F.pad(wte, (0, 0, 0, -V % 64))
     logits = lm_head(x.flatten(0, -2), wte)  # (N, V or more)
-    # Set the added columns to -inf: a softmax ignores them, and their gradient is 0, so autograd
-    # need not see this. (index_fill_ writes them alone; logits[:, V:] = …, compiled, copies all.)
-    # A loss that they would make infinite, as with label smoothing, takes logits[:, :V] instead.
+    # Set the added columns to -inf, which a softmax ignores. Their gradient is 0 as it is, and the
+    # gradient of a matmul does not use its output, so autograd need not see this. (index_fill_
+    # writes only these columns; logits[:, V:] = -math.inf, once compiled, copies all.)
+    # If you write a loss that they would make infinite, as with label smoothing: use logits[:, :V].
     added = torch.arange(V, wte.size(0), device=x.device)
     with torch.no_grad():
         logits.index_fill_(1, added, -math.inf)
@@ -132,7 +133,7 @@ def cross_entropy(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
 def training_loss(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
     """What training minimizes: change it here. Validation and HellaSwag stay plain cross-entropy.
 
-    A mean over tokens. x (…, C), wte (V, C), targets (…) -> float32 scalar"""
+    It must be a mean over tokens. x (…, C), wte (V, C), targets (…) -> float32 scalar"""
     return cross_entropy(x, wte, targets)
 
 
@@ -162,7 +163,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.prepare()  # neither compiled nor saving memory
+        self.prepare()  # train() calls it again, to compile or to save memory
 
         # std 0.02, biases 0, LayerNorms 1 and 0. Residual projections are scaled down, or the
         # variance of the residual stream would grow with depth (section 2.3).
@@ -273,9 +274,9 @@ class GPT(nn.Module):
     def from_pretrained(cls, name: str | Path, strict: bool = True, **changes: Any) -> "GPT":
         """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …), its weights in float32.
 
-        changes: fields of GPTConfig, instead of those in config.json. Each saved model has a
-        fingerprint of the mathematics that trained it: if this code computes something else, that
-        is a UserError, or with strict=False a printed note."""
+        changes: fields of GPTConfig, instead of those in config.json. Each saved model comes with a
+        fingerprint: some logits that its code computes from fixed weights. If this code computes
+        others, that is a UserError, or with strict=False a printed note."""
         return huggingface.read_pretrained(cls, GPTConfig, name, strict, changes)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -290,7 +291,7 @@ class GPT(nn.Module):
 SHARDS_FOLDER = "edu_fineweb10B"
 
 
-@lru_cache(maxsize=3)  # those in use: of the shards, of one shard's sequences, of its offsets
+@lru_cache(maxsize=3)  # DataLoaderLite.read needs three at a time: shards, sequences, offsets
 def permutation(n: int, *seed: int) -> np.ndarray:
     """A permutation of 0 … n-1 from `seed` alone; NumPy's own may change with its version."""
     return np.random.PCG64(seed).random_raw(n).argsort(kind="stable")
@@ -335,9 +336,9 @@ class DataLoaderLite:
         # The files, their names in `data`, and their tokens, 1-D uint16, memory-mapped.
         self.paths, self.names, self.shards = tokenizer.open_split(Path(data), split)
         self.total_tokens = sum(len(shard) for shard in self.shards)
-        # Sequences of each shard. In order, the last one needs one more token as its last target.
-        last = 0 if shuffle else 1
-        self.counts = np.array([(len(shard) - last) // T for shard in self.shards])
+        # Sequences of each shard. Without shuffle it is no circle, so one token is only a target.
+        only_target = 0 if shuffle else 1
+        self.counts = np.array([(len(shard) - only_target) // T for shard in self.shards])
         self.sequences_per_epoch = int(self.counts.sum())
         if self.sequences_per_epoch == 0:
             size = f"{self.total_tokens} {split} tokens"
@@ -358,7 +359,9 @@ class DataLoaderLite:
             number -= int(ends[place] - self.counts[shard])
             offset = 0
             if self.shuffle:
-                # Zeros at the end of a seed don't count, so a shard is numbered from 1 here.
+                # A new order in every epoch; offsets in one order for good, since T epochs use all.
+                # Each permutation needs a seed of its own. To NumPy (a, b, 0) is the same as
+                # (a, b), so shards count from 1 here.
                 number = permutation(int(self.counts[shard]), self.seed, epoch, shard + 1)[number]
                 offset = permutation(self.T, self.seed, 0, 0, shard + 1)[epoch % self.T]
             start = offset + number * self.T
@@ -442,10 +445,10 @@ class TrainConfig:
 
     # after the warm-up; wsd: constant, then a linear warm-down
     schedule: Literal["cosine", "wsd"] = "cosine"
-    warmup_steps: int = 715  # steps of linear warm-up
+    warmup_steps: int = 715  # steps of linear warm-up; 715 are GPT-3's 375 million tokens
     warmdown_steps: int = 5000  # steps of the linear warm-down to min_lr at the end of wsd
     max_lr: float = 6e-4  # learning rate at the end of the warm-up
-    min_lr: float = 6e-5  # learning rate of the last step
+    min_lr: float = 6e-5  # what the learning rate falls to
 
     # Device
 
@@ -520,6 +523,7 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
 
     One UserError names every error that can be detected from the flags."""
     # tyro reads all flags, but needs the defaults first, and those depend on two of the flags.
+    # (nargs="?": if their value is missing, tyro is to say so.)
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?", default="auto")
     first.add_argument("--device", nargs="?", default="auto")
@@ -633,6 +637,7 @@ def configure_optimizers(
     if config.optimizer == "muon":
         names = [name for name, p in by_adamw.items() if name.startswith("h.") and p.dim() == 2]
         matrices = [by_adamw.pop(name) for name in names]
+        # In bfloat16, as its authors run it, if the run is; float16 has too few exponents.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
     # Weight decay is for matrices and embeddings, not for biases and LayerNorms, which are 1-D.
@@ -655,8 +660,6 @@ def get_lr(step: int, config: TrainConfig) -> float:
     nothing depends on max_steps: runs can be extended (Hägele et al. 2024, arXiv:2405.18392)."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
-    if step >= config.max_steps:
-        return config.min_lr
     # share: of the way from min_lr up to max_lr
     if config.schedule == "wsd":
         # 1 until the warm-down begins, then down to 0 at max_steps
@@ -679,8 +682,8 @@ def validation_loss(
 ) -> float:
     """Mean cross-entropy in nats over the first `sequences` sequences of a split.
 
-    The ranks share them. Neither B nor the number of ranks changes the result. A stop signal ends
-    it early, so that the result counts no more."""
+    The ranks share them. Neither B nor the number of ranks changes the result. On a stop signal it
+    returns early, and train() drops the result."""
     B = loader.B
     firsts = range(ranks.rank * B, sequences, ranks.world_size * B)
     losses = torch.zeros(len(firsts), device=ranks.device)  # sums over the batches of this rank
@@ -729,12 +732,12 @@ def print_samples(
 def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     """The model to train: from a checkpoint, from --init, or from scratch."""
     shape = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
-    # What a fork adds to both configurations, such as dropout.
-    names = {field.name for field in fields(GPTConfig)} & asdict(config).keys() - shape.keys()
-    added = {name: getattr(config, name) for name in names}
+    # The fields that a fork has added to both configurations, such as dropout.
+    in_both = {field.name for field in fields(GPTConfig)} & asdict(config).keys()
+    added = {name: getattr(config, name) for name in in_both - shape.keys()}
     if checkpoint is None and config.init == "scratch":
         return GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
-    # Given weights have their own shape. To start from, they may be those of another fork.
+    # Given weights have their own shape. With --init they may come from other mathematics.
     strict = checkpoint is not None
     model = GPT.from_pretrained(checkpoint or config.init, strict, **added)
     if model.config.block_size < config.seq_len or model.config.vocab_size != VOCAB_SIZE:
@@ -751,7 +754,7 @@ def wrap_in_ddp(
     ddp_model = DistributedDataParallel(
         model,
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # saves a copy of the gradients
+        gradient_as_bucket_view=True,  # avoids a copy of the gradients
     )
     # DDP chooses the order in which it sums gradients in its first passes. A resumed run must sum
     # as before, so let it choose now.
@@ -776,19 +779,20 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     model = new_model(config, checkpoint)
     if config.save_every and ranks.rank == 0:
         huggingface.check_before_training(model)  # a fork's checkpoints may be unreadable
-    # On a CPU --dtype auto depends on the model's size and measures, so rank 0 decides for all.
-    # chosen: device and precision with the reason, to print.
+    # --dtype auto may time matmuls on a CPU, so rank 0 decides for all. chosen: the device, the
+    # precision and the reason, to print.
     dtype, chosen = ranks.on_rank_0(
         devices.choose_precision, config.dtype, ranks.device, model.num_parameters(), saved["dtype"]
     )
     autocast = torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32)
     if ranks.device.type == "cuda" and dtype != torch.float32:
         torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
-    before = saved["config"].get("micro_batch_size", 0)
-    B = plan.micro_batch_size(config, ranks, model, dtype, before)
+    # A checkpoint records its B, since another one would change rounding; 0: there is none.
+    saved_B = saved["config"].get("micro_batch_size", 0)
+    B = plan.micro_batch_size(config, ranks, model, dtype, saved_B)
     T = config.seq_len
-    config.micro_batch_size = B  # checkpoints record it: another B would change rounding
-    grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
+    config.micro_batch_size = B
+    grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)  # B divides it
     model.to(ranks.device)
     torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
 
@@ -819,7 +823,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         if ranks.rank < len(saved["random"]):  # there may be more ranks than before
             devices.set_random_state(ranks.device, saved["random"][ranks.rank])
 
-    # ---- From here on the folder changes; what takes time comes last
+    # ---- All checks are done: now change the folder, and compile
     run.begin(step, chosen, devices.gpu_software(ranks.device, dtype))
     model.prepare(config.compile and devices.can_compile(ranks.device), config.low_memory)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast) if ranks.world_size > 1 else model
@@ -860,8 +864,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             results["hella"] = hellaswag.accuracy(model, tasks, ranks, autocast)
         if results and ranks.any(signals.received):
             stopping = True
-            continue  # and save
-        run.log(step, **results)
+            continue  # at the top of the loop, which saves and ends
+        if results:
+            run.log(step, **results)
         if step > 0 and is_due(config.sample_every, step, last):
             print_samples(model, config.sample_prompt, ranks, autocast, last)
         model.train()
@@ -902,8 +907,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         sums = torch.stack([loss_sum, stop_flag])
         if ranks.world_size > 1:
             dist.all_reduce(sums)
-        total_loss, stopping = sums.tolist()
+        total_loss, stop_flags = sums.tolist()
         loss = total_loss / (grad_accum_steps * ranks.world_size)
+        stopping = stop_flags > 0
         norm = norm_tensor.item()
         # A step is all or nothing, for all optimizers. (scaler.step would look at the gradients of
         # one optimizer only.) The scale is 1 unless the run is in float16.
@@ -960,7 +966,7 @@ def main(args: list[str] | None = None) -> int:
     try:
         with RunFolder(config, ranks) as run:
             status = train(config, ranks, run)
-    except RuntimeError as error:
+    except RuntimeError as error:  # torch's: out of memory and a lost rank get a line, bugs stay
         raise explain(error, str(ranks.device), config.micro_batch_size) from None
     if dist.is_initialized():  # now that train() and the DDP in it are gone, or the exit can hang
         dist.destroy_process_group()
