@@ -79,16 +79,6 @@ def test_first_losses_are_the_same_up_to_rounding(by, precisions, seed, status, 
     assert main([run, str(SHAKESPEARE)]) == status
 
 
-def test_settings_that_change_losses_are_named(tmp_path, capsys):
-    assert main([run_folder(tmp_path, LOG, micro_batch_size=8, log_dir="x", device="cpu")]) == 0
-    assert "unlike" not in capsys.readouterr().out
-    main([run_folder(tmp_path, LOG, optimizer="adamw", max_lr=0.0015, data="/home/me/input.txt")])
-    expected = "settings unlike shakespeare's: --optimizer adamw (muon), --max-lr 0.0015 (0.015)\n"
-    assert capsys.readouterr().out.startswith(expected)
-    assert main([run_folder(tmp_path, LOG, n_layer=6)]) == 1
-    assert "no reference for --n-layer 6" in capsys.readouterr().out
-
-
 def test_mistakes_show_in_the_first_losses_of_one_seed(text, tmp_path, monkeypatch):
     """Correct runs match, broken ones do not."""
     args = ["--max-steps 10 --max-lr 5e-2 --n-embd 64 --warmup-steps 4 --data", text]

@@ -8,7 +8,6 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -19,8 +18,7 @@ from support import devices, ranks
 from support.errors import UserError
 from support.run_log import run_entries
 from tests import no_float64
-from tests.conftest import ROOT, losses, train, train_on_ranks, words
-from train_gpt2 import read_config
+from tests.conftest import ROOT, losses, train, train_on_ranks
 
 CPU = torch.device("cpu")
 
@@ -80,20 +78,6 @@ def test_mfu_is_of_a_data_sheet_in_16_bits_and_else_measured(monkeypatch):
         assert peak(device, dtype)[0] == expected, name
 
 
-def test_compile_is_the_default_on_a_gpu_only(monkeypatch):
-    gpu(monkeypatch, "NVIDIA H100 80GB HBM3", (9, 0))
-    for flags, compiled in (
-        ("--preset gpt2", True),
-        ("--preset gpt2 --device cuda", True),
-        ("--preset gpt2 --device cpu", False),
-        ("--preset gpt2 --device mps", False),
-        ("--preset gpt2 --device cpu --compile", True),
-        ("--preset gpt2 --no-compile", False),
-        ("--preset shakespeare", False),
-    ):
-        assert read_config(words(flags)).compile == compiled, flags
-
-
 @pytest.mark.parametrize(
     "cuda, driver, visible, warned",
     [
@@ -123,26 +107,6 @@ def test_a_gpu_that_torch_does_not_see_is_reported(
         assert devices.choose_device("auto", world_size=2) == CPU
     with pytest.raises(UserError, match="--device cuda: "):
         devices.choose_device("cuda")
-
-
-def test_device_cpu_leaves_a_gpu_alone(monkeypatch, text, tmp_path):
-    """Nothing is pinned, which makes a CUDA context, or copied asynchronously.
-
-    An update makes no tensor from host data, which would synchronize a GPU."""
-    gpu(monkeypatch, "NVIDIA H100 80GB HBM3", (9, 0))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pytest.fail("pinned"))
-    monkeypatch.setattr(torch, "tensor", mock.Mock(side_effect=AssertionError("host data")))
-    asks_the_gpu = "_accelerator_graph_capture_health_check"  # torch 2.15, in every step
-    monkeypatch.setattr(torch.optim.Optimizer, asks_the_gpu, lambda self: None, raising=False)
-    copies, copy = [], torch.Tensor.to
-
-    def to(self, *args, **options):
-        copies.append(options.get("non_blocking"))
-        return copy(self, *args, **options)
-
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    train("--max-steps 2 --data", text, "--log-dir", tmp_path)
-    assert copies and True not in copies
 
 
 def test_an_apple_gpu_is_for_one_process_and_trains_in_float32(monkeypatch):

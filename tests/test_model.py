@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from support import devices
 from support.huggingface import our_layout
 from train_gpt2 import GPT, GPTConfig, cross_entropy, in_chunks, lm_head
 
@@ -160,24 +159,6 @@ def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone()
     for t in range(60, 80):  # the context is the last 64 tokens
         logits = model.logits(model.hidden(greedy[:, max(0, t - 64) : t]))[:, -1]
         assert torch.equal(greedy[:, t], logits.argmax(-1))
-
-
-def test_samples_have_few_shapes_on_a_gpu_and_the_same_tokens(monkeypatch):
-    """Lengths are multiples of 64, since cuDNN's attention plans once per length."""
-    model = GPT(GPTConfig(160, 50257, 2, 2, 32))
-    randomize(model)
-    hidden, lengths = model.hidden, set()
-    monkeypatch.setattr(model, "hidden", lambda idx: lengths.add(idx.size(1)) or hidden(idx))
-
-    def draw():
-        lengths.clear()
-        return model.generate(tokens(1, 100), 70, generator=torch.Generator().manual_seed(1))
-
-    expected = draw()
-    assert len(lengths) > 50
-    round_length, gpu = devices.round_length, torch.device("cuda")
-    monkeypatch.setattr(devices, "round_length", lambda n, _: round_length(n, gpu))
-    assert torch.equal(draw(), expected) and lengths == {128, 160}
 
 
 def test_the_head_of_one_token_copies_no_embedding():

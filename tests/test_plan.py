@@ -129,18 +129,6 @@ def test_checkpoints_record_the_micro_batch(text, tmp_path, capsys):
     assert len(losses(tmp_path)) == 2
 
 
-def test_out_of_memory_names_half_of_what_ran(text, tmp_path, monkeypatch):
-    def forward(*args):
-        raise torch.OutOfMemoryError("CUDA ran out\nof something")
-
-    monkeypatch.setattr(GPT, "forward", forward)
-    args = ["--micro-batch-size 0 --max-steps 1 --data", text, "--log-dir", tmp_path]
-    with pytest.raises(UserError, match=r"out of memory on cpu: try --micro-batch-size 4 or --low"):
-        train(*args)  # eight sequences fit
-    with pytest.raises(UserError, match=r"out of memory on cpu: try --low-memory"):
-        train(*args, "--micro-batch-size 1")
-
-
 def test_plan_prints_and_does_not_train(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train_gpt2.main(words("--preset gpt2 --plan --device cpu")) == 0

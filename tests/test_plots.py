@@ -49,23 +49,6 @@ def test_curves_png_has_a_panel_for_each_stream(tmp_path, monkeypatch):
     assert (tmp_path / "log/curves.png").stat().st_size > 10_000
 
 
-def test_the_first_losses_do_not_squeeze_the_curve():
-    """The axis ends just above the highest loss after the first twentieth."""
-    x = np.arange(41) * 10.0
-    values = np.where(x < 20, 11.0, 4.0)
-    values[30] = 3.0
-
-    def top(values):
-        axes = Figure().add_subplot()
-        plots.draw_panel(axes, {"log": {"train": (x, values), "val": (x, values)}}, "loss")
-        return axes.get_ylim()[1]
-
-    assert 4 < top(values) < 4.5
-    values[-1] = np.inf
-    assert 4 < top(values) < 4.5  # a diverged run is drawn up to there
-    assert top(np.where(x < 30, 11.0, 4.0)) > 11
-
-
 def test_smoothing_neither_lags_nor_bends_the_ends():
     values = np.arange(800.0)
     smoothed = plots.smooth(values)

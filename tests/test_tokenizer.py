@@ -112,23 +112,6 @@ def test_text_is_split_nine_to_one(tmp_path):
     assert len(parts[1]) == len(tokens) // 10
 
 
-def test_a_text_is_encoded_once_until_it_changes(tmp_path, monkeypatch, capsys):
-    path, encode = tmp_path / "a.txt", tokenizer.encode
-    calls = []
-    monkeypatch.setattr(tokenizer, "encode", lambda text: calls.append(text) or encode(text))
-    for text in ("To be. " * 90, "Or not. " * 90):
-        path.write_text(text)
-        tokens = np.concatenate([open_split(path, split)[2][0] for split in ("train", "val")])
-        assert tokens.tolist() == [EOT, *get_tokenizer().encode_ordinary(text)]
-    assert calls == ["To be. " * 90, "Or not. " * 90]
-    assert not capsys.readouterr().out
-    # What takes seconds is announced.
-    path.write_text("z" * 30_000_000)
-    monkeypatch.setattr(tokenizer, "encode", lambda text: [np.arange(90)])
-    open_split(path, "train")
-    assert capsys.readouterr().out == f"tokenizing {path}: 30 million characters\n"
-
-
 def write_shard(path: Path, tokens: np.ndarray) -> None:
     """In the format that its name tells: .npy, or llm.c's .bin."""
     if path.suffix == ".npy":
