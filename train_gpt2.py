@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
 from support import cli, console, devices, hellaswag, huggingface, plan, signals, tokenizer
+from support.checkpoints import load_optimizers
 from support.cli import print0
 from support.errors import RunError, UserError, explain
 from support.ranks import Ranks, settle_buckets
@@ -272,7 +273,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, strict: bool = True, **changes: Any) -> "GPT":
-        """A GPT-2 from a folder or the Hub (`gpt2`, `gpt2-medium`, …), its weights in float32.
+        """A GPT-2 from a folder or the Hub (`gpt2`, …), in float32 and evaluation mode.
 
         changes: fields of GPTConfig, instead of those in config.json. Each saved model comes with a
         fingerprint: some logits that its code computes from fixed weights. If this code computes
@@ -816,8 +817,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
     if checkpoint is not None:
         loader.load_state_dict(saved["loader"])
-        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+        load_optimizers(optimizers, saved["optimizers"])
         if saved["scaler"]:  # only float16 has one
             scaler.load_state_dict(saved["scaler"])
         if ranks.rank < len(saved["random"]):  # there may be more ranks than before
@@ -846,7 +846,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 "dtype": str(dtype),
                 "config": asdict(config),
                 "loader": loader.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "optimizers": [(type(opt).__name__, opt.state_dict()) for opt in optimizers],
                 "scaler": scaler.state_dict(),
                 "random": ranks.gather(devices.random_state(ranks.device)),
             }

@@ -82,6 +82,19 @@ def read_training_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def load_optimizers(
+    optimizers: list[torch.optim.Optimizer], saved: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """Restores optimizers from their saved (class name, state_dict)."""
+    names = [type(optimizer).__name__ for optimizer in optimizers]
+    before = [name for name, _ in saved]
+    if names != before:
+        change = f"{' and '.join(names)}, the checkpoint {' and '.join(before)}"
+        raise UserError(f"--resume: this code has {change}; use the code that saved it")
+    for optimizer, (_, state) in zip(optimizers, saved, strict=True):
+        optimizer.load_state_dict(state)
+
+
 def verify_checksums(folder: Path) -> None:
     """UserError unless all files in SHA256SUMS, and the required ones, are unchanged."""
     try:

@@ -46,11 +46,12 @@ def differences(before: dict[str, Any], config: Any, may_change: set[str]) -> li
 
     before: {} or the run's settings; one that it lacks, as a fork may have added it, counts as its
     default. config: a TrainConfig"""
+    now = asdict(config)
     before = before and asdict(type(config)()) | before
     return [
-        f"{flag(name)} was {before[name]}, is {value}"
-        for name, value in asdict(config).items()
-        if before and name not in may_change and shown(value) != shown(before[name])
+        f"{flag(name)} was {value}, is {now.get(name, 'no flag of this code')}"
+        for name, value in before.items()
+        if name not in may_change and shown(value) != shown(now.get(name))
     ]
 
 

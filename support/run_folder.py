@@ -130,6 +130,8 @@ class RunFolder:
         """Appends values to log.txt and sends them to the trackers: log(step, stream=value, …).
 
         Skips evaluations that were logged before the run was resumed."""
+        if any(" " in stream for stream in values):  # log.txt could not be read again
+            raise ValueError(f"a stream's name contains a space: {', '.join(values)}")
         for stream, name in PRINTED.items():
             if stream in values:
                 print0(f"step {step:5d} {name} {values[stream]:.4f}")

@@ -249,3 +249,37 @@ def test_every_tensor_of_another_model_is_saved_as_it_is(text, tmp_path, monkeyp
     before = UntiedGPT.from_pretrained(tmp_path / "straight/step_000002")
     assert (model.head.weight - before.head.weight).abs().mean() > 1e-4, "not trained"
     assert model.flags.tolist() == [True, False] and model.table.sum() == 28
+
+
+def test_a_run_is_not_resumed_by_code_that_trains_otherwise(fork, text, tmp_path, monkeypatch):
+    """Without a flag of the run's, or with other optimizers: the weights would not tell."""
+    args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]
+    train(*args, "--max-steps 1")
+    optimizers = train_gpt2.configure_optimizers
+
+    def other(*arguments):
+        return [torch.optim.RAdam(optimizers(*arguments)[0].param_groups)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt2, "configure_optimizers", other)
+        with pytest.raises(UserError, match="this code has RAdam, the checkpoint AdamW"):
+            train(*args, "--max-steps 2 --resume")
+    original = sys.modules["train_gpt2"]
+    fork("Dropout")
+    train(*args, "--max-steps 1 --dropout 0.2")
+    sys.modules["train_gpt2"] = original
+    with pytest.raises(UserError, match=r"--dropout was 0\.2, is no flag of this code"):
+        train(*args, "--max-steps 2 --resume")
+
+
+class RandomGPT(GPT):
+    def hidden(self, idx):
+        return F.dropout(super().hidden(idx), 0.2)
+
+
+def test_a_model_that_is_random_in_evaluation_is_refused_before_training(
+    text, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train_gpt2, "GPT", RandomGPT)
+    with pytest.raises(UserError, match="results are random in evaluation"):
+        train("--max-steps 1 --save-every 1 --data", text, "--log-dir", tmp_path / "log")
