@@ -482,12 +482,12 @@ class TrainConfig:
 
 # fmt: off
 SHAKESPEARE = dict(  # two minutes on two cores
-    data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=64,
+    data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=32,
     # 3.4 million parameters, of which the token embedding has 3.2
     n_layer=4, n_head=4, n_embd=64,
     # the best of what was tried: bench/recipes
     optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
-    warmdown_steps=300, beta2=0.995,
+    warmdown_steps=450, beta2=0.995,
     # a compiler may be missing, and takes a minute
     compile=False, eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300,
     sample_prompt="ROMEO:", save_every=200,

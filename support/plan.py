@@ -54,9 +54,10 @@ def estimate_memory(config: Any, model: Any, B: int, device_type: str, dtype: to
     if config.low_memory:
         stored = len(model.h) * 4 * B * T * C + block
     if device_type == "cpu":
-        process = (peak_memory() or 0.32e9) + 0.05e9  # so far, and what training loads
+        process = (peak_memory() or 0.32e9) + 0.12e9  # so far, and what training loads
         gaps = 0 if config.low_memory else 0.4 * stored
-        in_loss = stored + gaps + 12 * V * C + 12 * V * min(1024, B * T)
+        logits = 12 * V * B * T if B * T <= 1024 else 16 * V * 1024
+        in_loss = stored + gaps + 12 * V * C + logits
         at_end = 4 * N + 8 * V * C + block
         return process + 12 * N + max(in_loss, at_end)
     # Compiled, the gradient of the logits takes their place; otherwise there are a chunk's logits,

@@ -10,7 +10,7 @@ from tests.conftest import losses, train, words
 from train_gpt2 import GPT, GPTConfig, Ranks, TrainConfig, new_model, read_config
 
 SMALLER = dict(seq_len=512, n_layer=6, n_head=6, n_embd=384)
-SHAKESPEARE = dict(seq_len=64, n_layer=4, n_head=4, n_embd=64)
+SHAKESPEARE = dict(seq_len=32, n_layer=4, n_head=4, n_embd=64)
 MEDIUM = dict(n_layer=24, n_head=16, n_embd=1024)
 XL = dict(n_layer=48, n_head=25, n_embd=1600)
 
@@ -113,8 +113,8 @@ def test_the_bare_run_works_on_several_ranks_and_else_the_error_names_what_does(
     def on(world_size):
         return micro_batch_size(config, Ranks(0, world_size, torch.device("cpu")), None, None)
 
-    assert [on(n) for n in (1, 2, 4, 8)] == [8, 4, 2, 1]
-    for world_size, nearest in ((3, 576), (5, 640), (16, 1024)):
+    assert [on(n) for n in (1, 2, 4, 8)] == [16, 8, 4, 2]
+    for world_size, nearest in ((3, 480), (5, 480), (32, 1024)):
         with pytest.raises(UserError, match=f"nearest that is: {nearest}$"):
             on(world_size)
 
