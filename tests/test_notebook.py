@@ -76,7 +76,7 @@ def test_play_shows_the_reference_without_a_log(tmp_path, run_play):
     shutil.copytree(ROOT / "reference/shakespeare", reference)
     GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(reference / "step_000600")
     out, figures = run_play()
-    assert "4 val, 600 train" in out
+    assert "4 val, 4 bpb, 600 train" in out
     assert "no HellaSwag in these logs" in out
     assert "ROMEO:" in out  # a sample
     assert len(figures) == 3
