@@ -111,7 +111,10 @@ def copy_script(log_dir: Path, entries: list[dict[str, Any]]) -> None:
 
 def new_entry(config: dict[str, Any], **more: Any) -> dict[str, Any]:
     """An entry of run.json about this start."""
-    versions = {name: version(name) for name in ("torch", "numpy", "tiktoken", "safetensors")}
+    import torch  # here, since reading logs needs no torch
+
+    versions = {"torch": torch.__version__}  # with its build, such as +cu130
+    versions |= {name: version(name) for name in ("numpy", "tiktoken", "safetensors")}
     commit = ""
     with contextlib.suppress(OSError):  # without git
         # The commit, with a + if files have changed since.
