@@ -42,7 +42,9 @@ from support.files import atomic_path, locked, sha256, write_text
 from support.tokenizer import EOT, SHARD_NAME, encode, get_tokenizer, open_shard
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
+NAME = "edufineweb_{split}_{number:06d}.npy"
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"  # ready-made shards of it
+PRETOKENIZED_NAME = "finewebedu_{split}_{number:06d}.bin"
 SHARD_SIZE = 10**8  # tokens
 BATCH_ROWS = 256  # texts that a worker tokenizes at a time
 # The files that --input takes. (No .parquet.gz: .parquet is compressed inside.)
@@ -82,8 +84,9 @@ class ShardConfig:
             problems.append("--input, --dataset and --pretokenized: choose one")
         if (self.config or self.split) and not self.dataset:
             problems.append("--config and --split need --dataset")
-        inside = Path(self.out).resolve().is_relative_to(Path(self.dataset).resolve())
-        if self.dataset and inside:  # the next run would take the shards for its files
+        folder = Path(self.dataset).resolve()
+        if self.dataset and Path(self.out).resolve().is_relative_to(folder):
+            # The next run would take the shards for files of the dataset.
             problems.append(f"--out {self.out}: inside --dataset {self.dataset}; choose another")
         if problems:
             raise UserError("; ".join(problems))
@@ -232,7 +235,7 @@ def open_dataset(config: ShardConfig, commit: str | None) -> tuple[list, list]:
     builder = datasets.load_dataset_builder(name, config.config or None, revision=commit)
     if builder.name == "csv":
         builder.config.index_col = False  # otherwise columns shift if rows are longer
-        # All values are text. Otherwise types are inferred, again in each part of a file.
+        # Keep this column alone, as text. Otherwise types are inferred in each part of a file.
         column = {config.text_column: datasets.Value("string")}
         builder.config.features = datasets.Features(column)
     if builder.name == "parquet":  # with pre_buffer, a whole file would be kept in memory
@@ -287,7 +290,7 @@ def tokenize(texts: list[str | None]) -> np.ndarray:
     parts: list[Any] = [[]]  # concatenate needs at least one
     for text in texts:
         if text:
-            parts += [[EOT], *encode(text)]
+            parts += [[EOT], *encode(text)]  # encode yields arrays: pieces of a long text
     return np.concatenate(parts, dtype=np.uint16, casting="unsafe")  # all tokens fit
 
 
@@ -310,8 +313,9 @@ def tokenized(pool: ProcessPoolExecutor, workers: int, texts: Texts) -> Tokens:
 class Folder:
     """The shards in --out and their manifest."""
 
-    def __init__(self, out: Path, max_shards: int):
+    def __init__(self, out: Path, name: str, max_shards: int):
         self.out = out
+        self.name = name
         self.max_shards = max_shards
         self.path = out / "manifest.json"
         manifest: dict[str, Any] = {"next": START, "shards": []}
@@ -321,8 +325,6 @@ class Folder:
             self.shards = manifest.pop("shards")
             # The place where the next shard begins; None: all of the text is in shards.
             self.next = manifest.pop("next")
-            if not self.shards:  # of a run that made none: this one may have another text
-                self.next = START
             self.sums = {shard["name"]: shard["sha256"] for shard in self.shards}
         self.options = manifest  # the rest: what the shards depend on
 
@@ -332,8 +334,7 @@ class Folder:
 
     @property
     def next_name(self) -> str:
-        split = "train" if self.shards else "val"
-        return f"edufineweb_{split}_{len(self.shards):06d}.npy"
+        return self.name.format(split="train" if self.shards else "val", number=len(self.shards))
 
     def begin(self, options: dict[str, Any]) -> None:
         """Raises an error if the shards were made with other options, or aren't all ours."""
@@ -410,7 +411,9 @@ def cut(
         held.append((place, tokens[place["used"] :]))
         count += len(held[-1][1])
         bar.update(len(held[-1][1]))
-        while count > size and not in_validation:  # not >=, or nothing might be left for training
+        # Shard 0 also waits for more than `size` tokens: it has a tenth of a shorter text, below.
+        # (Not >=, or nothing might be left for training.)
+        while count > size and not in_validation:
             end = size if number > 0 else val_size
             yield take(held, end)
             number += 1
@@ -425,7 +428,7 @@ def cut(
 
 
 def make_shards(config: ShardConfig, folder: Folder) -> None:
-    """Makes the shards of --input or --dataset."""
+    """Makes the shards of --input or --dataset. (main() sets it to FINEWEB if neither is given.)"""
     names = ("config", "split", "text_column", "shard_size")
     options = {"source": config.dataset, **{name: getattr(config, name) for name in names}}
     if config.input or Path(config.dataset).is_dir():
@@ -484,7 +487,7 @@ def fetch_pretokenized(folder: Folder) -> None:
     folder.begin({"source": PRETOKENIZED, "commit": commit})
     downloads = folder.out / ".hub"
     while not folder.finished:
-        name = folder.next_name.replace("edufineweb", "finewebedu").replace(".npy", ".bin")
+        name = folder.next_name
         with explained(lambda: f"--dataset {PRETOKENIZED}", DATASET_REMEDY):
             path = hf_hub_download(
                 PRETOKENIZED, name, repo_type="dataset", revision=commit, local_dir=downloads
@@ -518,7 +521,8 @@ def main(args: list[str] | None = None) -> None:
         config = replace(config, dataset=FINEWEB, config=config.name)
     out = Path(config.out)
     with locked(out, f"{out}: another fineweb.py uses it; wait for it or choose another --out"):
-        folder = Folder(out, config.pretokenized or config.max_shards)
+        name = PRETOKENIZED_NAME if config.pretokenized else NAME
+        folder = Folder(out, name, config.pretokenized or config.max_shards)
         if config.verify:
             verify(folder)
             return
@@ -530,7 +534,7 @@ def main(args: list[str] | None = None) -> None:
         except BrokenExecutor:
             raise UserError("a worker was killed (out of memory?); use fewer --workers") from None
         finally:
-            if not folder.shards:
+            if not folder.shards:  # an error before the first one leaves nothing behind
                 folder.path.unlink(missing_ok=True)
     tokens = sum(shard["tokens"] for shard in folder.shards)
     print(f"{out}: {len(folder.shards)} shards, {tokens:,} tokens")

@@ -495,7 +495,8 @@ def test_a_progress_bar_on_a_terminal(monkeypatch, capsys):
 def test_a_manifest_without_shards():
     """As a job leaves it that is killed early: training names it, and the next job starts again."""
     make("--input", write("a.txt", b"some text"), "--out", "all/one")
-    write("all/two/manifest.json", b'{"source": "me/other", "next": null, "shards": []}')
+    manifest = {"source": "me/other", "next": fineweb.START, "shards": []}
+    write("all/two/manifest.json", json.dumps(manifest).encode())
     with pytest.raises(UserError, match="all/two: no shards"):
         open_split(Path("all"), "train")
     make("--input", "a.txt", "--out", "all/two")
@@ -558,6 +559,7 @@ def use_pretokenized(hub):
     hub.files[fineweb.PRETOKENIZED] = files
     make("--pretokenized", 1, "--out", "ready")
     assert sorted(os.listdir("ready")) == ["finewebedu_val_000000.bin", "manifest.json"]
+    write("ready/finewebedu_train_000001.bin", whole)  # a kill before it was listed
     assert "000002.bin: not a whole shard" in refused("--pretokenized", 3, "--out", "ready")
     assert [path.name[-10:] for path in shard_paths("ready")] == ["000000.bin", "000001.bin"]
     make("--verify", "--out", "ready")
