@@ -2,6 +2,7 @@
 
 import pytest  # noqa: F401
 import torch._dynamo  # noqa: F401
+import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 import tyro  # noqa: F401
 
 import train_gpt2  # noqa: F401

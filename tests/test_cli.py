@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_gpt2
-from support import cli, files, ranks, signals
+from support import cli, files, ranks
 from support.cli import run
 from support.errors import LostRank, RunError, UserError
 from support.files import atomic_path
@@ -143,25 +143,12 @@ def test_a_bug_keeps_its_traceback():
             run(mock.Mock(side_effect=bug))
 
 
-@pytest.mark.parametrize(
-    "received, status", [([2], 130), ([15], 143), ([15, 2], 143), ([2, 15], 130), ([1], 143)]
-)
-def test_the_first_signal_decides_on_the_exit_status(received, status, monkeypatch):
-    monkeypatch.setattr(signals, "received", received)
-    assert signals.exit_status() == status
-
-
-NCCL = """NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.27.5
-ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
-Last error:
-Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"""
 REMOTE = """NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error
 Last error:
 socketPollConnect: connect returned Connection refused"""
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA ran out\nof something")
 CAUSES = [  # the error (a text: RuntimeError), what becomes of it, and its line
     ("[gloo] Connection closed by peer [::1]:26247", LostRank, "^another rank has exited"),
-    (NCCL, RunError, "^NCCL failed: NCCL error in: .* version 2.27.5 .?Error while creating"),
     (REMOTE, LostRank, "^another rank has exited or cannot be reached .*Connection refused"),
     (OUT_OF_MEMORY, UserError, "^out of memory on cpu: try --low-memory"),
     ("can't allocate memory", UserError, "^out of memory"),

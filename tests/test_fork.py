@@ -143,13 +143,6 @@ def test_the_training_loss_counts_in_every_way_of_computing_it(fork, text, tmp_p
     assert losses(tmp_path / "unchanged", "val")[0] == pytest.approx(val, abs=2e-6)
 
 
-def test_label_smoothing_of_padded_logits_shows_at_step_0():
-    """The mistake that the comment in cross_entropy warns of."""
-    x, wte, targets = torch.randn(4, 8), torch.randn(97, 8), torch.arange(4)
-    logits = F.pad(x @ wte.t(), (0, 31), value=-torch.inf)
-    assert F.cross_entropy(logits, targets, label_smoothing=0.1).isinf()
-
-
 def test_flags_of_the_model_count_with_init(fork, text, tmp_path):
     """Fine-tuning a GPT-2 with dropout: its config.json knows none."""
     GPT(GPTConfig(16, 50257, 2, 2, 16)).save_pretrained(tmp_path / "gpt2")

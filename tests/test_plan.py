@@ -9,8 +9,6 @@ from support.plan import estimate_memory, micro_batch_size
 from tests.conftest import losses, train, words
 from train_gpt2 import GPT, GPTConfig, Ranks, TrainConfig, new_model, read_config
 
-SMALLER = dict(seq_len=512, n_layer=6, n_head=6, n_embd=384)
-SHAKESPEARE = dict(seq_len=32, n_layer=4, n_head=4, n_embd=64)
 MEDIUM = dict(n_layer=24, n_head=16, n_embd=1024)
 XL = dict(n_layer=48, n_head=25, n_embd=1600)
 
