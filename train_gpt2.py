@@ -485,7 +485,7 @@ SHAKESPEARE = dict(  # two minutes on two cores
     data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=32,
     # 3.4 million parameters, of which the token embedding has 3.2
     n_layer=4, n_head=4, n_embd=64,
-    # the best of what was tried: bench/recipes
+    # the best found that takes no longer: bench/recipes
     optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
     warmdown_steps=450, beta2=0.995,
     # a compiler may be missing, and takes a minute

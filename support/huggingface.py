@@ -380,7 +380,7 @@ def load_gpt(model_class: type[nn.Module], folder: Path, device: torch.device) -
     V = model.config.vocab_size
     if V != VOCAB_SIZE:
         raise UserError(f"{folder}: a vocabulary of {V} tokens, but GPT-2's has {VOCAB_SIZE}")
-    return model.to(device).eval()
+    return model.to(device)
 
 
 def load_causal_lm(folder: Path, device: torch.device) -> tuple[Any, Any]:
