@@ -119,10 +119,10 @@ def cross_entropy(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
         # weights themselves keep GPT-2's shape.
         wte = F.pad(wte, (0, 0, 0, -V % 64))
     logits = lm_head(x.flatten(0, -2), wte)  # (N, V or more)
-    # Set the added columns to -inf, which a softmax ignores. Their gradient is 0 as it is, and the
-    # gradient of a matmul does not use its output, so autograd need not see this. (index_fill_
-    # writes only these columns; logits[:, V:] = -math.inf, once compiled, copies all.)
-    # If you write a loss that they would make infinite, as with label smoothing: use logits[:, :V].
+    # Set the added columns to -inf: the softmax gives them probability 0, and so gradient 0.
+    # no_grad is safe here, since the backward pass of a matmul doesn't use its output. index_fill_
+    # writes these columns alone; logits[:, V:] = -math.inf would copy all, once compiled.
+    # (A loss that they'd make infinite, as with label smoothing, needs logits[:, :V].)
     added = torch.arange(V, wte.size(0), device=x.device)
     with torch.no_grad():
         logits.index_fill_(1, added, -math.inf)
@@ -179,7 +179,8 @@ class GPT(nn.Module):
     def prepare(self, compiled: bool = False, low_memory: bool = False) -> None:
         """Chooses how to compute. That changes results only by rounding.
 
-        low_memory: a block keeps only its input, and is computed again in the backward pass."""
+        low_memory: a block keeps only its input, and is computed again in the backward pass. The
+        loss never needs all logits at once, except compiled for a GPU without low_memory."""
         self.low_memory = low_memory
         self.training_loss = partial(in_chunks, training_loss)
         self.cross_entropy = partial(in_chunks, cross_entropy)
@@ -220,7 +221,8 @@ class GPT(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """idx (B, T) -> (logits (B, T, V), None), or with targets (B, T) -> (None, training loss)
 
-        With targets there are no logits: those of all tokens would take more memory than the model.
+        With targets it returns no logits: to keep those of all tokens would take more memory than
+        the model.
         """
         x = self.hidden(idx)  # (B, T, C)
         if targets is None:
@@ -360,9 +362,10 @@ class DataLoaderLite:
             number -= int(ends[place] - self.counts[shard])
             offset = 0
             if self.shuffle:
-                # A new order in every epoch; offsets in one order for good, since T epochs use all.
-                # Each permutation needs a seed of its own. To NumPy (a, b, 0) is the same as
-                # (a, b), so shards count from 1 here.
+                # Each epoch has a new order of the shard's sequences, and the next of its T
+                # offsets, whose order is drawn once. The seeds differ: (seed, epoch) for the order
+                # of the shards, here (seed, epoch, shard + 1) and (seed, 0, 0, shard + 1); + 1
+                # because to NumPy (a, b, 0) is the same as (a, b).
                 number = permutation(int(self.counts[shard]), self.seed, epoch, shard + 1)[number]
                 offset = permutation(self.T, self.seed, 0, 0, shard + 1)[epoch % self.T]
             start = offset + number * self.T
@@ -738,7 +741,8 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     added = {name: getattr(config, name) for name in in_both - shape.keys()}
     if checkpoint is None and config.init == "scratch":
         return GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
-    # Given weights have their own shape. With --init they may come from other mathematics.
+    # Given weights have their own shape. A checkpoint must come from this code's mathematics; --init
+    # takes others and says so.
     strict = checkpoint is not None
     model = GPT.from_pretrained(checkpoint or config.init, strict, **added)
     if model.config.block_size < config.seq_len or model.config.vocab_size != VOCAB_SIZE:
@@ -793,7 +797,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     B = plan.micro_batch_size(config, ranks, model, dtype, saved_B)
     T = config.seq_len
     config.micro_batch_size = B
-    grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)  # B divides it
+    # No remainder: micro_batch_size() raises an error for a B that leaves one.
+    grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
     model.to(ranks.device)
     torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
 
@@ -911,13 +916,13 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         loss = total_loss / (grad_accum_steps * ranks.world_size)
         stopping = stop_flags > 0
         norm = norm_tensor.item()
-        # A step is all or nothing, for all optimizers. (scaler.step would look at the gradients of
-        # one optimizer only.) The scale is 1 unless the run is in float16.
+        # A step is all or nothing, for all optimizers, so not scaler.step(), which looks at the
+        # gradients of one optimizer. The scale is 1 unless the run is in float16.
         if math.isfinite(loss) and math.isfinite(norm):
             for optimizer in optimizers:
                 optimizer.step()
         elif math.isfinite(loss) and scaler.get_scale() > 1:
-            pass  # a float16 gradient overflowed: scaler.update() halves the scale
+            pass  # a float16 gradient overflowed
         else:  # it would ruin weights and moments
             skipped += 1
             problem = (
@@ -927,7 +932,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 skip = f"skip this update with --resume --skip-bad-steps {skipped}"
                 raise RunError(f"{problem}; the weights are unchanged. Lower --max-lr, or {skip}")
             print0(f"warning: {problem}: skipped, {skipped} of {config.skip_bad_steps}")
-        scaler.update()
+        scaler.update()  # halves the scale if unscale_() found an overflow
         # Under DDP gradients are views of its buckets: zero them in place, or they'd be copies.
         model.zero_grad(set_to_none=ranks.world_size == 1)
         # ---- End of the update -------------------------------------------------------------------
