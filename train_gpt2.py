@@ -741,8 +741,8 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     added = {name: getattr(config, name) for name in in_both - shape.keys()}
     if checkpoint is None and config.init == "scratch":
         return GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
-    # Given weights have their own shape. A checkpoint must come from this code's mathematics; --init
-    # takes others and says so.
+    # Given weights have their own shape. A checkpoint must come from this code's mathematics;
+    # --init takes others, and says so.
     strict = checkpoint is not None
     model = GPT.from_pretrained(checkpoint or config.init, strict, **added)
     if model.config.block_size < config.seq_len or model.config.vocab_size != VOCAB_SIZE:
