@@ -222,6 +222,9 @@ def test_csv(source):
     write("two/a.csv", b'n,text\n1,a\n2\n3,"b ""c"", d"\n')
     make(source, "two", "--out", "two_out")
     assert shard_tokens("two_out") == expected_tokens(["a", 'b "c", d'])
+    write("three/a.csv", b"n,text,note\n1,a\n2,b,c\n")
+    make(source, "three", "--out", "three_out")
+    assert shard_tokens("three_out") == expected_tokens(["a", "b"])
     rows = b"text,n\n" + b"007,1\n" * 10_500
     write("types/a.csv", rows + b"a,b\n")  # all are text, and a column may change its type
     make(source, "types", "--out", "types_out")

@@ -159,16 +159,19 @@ def test_flags_of_the_model_count_with_init(fork, text, tmp_path):
 
 
 def test_a_gpt2_is_fine_tuned_with_other_mathematics_and_it_is_said(fork, text, tmp_path, capsys):
-    """But not resumed by them."""
-    args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]
-    train(*args, "--max-steps 1")
+    """But its run is not resumed by them, whether it started from scratch or from a model."""
+    args = ["--save-every 1 --data", text]
+    scratch = [*args, "--log-dir", tmp_path / "log"]
+    train(*scratch, "--max-steps 1")
+    init = [*args, "--init", tmp_path / "log/step_000001", "--log-dir"]
+    train(*init, tmp_path / "tuned", "--max-steps 1")
     fork("Attention within documents")
-    with pytest.raises(UserError, match="other mathematics"):
-        train(*args, "--max-steps 2 --resume")
+    for run in (scratch, [*init, tmp_path / "tuned"]):
+        with pytest.raises(UserError, match="other mathematics"):
+            train(*run, "--max-steps 2 --resume")
     capsys.readouterr()
-    init = ["--init", tmp_path / "log/step_000001", "--max-steps 1"]
-    train(*args[:2], *init, "--log-dir", tmp_path / "tuned")
-    assert "note: " in capsys.readouterr().out and len(losses(tmp_path / "tuned")) == 1
+    train(*init, tmp_path / "fork", "--max-steps 1")
+    assert "note: " in capsys.readouterr().out and len(losses(tmp_path / "fork")) == 1
 
 
 def test_a_checkpoint_from_before_a_flag_was_added_resumes(fork, text, tmp_path):

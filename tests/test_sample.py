@@ -61,6 +61,11 @@ def test_what_is_not_this_codes_is_left_to_transformers(
     monkeypatch.setattr(GPT, "generate", None)
     sample.main(words(folder, "ROMEO: --temperature 0 --max-new-tokens 9 --device cpu"))
     found = capsys.readouterr().out
+    outputs = []
+    for seed in ("1", "1", "2"):
+        sample.main(words(folder, "ROMEO: --max-new-tokens 12 --device cpu --seed", seed))
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
     monkeypatch.undo()
     assert found == greedy(log_dir, "ROMEO:", 9).rstrip("\n") + "\n"
 

@@ -138,6 +138,34 @@ def test_validation_loss_is_the_mean_over_all_tokens(tmp_path):
     assert DataLoaderLite(tmp_path, "val", 1, 16, shuffle=False).sequences_per_epoch == 9
 
 
+def test_a_validation_set_below_eval_tokens_is_evaluated_once(text, tmp_path, monkeypatch):
+    read, rows = DataLoaderLite.read, []
+
+    def counted(self, first, count):
+        rows.append(first + count)
+        return read(self, first, count)
+
+    monkeypatch.setattr(DataLoaderLite, "read", counted)
+    log = tmp_path / "log"
+    train("--max-steps 0 --eval-every 1 --eval-tokens 1000000 --data", text, "--log-dir", log)
+    sequences = DataLoaderLite(text, "val", 1, 16, shuffle=False).sequences_per_epoch
+    assert len(losses(log, "val")) == 1
+    assert 10 < max(rows) < sequences + 2  # the last micro-batch may be filled up
+
+
+def test_low_memory_computes_blocks_twice(text, tmp_path, monkeypatch):
+    forward, calls = train_gpt2.Block.forward, []
+    monkeypatch.setattr(
+        train_gpt2.Block, "forward", lambda self, x: calls.append(1) or forward(self, x)
+    )
+    counts = []
+    for flag in ("--no-low-memory", "--low-memory"):
+        calls.clear()
+        train("--max-steps 1 --data", text, flag, "--log-dir", tmp_path / flag)
+        counts.append(len(calls))
+    assert counts[1] == 2 * counts[0]
+
+
 def test_ranks_without_a_share_of_the_validation_set_wait_for_the_others(text, tmp_path):
     """Two sequences on three ranks."""
     args = ["--eval-every 1 --eval-tokens 32 --total-batch-size 96 --max-steps 1 --data", text]
