@@ -44,6 +44,9 @@ def test_bounds_hold_for_any_seed(tmp_path):
     ):
         bounds.write_text(f"# tokens stream low high\n{line}\n")
         assert main([run, reference]) == status, line
+    bounds.write_text("2048 val 4.49 4.51\n")
+    diverged = run_folder(tmp_path / "diverged", log.replace("4 val 4.5", "4 val nan"), seed=1)
+    assert main([diverged, reference]) == 1
     bounds.write_text("512 train one two\n")
     for args, message in (
         ([run, reference], "512 train one two"),

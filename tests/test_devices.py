@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch.utils._pytree import tree_map_only
+from torch.utils.benchmark import Timer
 
 from support import devices, ranks
 from support.errors import UserError
@@ -21,6 +22,7 @@ from tests import no_float64
 from tests.conftest import ROOT, losses, train, train_on_ranks
 
 CPU = torch.device("cpu")
+matmul_flops = devices.matmul_flops  # which conftest.py replaces
 
 
 def test_precision_on_a_cpu(monkeypatch, text, tmp_path):
@@ -201,3 +203,15 @@ def test_random_states_of_another_device(monkeypatch):
     assert len(states) == 2 and states[1] is states[0]
     devices.set_random_state(cuda, {"cpu": saved["cpu"]})
     assert len(states) == 2
+
+
+def test_the_measured_peak_is_what_a_product_reaches():
+    """By torch's timer. Of both the fastest of many, in turns, since other work slows some."""
+    n, rates, seconds = 512, [], []
+    a = torch.randn(n, n)
+    timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
+    for _ in range(10):
+        seconds.append(timer.timeit(1).mean)
+        seconds.append(timer.timeit(1).mean)
+        rates.append(matmul_flops(CPU, torch.float32, n))
+    assert max(rates) * min(seconds) == pytest.approx(2 * n**3, rel=0.4)

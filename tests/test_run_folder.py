@@ -199,6 +199,11 @@ def test_a_folder_of_other_files_is_used_and_they_stay(start, log):
     assert [path.name for path in log.parent.glob("log*")] == ["log"]
 
 
+def test_the_log_has_all_digits_of_a_small_learning_rate(start, log):
+    start("--max-steps 1 --warmup-steps 1 --max-lr 1.23456e-7 --min-lr 0")
+    assert losses(log, "lr") == pytest.approx([1.23456e-7], rel=1e-6)
+
+
 def test_a_log_of_another_program_is_not_overwritten(start, log):
     log.mkdir()
     (log / "log.txt").write_text("0 train 9.0\n")
