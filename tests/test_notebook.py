@@ -56,6 +56,7 @@ def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
         if name != "log_nanogpt":  # another script's log
             (folder / "run.json").write_text(json.dumps([{"config": config}]))
     GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(tmp_path / "log_adamw/step_000009")
+    (tmp_path / "log_adamw/step_000003").mkdir()  # older, and not read
     out, figures = run_play()
     assert "log: lowest validation loss 4.0000" in out
     assert "log_adamw: lowest validation loss 5.0000" in out

@@ -43,6 +43,7 @@ def test_curves_png_has_a_panel_for_each_stream(tmp_path, monkeypatch):
         axes = figures[-1].axes
         values = [[line.get_ydata()[-1] for line in panel.lines] for panel in axes]
         assert [0.3] in values and [0.001] in values and 0.28 in values[1] and 8.0 in values[0]
+        assert axes[1].get_ylim()[1] > 0.337  # also shows GPT-3's HellaSwag
         texts = [text.get_text() for panel in axes for text in panel.texts]
         assert ("GPT-2 124M (OpenAI): 3.2924" in texts) == published
         assert "GPT-2 124M (OpenAI): 0.2955" in texts
