@@ -27,6 +27,8 @@ from support.ranks import Ranks
 from support.tokenizer import get_tokenizer
 from train_gpt2 import GPT
 
+MAX_LOGITS = 2**28  # that another model computes at a time: a gigabyte
+
 
 @dataclass(frozen=True)
 class HellaSwagConfig:
@@ -80,7 +82,7 @@ def load_any(folder: Path, device: torch.device) -> tuple[LogitsAt, int, Callabl
     check_causal(folder, model, V)
 
     def logits_at(tokens: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        rows = max(2**28 // (V * tokens.size(1)), 1)  # whose logits are a gigabyte
+        rows = max(MAX_LOGITS // (V * tokens.size(1)), 1)
         parts = []
         for first in range(0, len(tokens), rows):
             logits = model(tokens[first : first + rows], use_cache=False).logits
