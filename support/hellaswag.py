@@ -107,9 +107,11 @@ def prepare(
         # Tokenized together: some tokenizers would give an ending alone another first token.
         texts = [encode(f"{example['ctx']} {ending}") for ending in example["endings"]]
         endings = [text[len(context) :] for text in texts]
-        room = block_size + 1 - max(map(len, endings))  # the last token of an ending is not read
+        longest = max(map(len, endings))
+        room = block_size + 1 - longest  # the last token of an ending is not read
         if room <= keep:
-            raise UserError(f"HellaSwag task {number}: an ending exceeds {block_size} tokens")
+            problem = f"an ending of {longest} tokens, too long for a context of {block_size}"
+            raise UserError(f"HellaSwag task {number}: {problem}; train with a longer --seq-len")
         if len(context) > room:
             cut += 1
             context = context[:keep] + context[len(context) - room + keep :]
