@@ -147,7 +147,7 @@ def test_a_validation_set_below_eval_tokens_is_evaluated_once(text, tmp_path, mo
 
     monkeypatch.setattr(DataLoaderLite, "read", counted)
     log = tmp_path / "log"
-    train("--max-steps 0 --eval-every 1 --eval-tokens 1000000 --data", text, "--log-dir", log)
+    train("--max-steps 0 --eval-every 1 --eval-tokens 2000 --data", text, "--log-dir", log)
     sequences = DataLoaderLite(text, "val", 1, 16, shuffle=False).sequences_per_epoch
     assert len(losses(log, "val")) == 1
     assert 10 < max(rows) < sequences + 2  # the last micro-batch may be filled up
