@@ -12,6 +12,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from torch._dynamo.utils import counters
+from transformers.models.gpt2.modeling_gpt2 import GPT2Config, GPT2LMHeadModel
 
 import sample
 import train_gpt2
@@ -245,6 +246,22 @@ def test_a_run_ends_with_its_results(text, tmp_path, monkeypatch, capsys):
         assert "train_gpt2.py" in content and str(tmp_path) not in content
     card = ModelCard.load("my log/step_000002/README.md").data  # as the Hub reads it
     assert card.license == "mit" and card.library_name == "transformers"
+
+
+def test_a_run_begins_with_what_it_trains(text, tmp_path, capsys):
+    """By transformers' parameter count and tiktoken's tokens; PaLM's FLOPs (appendix B)."""
+    train("--max-steps 2 --micro-batch-size 4 --data", text, "--log-dir", tmp_path / "log")
+    out = capsys.readouterr().out
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=16))
+    n = gpt2.num_parameters()
+    flops = 6 * (n - 16 * 16) + 12 * 2 * 16 * 16
+    assert f"model: {n:,} parameters, {flops / 1e6:,.0f} MFLOP per token\n" in out
+    tokens = 1 + len(get_tokenizer().encode_ordinary(text.read_text()))
+    tokens -= tokens // 10
+    assert f"data: {text}, {tokens:,} training tokens\n" in out
+    assert "batch: 4 x 16 tokens x 2 micro-steps x 1 ranks\n" in out
+    epochs = float(re.search(r"([\d.]+) epochs", out)[1])
+    assert epochs == pytest.approx(2 * 128 / (tokens // 16 * 16), abs=6e-4)
 
 
 def test_zero_steps_evaluate_and_exit(text, tmp_path):
