@@ -311,7 +311,7 @@ def tokenized(pool: ProcessPoolExecutor, workers: int, texts: Texts) -> Tokens:
 
 
 class Folder:
-    """The shards in --out and their manifest."""
+    """The shards in --out and their manifest. name: the pattern of their names."""
 
     def __init__(self, out: Path, name: str, max_shards: int):
         self.out = out

@@ -111,7 +111,7 @@ def prepare(
         room = block_size + 1 - longest  # the last token of an ending is not read
         if room <= keep:
             problem = f"an ending of {longest} tokens, too long for a context of {block_size}"
-            raise UserError(f"HellaSwag task {number}: {problem}; train with a longer --seq-len")
+            raise UserError(f"HellaSwag task {number}: {problem}; a longer --seq-len has room")
         if len(context) > room:
             cut += 1
             context = context[:keep] + context[len(context) - room + keep :]
