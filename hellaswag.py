@@ -76,7 +76,8 @@ def check_causal(folder: Path, model: Any, V: int) -> None:
 
 def load_any(folder: Path, device: torch.device) -> tuple[LogitsAt, int, Callable, int]:
     """(what score() takes, then what prepare() takes: context, encode, keep), by transformers."""
-    model, tokenizer = huggingface.load_causal_lm(folder, device)
+    # Weights that are saved in 16 bits would compute in them, whatever --dtype says.
+    model, tokenizer = huggingface.load_causal_lm(folder, device, torch.float32)
     text_config = model.config.get_text_config()
     V = text_config.vocab_size
     check_causal(folder, model, V)

@@ -82,7 +82,7 @@ def transformers_sampler(model: Any, tokenizer: Any) -> Sampler:
             max_new_tokens=n,
             do_sample=config.temperature > 0,
             temperature=config.temperature or None,  # not 0, which transformers rejects
-            top_k=config.top_k or None,
+            top_k=config.top_k,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.eos_token_id,  # GPT-2 has none; unset, transformers warns
         )

@@ -383,8 +383,10 @@ def load_gpt(model_class: type[nn.Module], folder: Path, device: torch.device) -
     return model.to(device)
 
 
-def load_causal_lm(folder: Path, device: torch.device) -> tuple[Any, Any]:
-    """(model, tokenizer) by transformers."""
+def load_causal_lm(
+    folder: Path, device: torch.device, dtype: torch.dtype | str = "auto"
+) -> tuple[Any, Any]:
+    """(model, tokenizer) by transformers. dtype: of the weights; auto: as they are saved."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -394,7 +396,8 @@ def load_causal_lm(folder: Path, device: torch.device) -> tuple[Any, Any]:
         raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
     part = "model"
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model = model.to(device).eval()
         part = "tokenizer"
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # from transformers, safetensors, tokenizers: no common base

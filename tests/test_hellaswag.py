@@ -38,7 +38,7 @@ def model(tmp_path_factory):
     return model, folder
 
 
-def save_other_model(folder, kind="llama", tokenizer=None, **settings):
+def save_other_model(folder, kind="llama", tokenizer=None, dtype=torch.float32, **settings):
     """An untrained model of another architecture, by default with GPT-2's tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -50,7 +50,7 @@ def save_other_model(folder, kind="llama", tokenizer=None, **settings):
     model = AutoModelForCausalLM.from_config(config)
     if kind == "phi":
         torch.nn.init.normal_(model.lm_head.bias, std=3.0)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     if tokenizer is None:
         GPT(GPTConfig(160, 50257, 1, 1, 8)).save_pretrained(folder / "gpt2")
         tokenizer = AutoTokenizer.from_pretrained(folder / "gpt2")
@@ -95,7 +95,7 @@ def plain_scores(folder, examples, context_size=160):
     those of the context, as in lm-evaluation-harness."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     sums, lengths = [], []
     for example in examples:
@@ -126,6 +126,7 @@ KINDS = {  # model, its settings, its tokenizer
     "scaled logits": ("granite", {"logits_scaling": 4.0}, None),
     "sliding window": ("mistral", {"sliding_window": 16}, None),
     "ALiBi": ("falcon", {"alibi": True}, None),
+    "saved in 16 bits": ("llama", {"dtype": torch.bfloat16}, None),
 }
 
 
@@ -154,6 +155,22 @@ def test_a_folder_is_scored_like_by_a_plain_scorer(kind, model, tmp_path, capsys
         assert row["losses"] == pytest.approx(expected, rel=1e-4)
     acc, acc_norm = (int((chosen == labels).sum()) / 16 for chosen in (by_sum, by_mean))
     assert capsys.readouterr().out.splitlines()[-1] == f"16 acc: {acc:.4f} acc_norm: {acc_norm:.4f}"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_matmuls_are_in_the_precision_that_is_asked_for(kind, model, tmp_path, capsys):
+    _, folder = model
+    if kind == "llama":
+        folder = tmp_path / "model"
+        save_other_model(folder)
+    found = []
+    for dtype in ("auto", "float32", "bfloat16"):
+        evaluate(folder, "--limit", "2", "--dtype", dtype, "--json", str(tmp_path / "out.json"))
+        rows = json.loads((tmp_path / "out.json").read_text())
+        found.append([loss for row in rows for loss in row["losses"]])
+        used = dtype if dtype != "auto" else "float32"
+        assert f" threads), {used}: " in capsys.readouterr().out
+    assert found[0] == found[1] != found[2] == pytest.approx(found[1], rel=0.05, abs=0.5)
 
 
 def prepare(examples, block_size=160):
@@ -295,9 +312,10 @@ def test_numbers_out_of_range_are_one_line(flag):
         main(["-m", "nowhere", flag])
 
 
-def test_json_never_replaces_a_folder(tmp_path):
-    with pytest.raises(UserError, match="is a folder"):
-        evaluate("no-model", "--json", str(tmp_path))
+def test_json_needs_a_place_before_any_work(tmp_path):
+    for place, message in ((tmp_path, "is a folder"), (tmp_path / "none/a", "folder is missing")):
+        with pytest.raises(UserError, match=message):
+            evaluate("no-model", "--json", str(place))
 
 
 @pytest.fixture

@@ -45,29 +45,49 @@ def test_the_newest_checkpoint_speaks_greedily_or_by_seed(log_dir, capsys):
     assert first != second
 
 
-@pytest.mark.parametrize("other", ["no fingerprint", "other mathematics"])
-def test_what_is_not_this_codes_is_left_to_transformers(
-    other, log_dir, tmp_path, monkeypatch, capsys
-):
-    """A GPT-2 of another program, or of this one where a fork computes something else."""
+@pytest.fixture
+def without_fingerprint(log_dir, tmp_path):
+    """A GPT-2 of another program."""
     folder = tmp_path / "model"
     shutil.copytree(log_dir / "step_000100", folder)
     config = json.loads((folder / "config.json").read_text())
-    if other == "no fingerprint":
-        del config["fingerprint"]
-    else:
-        config["fingerprint"][0] += 1e-3
+    del config["fingerprint"]
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("of", ["this program", "another"])
+def test_each_option_acts_on_models_of_either_kind(of, log_dir, without_fingerprint, capsys):
+    def run(options, prompt="ROMEO:"):
+        folder = log_dir if of == "this program" else without_fingerprint
+        sample.main([str(folder), prompt, *words("--device cpu --max-new-tokens 9", options)])
+        return capsys.readouterr().out
+
+    likeliest = greedy(log_dir, "ROMEO:", 9) + "\n"
+    for options in ("--temperature 0", "--top-k 1", "--temperature 1e-6"):
+        assert run(options) == likeliest, options
+    drawn = run("--seed 3")
+    assert likeliest != drawn != run("--seed 4") and drawn != run("--seed 3 --temperature 3")
+    assert run("--temperature 99 --top-k 0") != run("--temperature 99"), "as if from 50 tokens"
+    # The second sample has the next seed.
+    assert run("--seed 3 --num-samples 2") == drawn + run("--seed 4")
+    assert run("--temperature 0 --max-new-tokens 3") == greedy(log_dir, "ROMEO:", 3) + "\n"
+
+
+@pytest.mark.parametrize("other", ["no fingerprint", "other mathematics"])
+def test_what_is_not_this_codes_is_left_to_transformers(
+    other, log_dir, without_fingerprint, monkeypatch, capsys
+):
+    """A GPT-2 of another program, or of this one where a fork computes something else."""
+    folder = without_fingerprint
+    if other == "other mathematics":
+        config = json.loads((log_dir / "step_000100/config.json").read_text())
+        config["fingerprint"][0] += 1e-3
+        (folder / "config.json").write_text(json.dumps(config))
+    expected = greedy(log_dir, "ROMEO:", 9)
     monkeypatch.setattr(GPT, "generate", None)
     sample.main(words(folder, "ROMEO: --temperature 0 --max-new-tokens 9 --device cpu"))
-    found = capsys.readouterr().out
-    outputs = []
-    for seed in ("1", "1", "2"):
-        sample.main(words(folder, "ROMEO: --max-new-tokens 12 --device cpu --seed", seed))
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1] != outputs[2]
-    monkeypatch.undo()
-    assert found == greedy(log_dir, "ROMEO:", 9).rstrip("\n") + "\n"
+    assert capsys.readouterr().out == expected + "\n"
 
 
 def test_text_streams_by_whole_characters_up_to_the_end_of_the_document(
@@ -88,17 +108,24 @@ def standard_input(text):
     return io.TextIOWrapper(io.BytesIO(text), encoding="utf-8")
 
 
-def test_prompts_from_standard_input(log_dir, monkeypatch, capsys):
-    monkeypatch.setattr(sample.sys, "stdin", standard_input(b"To be\nor not"))
-    sample.main([str(log_dir), "--max-new-tokens", "5000"])
+@pytest.mark.parametrize("of", ["this program", "another"])
+def test_prompts_from_standard_input(of, log_dir, without_fingerprint, monkeypatch, capsys):
+    """An empty line is an empty prompt, after which this model ends the document."""
+    monkeypatch.setattr(sample.sys, "stdin", standard_input(b"To be\n\nor not"))
+    folder = log_dir if of == "this program" else without_fingerprint
+    sample.main([str(folder), *words("--temperature 0 --max-new-tokens 9")])
     out, err = capsys.readouterr()
-    assert out.startswith("To be") and "\nor not" in out and err == ""
+    assert out == f"{greedy(log_dir, 'To be', 9)}\n\n{greedy(log_dir, 'or not', 9)}\n" and not err
 
 
+@pytest.mark.parametrize("of", ["this program", "another"])
 @pytest.mark.parametrize("tokens, kept", [(5, 19), (50, 12)])
-def test_a_prompt_longer_than_the_context_leaves_room(tokens, kept, log_dir, capsys):
+def test_a_prompt_longer_than_the_context_leaves_room(
+    tokens, kept, of, log_dir, without_fingerprint, capsys
+):
     prompt = " to" + " or" * 98 + " be"  # 100 tokens
-    sample.main([str(log_dir), prompt, *words("--temperature 0 --max-new-tokens", tokens)])
+    folder = log_dir if of == "this program" else without_fingerprint
+    sample.main([str(folder), prompt, *words("--temperature 0 --max-new-tokens", tokens)])
     out, err = capsys.readouterr()
     assert err == f"warning: prompt of 100 tokens cut to its last {kept}; the context has 24\n"
     assert out.rstrip("\n") == greedy(log_dir, " or" * (kept - 1) + " be", 24 - kept).rstrip("\n")
@@ -121,12 +148,8 @@ def test_a_prompt_that_is_not_utf8_is_one_line(log_dir, monkeypatch):
             sample.main([str(log_dir), *args])
 
 
-def test_a_folder_without_a_tokenizer_is_one_line(log_dir, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(log_dir / "step_000100", folder)
-    config = json.loads((folder / "config.json").read_text())
-    del config["fingerprint"]
-    (folder / "config.json").write_text(json.dumps(config))
+def test_a_folder_without_a_tokenizer_is_one_line(without_fingerprint, tmp_path):
+    folder = without_fingerprint
     for name in ("vocab.json", "merges.txt"):
         (folder / name).unlink()
     with pytest.raises(UserError, match="no tokenizer"):
