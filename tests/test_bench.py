@@ -8,11 +8,15 @@ import runpy
 import statistics
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from torch.profiler import profile
 
 import bench
+from support import devices
 from support.errors import UserError
 from tests.conftest import ROOT
 
@@ -33,6 +37,10 @@ def test_the_ladder_measures_every_rung_on_the_same_batches(tmp_path, monkeypatc
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.chdir(tmp_path)
+    figures, savefig = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda *args, **more: figures.append(args[0]) or savefig(*args, **more)
+    )
     assert bench.main(["--ladder", "--steps=2", "--json=l.json", *TINY]) == 0
     rows = json.loads((tmp_path / "l.json").read_text())
     assert [row["rung"] for row in rows] == RUNGS
@@ -42,6 +50,40 @@ def test_the_ladder_measures_every_rung_on_the_same_batches(tmp_path, monkeypatc
         assert row["tok_per_sec"] == pytest.approx(1e3 * 64 / row["ms"])
         assert f"| {row['ms']:,.1f} |" in line
     assert (tmp_path / "bench_ladder.png").stat().st_size > 5000
+    bars = [bar.get_width() for bar in figures[0].axes[0].patches]
+    assert bars == [row["ms"] for row in rows]
+
+
+def test_figures_are_medians_and_quartiles_after_the_warm_up():
+    ms = [50.0, 10.0, 40.0, 20.0, 30.0, 90.0, 60.0, 70.0]
+    row = bench.summary("ours", "cpu", 512, [1e6] * 10 + ms)
+    low, median, high = statistics.quantiles(ms, method="inclusive")
+    assert (row["steps"], row["ms"], row["ms_quartiles"]) == (8, median, [low, high])
+    assert row["tok_per_sec"] == pytest.approx(512 / median * 1e3)
+    text = bench.columns(row | {"peak_memory": 1_234_567_890})
+    assert text["quartiles"] == f"{low:.1f} to {high:.1f}" and text["peak memory"] == "1.23 GB"
+
+
+def test_the_machines_ceilings(monkeypatch):
+    """A copy reads and writes each byte."""
+    moved = []
+
+    class Timer:
+        def __init__(self, statement, globals, num_threads):
+            before = globals["a"].fill_(3).nbytes
+            exec(statement, globals)
+            assert (globals["b"] == 3).all() and globals["b"].nbytes == before
+            moved.append(2 * before)
+
+        def blocked_autorange(self):
+            return SimpleNamespace(median=0.01)
+
+    monkeypatch.setattr(bench, "Timer", Timer)
+    monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n: dtype.itemsize * 1e12)
+    found = bench.measure_machine()
+    assert found["memory copy"] == f"{moved[0] / 1e9 / 0.01:,.1f} GB/s, read plus written"
+    assert found["torch.float32 matmul"] == "4 TFLOP/s, 1024 x 1024"
+    assert found["torch.bfloat16 matmul"] == "2 TFLOP/s, 1024 x 1024"
 
 
 def test_a_rung_that_fails_is_a_line_of_the_table(tmp_path, monkeypatch, capsys):
@@ -77,8 +119,16 @@ def test_the_default_is_train_gpt2_as_it_comes(tmp_path, monkeypatch, capsys):
     ms = [int(found) for found in re.findall(r"step +\d+/13 loss .* (\d+) ms .* mfu", out)]
     found = float(re.search(r"ms per step: ([\d.]+)", out)[1])
     assert len(ms) == 13 and found == pytest.approx(statistics.median(ms[-3:]), abs=0.6)
+    assert float(re.search(r"tok/s: ([\d,]+)", out)[1].replace(",", "")) == pytest.approx(
+        64e3 / found, rel=0.01
+    )
+    mfu = [float(found) for found in re.findall(r"mfu ([\d.]+)%", out)[-3:]]
+    assert float(re.search(r"MFU: ([\d.]+)%", out)[1]) == pytest.approx(
+        statistics.median(mfu), abs=0.11
+    )
     assert re.search(r"peak memory: (0\.[1-9]|[1-9])", out) and "memory copy: " in out
     assert not list(tmp_path.iterdir())  # the run leaves nothing
+    assert "validation" not in out and "sample" not in out
 
 
 @pytest.mark.parametrize("flags", ["--steps 0", "--rung bf16", "--rung compile"])
@@ -92,3 +142,9 @@ def test_the_comparison_with_build_nanogpt_starts(monkeypatch):
     monkeypatch.setattr(sys, "argv", [path, "--help"])
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(path, run_name="__main__")
+    ours = np.array([[5.0, 4.0, 3.0, 2.0], [1.0, 2.0, 4.0, 8.0]])  # losses, norms
+    theirs = ours + np.array([[0, 0.01, 0, -0.5], [0.25, 0, 1.0, 0]])
+    assert runpy.run_path(path)["difference"](ours, theirs) == (
+        "losses differ by at most 1.0e-02 in the first 2 steps, 5.0e-01 in all; "
+        "norms 2.0e-01 and 2.0e-01 (relative)"
+    )

@@ -104,8 +104,23 @@ def test_mistakes_show_in_the_first_losses_of_one_seed(text, tmp_path, monkeypat
         assert status(name, flags) == 1, name
 
 
-def test_the_shipped_reference_matches_itself():
+def test_the_shipped_reference_matches_itself(tmp_path, capsys):
     assert main([str(SHAKESPEARE)]) == 0
+    assert capsys.readouterr().out.endswith("\nmatches shakespeare\n")
+    assert main([run_folder(tmp_path, LOG, preset="auto")]) == 0
+
+
+def test_unlike_settings_are_named_and_another_model_is_not_compared(tmp_path, capsys):
+    """As are other data; the place of the same data may differ."""
+    for settings, status, message in (
+        ({"data": "/elsewhere/input.txt"}, 0, "matches shakespeare"),
+        ({"n_layer": 5}, 1, "no reference for --n-layer 5: shakespeare has 4"),
+        ({"data": "my.txt"}, 1, "no reference for --data my.txt: shakespeare has input.txt"),
+        ({"max_lr": 0.1}, 0, "settings unlike shakespeare's: --max-lr 0.1 (0.015)\n"),
+    ):
+        run = run_folder(tmp_path, LOG, **settings)
+        assert main([run, str(SHAKESPEARE)]) == status
+        assert message in capsys.readouterr().out
 
 
 def test_the_gpt2_reference_tells_published_runs_apart(tmp_path):

@@ -43,6 +43,7 @@ def a_text(*args):
 
 
 BOUNDS = ": must be at least 0 and below 2**63; "
+POSITIVE = ["total-batch-size", "seq-len", "n-layer", "n-head", "n-embd", "eval-tokens"]
 MISTAKES = {  # flags, given a folder; part of the message
     "no text": (lambda tmp: ["--data", ROOT / "README.md"], "README.md: neither a .txt file"),
     "empty text": (a_text(" \n"), "a.txt: an empty text"),
@@ -56,6 +57,10 @@ MISTAKES = {  # flags, given a folder; part of the message
         ),
         f"--warmup-steps -1{BOUNDS}--max-lr nan{BOUNDS}--n-embd 16: not divisible by --n-head 3; "
         "--beta2 1.0: must be below 1; --eval-tokens 15: less",
+    ),
+    "none at all": (
+        flags(*(f"--{name}=0" for name in POSITIVE)),
+        "; ".join(f"--{name} 0: must be at least 1 and below 2**63" for name in POSITIVE),
     ),
     "rates": (flags("--min-lr 6e-3"), "--min-lr 0.006: above --max-lr 0.005"),
     "huge seed": (flags("--seed", 2**64), f"--seed {2**64}: must be"),
@@ -165,6 +170,9 @@ def test_an_error_of_torch_gets_its_cause(error, kind, line, text, tmp_path, mon
     with pytest.raises(kind, match=line) as info:
         train("--micro-batch-size 0 --data", text, "--log-dir", tmp_path / "log")
     assert info.type is kind
+    if line.startswith("^out of memory"):
+        with pytest.raises(UserError, match="try --micro-batch-size 2 or --low-memory"):
+            train("--micro-batch-size 4 --data", text, "--log-dir", tmp_path / "log")
     # Also before the ranks have met.
     monkeypatch.setattr(ranks, "join_process_group", mock.Mock(side_effect=error))
     for name, value in RANK.items():

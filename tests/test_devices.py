@@ -2,6 +2,7 @@
 
 import mmap
 import multiprocessing
+import os
 import platform
 import re
 import sys
@@ -20,6 +21,7 @@ from support.errors import UserError
 from support.run_log import run_entries
 from tests import no_float64
 from tests.conftest import ROOT, losses, train, train_on_ranks
+from train_gpt2 import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 matmul_flops = devices.matmul_flops  # which conftest.py replaces
@@ -73,6 +75,9 @@ def test_mfu_is_of_a_data_sheet_in_16_bits_and_else_measured(monkeypatch):
     for name, dtype, expected in (
         ("Tesla T4", torch.float16, 65e12),
         ("NVIDIA H200", torch.bfloat16, 989e12),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2e12),
+        ("NVIDIA L4", torch.bfloat16, 121e12),
         ("NVIDIA H200", torch.float32, 1e12),
         ("NVIDIA H200 MIG 1g.18gb", torch.bfloat16, 1e12),  # a part of one
     ):
@@ -187,6 +192,40 @@ def test_freed_memory_is_kept():
     with ProcessPoolExecutor(1, forks) as process:
         returned = process.submit(returned_memory).result()
     assert returned < 20
+
+
+@pytest.mark.parametrize("flags, kept", [("", 1), ("--low-memory", 0)])
+def test_a_run_keeps_it_unless_memory_is_short(flags, kept, text, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(devices, "keep_freed_memory", lambda: calls.append(1))
+    train("--max-steps 1 --data", text, flags, "--log-dir", tmp_path / "log")
+    assert len(calls) == kept
+
+
+def test_deterministic_means_torchs_deterministic_algorithms(text, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    for flags, expected in (("", []), ("--deterministic", [True])):
+        train("--max-steps 1 --data", text, flags, "--log-dir", tmp_path / f"log{flags}")
+        assert asked == expected
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # as NVIDIA's documentation asks
+
+
+def test_a_gpus_sequences_are_padded_to_multiples_of_64(monkeypatch):
+    """The tokens stay those of the model without padding."""
+    lengths = {1: 64, 64: 64, 65: 128}
+    for n, padded in lengths.items():
+        assert devices.round_length(n, torch.device("cuda")) == padded
+        assert devices.round_length(n, CPU) == n
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(40, 50257, 1, 2, 32))
+    torch.nn.init.normal_(model.wte.weight, std=0.3)
+    idx = torch.randint(50257, (2, 3))
+    expected = model.generate(idx, 50, temperature=0)
+    monkeypatch.setattr(devices, "round_length", lambda n, device: n + -n % 16)
+    assert torch.equal(model.generate(idx, 50, temperature=0), expected)
 
 
 def test_random_states_of_another_device(monkeypatch):

@@ -226,9 +226,10 @@ def test_csv(source):
     make(source, "three", "--out", "three_out")
     assert shard_tokens("three_out") == expected_tokens(["a", "b"])
     rows = b"text,n\n" + b"007,1\n" * 10_500
-    write("types/a.csv", rows + b"a,b\n")  # all are text, and a column may change its type
+    long = "a " * 100_000
+    write("types/a.csv", rows + f"{long},b\n".encode())  # a column may change its type
     make(source, "types", "--out", "types_out")
-    assert shard_tokens("types_out") == expected_tokens(["007"] * 10_500 + ["a"])
+    assert shard_tokens("types_out") == expected_tokens(["007"] * 10_500 + [long])
     for name, content in {"first": b"text,n\na,1,x\n", "second": b"text,n\na,1\nb,1,x\n"}.items():
         write(f"{name}/a.csv", content)
         line = refused(source, name)
@@ -582,8 +583,11 @@ def use_fineweb(hub):
     configs = "".join(f"- config_name: {n}\n  data_files: data/{n}/*\n" for n in texts)
     files = {f"data/{name}/0.parquet": parquet(documents) for name, documents in texts.items()}
     hub.files[fineweb.FINEWEB] = {"README.md": f"---\nconfigs:\n{configs}---\n".encode(), **files}
+    assert fineweb.SHARD_SIZE == 10**8  # as others' shards of FineWeb-Edu, shard 0 included
+    fineweb.SHARD_SIZE = 3000
     fineweb.main([])
     assert shard_tokens("edu_fineweb10B") == expected_tokens(SPLITS["train"])
+    assert set(shard_lengths("edu_fineweb10B")[:-1]) == {3000}
     assert "CC-MAIN-2013" in refused("--name", "sample-1BT", "--out", "none")
     os.chmod(write("bin/sbatch", SBATCH.encode()), 0o755)
     os.symlink(ROOT / "fineweb.py", "fineweb.py")

@@ -100,7 +100,16 @@ def test_one_rank_in_a_process_group_trains_like_none(device, monkeypatch):
     model.prepare(compiled=gpu)
     autocast = torch.autocast(device, torch.bfloat16, enabled=gpu)
     batches = torch.randint(0, 50257, (2, 4, 65), device=ranks.device)
+
+    def draw(*_):
+        if not gpu:  # not in a compiled block
+            torch.rand(1)
+
+    draws = model.h[0].register_forward_pre_hook(draw)
+    before = torch.get_rng_state()
     ddp_model = wrap_in_ddp(model, 4, 64, ranks, autocast)
+    assert torch.equal(torch.get_rng_state(), before), "a fork's dropout would be another"
+    draws.remove()
     gradients = []
     for trained in (ddp_model, model):
         trained.zero_grad(set_to_none=trained is model)

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from support.errors import UserError
 from support.huggingface import our_layout
 from train_gpt2 import GPT, GPTConfig, cross_entropy, in_chunks, lm_head
 
@@ -46,6 +47,11 @@ def test_logits_and_gradients_equal_transformers():
     for name, parameter in ours.named_parameters():
         grad = gradients[name]
         assert (parameter.grad - grad).norm() <= 1e-4 * grad.norm(), name
+
+
+def test_a_longer_context_than_the_models_is_refused():
+    with pytest.raises(UserError, match="65 tokens, but the model's context is 64"):
+        GPT(SMALL)(tokens(1, 65))
 
 
 def test_initialization():

@@ -7,10 +7,12 @@ import subprocess
 
 import nbformat
 import pytest
+import torch
 
 import fineweb
 import hellaswag
 import sample
+from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, TINY, train, words
 from train_gpt2 import GPT, GPTConfig
 
@@ -52,24 +54,40 @@ def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
         folder = tmp_path / name
         folder.mkdir()
         lines = [f"{step} train {loss}\n{step} lr 1e-3\n" for step in range(9)]
-        (folder / "log.txt").write_text("".join([*lines, f"9 val {loss - 1}\n"]))
+        lines += [f"8 val {loss - 1}\n8 hella 0.3\n9 val {loss - 0.5}\n"]
+        (folder / "log.txt").write_text("".join(lines))
         if name != "log_nanogpt":  # another script's log
             (folder / "run.json").write_text(json.dumps([{"config": config}]))
-    GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(tmp_path / "log_adamw/step_000009")
+    model = GPT(GPTConfig(16, 50257, 1, 1, 8))
+    model.wpe.weight.data[:, [2, 5, 7]] *= torch.tensor([30.0, 90.0, 60.0])
+    model.save_pretrained(tmp_path / "log_adamw/step_000009")
     (tmp_path / "log_adamw/step_000003").mkdir()  # older, and not read
     out, figures = run_play()
-    assert "log: lowest validation loss 4.0000" in out
-    assert "log_adamw: lowest validation loss 5.0000" in out
+    assert "log: 9 train, 9 lr, 2 val, 1 hella\n" in out
+    assert "log: lowest validation loss 4.0000, last 4.5000\n" in out
+    assert "log_adamw: lowest validation loss 5.0000, last 5.5000\n" in out
     loss = figures[0].axes[0]
     curves = {line.get_label(): line for line in loss.get_lines()}
     named = [text.get_text() for text in loss.get_legend().get_texts()]
     assert named == ["log, train", "log, validation", "log_adamw, train", "log_adamw, validation"]
-    assert curves["log, validation"].get_ydata().tolist() == [4.0]
-    assert curves["log_adamw, validation"].get_ydata().tolist() == [5.0]
+    assert curves["log, validation"].get_ydata().tolist() == [4.0, 4.5]
+    assert curves["log, validation"].get_xdata().tolist() == [80, 90]
+    assert curves["log_adamw, validation"].get_ydata().tolist() == [5.0, 5.5]
     assert len({curves[f"{name}, train"].get_color() for name in ("log", "log_adamw")}) == 2
-    rates = figures[1].axes[0]
+    assert [0.3] in [list(line.get_ydata()) for line in figures[1].axes[0].get_lines()]
+    rates = figures[2].axes[0]
     assert [text.get_text() for text in rates.get_legend().get_texts()] == ["log", "log_adamw"]
-    assert "ROMEO:" in out  # a sample of the run that has a checkpoint
+    assert rates.get_lines()[0].get_ydata().tolist() == [1e-3] * 9
+    # Of the run that has a checkpoint: samples, and its position embeddings.
+    prompt = torch.tensor([get_tokenizer().encode_ordinary("ROMEO:")] * 2)
+    samples = model.generate(prompt, 60, generator=torch.Generator().manual_seed(42))
+    assert all(get_tokenizer().decode(tokens) in out for tokens in samples.tolist())
+    wpe = model.wpe.weight.detach().numpy()
+    left, right, *_ = figures[3].axes
+    assert (left.images[0].get_array() == wpe).all()
+    named = [text.get_text() for text in right.get_legend().get_texts()]
+    assert named == ["channel 5", "channel 7", "channel 2"]
+    assert (right.get_lines()[0].get_ydata() == wpe[:, 5]).all()
 
 
 def test_play_shows_the_reference_without_a_log(tmp_path, run_play):

@@ -1,11 +1,15 @@
 """The memory estimate against measurements; the micro-batch that follows from it; --plan."""
 
+import re
+
 import pytest
 import torch
 
 import train_gpt2
+from support import plan
 from support.errors import UserError
 from support.plan import estimate_memory, micro_batch_size
+from support.tokenizer import get_tokenizer
 from tests.conftest import losses, train, words
 from train_gpt2 import GPT, GPTConfig, Ranks, TrainConfig, new_model, read_config
 
@@ -43,6 +47,25 @@ def test_on_a_gpu_the_estimate_is_above_what_is_alive(B, compiled, low_memory, s
     how = dict(compile=compiled, low_memory=low_memory)
     found = estimate(B, "cuda", torch.bfloat16, **how, **shape) / 1e9
     assert live <= found <= 1.26 * live
+
+
+LAPTOP = dict(n_layer=6, n_head=6, n_embd=384, seq_len=512)
+PEAKS = [  # B, shape, low memory, measured GB of a process on a CPU in float32 (bench/memory)
+    (1, LAPTOP, False, 1.36),
+    (8, LAPTOP, False, 3.01),
+    (8, LAPTOP, True, 1.89),
+    (1, {}, False, 3.72),
+    (4, {}, False, 6.26),
+    (1, {}, True, 3.18),
+    (1, MEDIUM, True, 7.11),
+]
+
+
+@pytest.mark.parametrize("B, shape, low_memory, peak", PEAKS)
+def test_on_a_cpu_the_estimate_is_near_the_peak(B, shape, low_memory, peak, monkeypatch):
+    monkeypatch.setattr(plan, "peak_memory", lambda: 0.36e9)  # of one that has done nothing
+    found = estimate(B, "cpu", torch.float32, low_memory=low_memory, **shape) / 1e9
+    assert found == pytest.approx(peak, rel=0.1)
 
 
 @pytest.fixture
@@ -138,6 +161,24 @@ def test_plan_prints_and_does_not_train(tmp_path, capsys, monkeypatch):
     train("--init", tmp_path / "model", "--plan", "--log-dir", tmp_path / "log")
     assert f"parameters: {(50257 + 64 + 12 * 8 + 13 + 2) * 8:,} " in capsys.readouterr().out
     assert not (tmp_path / "log").exists()
+
+
+def test_plan_knows_the_data_and_the_devices_speed(text, capsys):
+    """At 40 % of a measured TFLOP/s."""
+    assert train("--max-steps 7 --plan --data", text) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = {name: value for name, value in (line.strip().split(": ", 1) for line in lines)}
+    available = 1 + len(get_tokenizer().encode_ordinary(text.read_text(encoding="utf-8")))
+    available -= available // 10
+    assert row["epochs"] == f"{7 * 128 / available:.3f} of {available:,} training tokens"
+    rate = 0.4e12 / GPT(GPTConfig(16, 50257, 2, 2, 16)).flops_per_token(16)
+    assert row["time"] == f"0 min 0 s at {rate:,.0f} tok/s, projected: 40% of 1 TFLOP/s " + (
+        "(measured, 1024 x 1024 product)"
+    )
+    assert re.fullmatch(r"[\d.]+ GB with B = 2, an estimate", row["memory"])
+    assert train("--max-steps 9000000 --plan --data", text) == 0
+    hours = int(9e6 * 128 / rate / 3600)
+    assert f": {hours} h " in capsys.readouterr().out
 
 
 def test_plan_projects_time_and_micro_batch_on_usual_cards(tmp_path, capsys, monkeypatch):

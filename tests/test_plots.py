@@ -50,6 +50,17 @@ def test_curves_png_has_a_panel_for_each_stream(tmp_path, monkeypatch):
     assert (tmp_path / "log/curves.png").stat().st_size > 10_000
 
 
+def test_the_first_losses_do_not_squeeze_the_rest():
+    """The axis ends a little above the values after the first twentieth."""
+    values = np.array([11.0] * 5 + [4.0] * 90 + [3.0] * 5)
+    figure = Figure()
+    axes = figure.subplots()
+    plots.draw_panel(axes, {"log": {"train": (np.arange(100.0), values)}}, "loss")
+    smoothed = plots.smooth(values)[5:].max()
+    assert max(smoothed, 4) < axes.get_ylim()[1] < max(smoothed, 4) + 1
+    assert axes.get_ylim()[0] < 3 and axes.get_xlabel() == "tokens"
+
+
 def test_smoothing_neither_lags_nor_bends_the_ends():
     values = np.arange(800.0)
     smoothed = plots.smooth(values)

@@ -7,9 +7,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+import train_gpt2
 from support import ranks
-from tests.conftest import start_ranks
+from tests.conftest import start_ranks, train_on_ranks
 
 
 def on_rank_1(disturb):
@@ -23,6 +25,23 @@ def other_folder():
 
 def other_device():
     ranks.choose_device = lambda *args: torch.device("mps")
+
+
+def show_patience():
+    train = train_gpt2.train
+
+    def show(*args):
+        print("patience", dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout)
+        return train(*args)
+
+    train_gpt2.train = show
+
+
+def test_ranks_wait_for_each_other_longer_than_a_download_takes(text, tmp_path):
+    """Torch's own limits are 10 and 30 minutes."""
+    args = ["--max-steps 1 --data", text, "--log-dir", tmp_path / "log"]
+    (output,) = train_on_ranks(1, tmp_path, *args, disturb=show_patience)
+    assert "patience 1:00:00\n" in output
 
 
 ERRORS = {  # what rank 1 does, and the line

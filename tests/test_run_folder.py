@@ -304,6 +304,9 @@ def test_files_of_a_checkpoint_and_their_keys(start, log):
     keys = "started command git_commit versions step device world_size script config"
     assert set(entry) == set(keys.split())
     assert (entry["step"], entry["world_size"]) == (0, 1)
+    card = (checkpoint / "README.md").read_text()
+    assert "A GPT-2 after 1 steps of 128 tokens of `text.txt`, from scratch, " in card
+    assert f"commit {entry['git_commit']}: `python " in card
 
 
 @pytest.mark.skipif(not shutil.which("sha256sum"), reason="needs sha256sum")

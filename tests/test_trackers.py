@@ -33,7 +33,8 @@ def test_trackers_get_every_stream_until_they_fail(text, tmp_path, monkeypatch, 
     train(*args, 2)
     train(*args, 3, "--resume")
     assert [settings["id"] for settings in started] == ["0", "0"]  # one run
-    assert started[1]["resume"] == "allow"
+    assert started[1]["resume"] == "allow" and started[0]["name"] == "log"
+    assert [settings["config"]["max_steps"] for settings in started] == [2, 3]
     expected = [(stream, value, step) for step, values in sent for stream, value in values.items()]
     assert scalars == [entry for entry in expected if entry[2] < 3] != expected
     assert capfd.readouterr().err.count("--tensorboard: nothing more is sent") == 1

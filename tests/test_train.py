@@ -16,6 +16,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Config, GPT2LMHeadModel
 
 import sample
 import train_gpt2
+from support.cli import differences
 from support.errors import RunError
 from support.run_log import run_entries
 from support.tokenizer import get_tokenizer
@@ -168,12 +169,15 @@ def test_low_memory_computes_blocks_twice(text, tmp_path, monkeypatch):
 
 
 def test_ranks_without_a_share_of_the_validation_set_wait_for_the_others(text, tmp_path):
-    """Two sequences on three ranks."""
-    args = ["--eval-every 1 --eval-tokens 32 --total-batch-size 96 --max-steps 1 --data", text]
+    """Two sequences on three ranks. They share HellaSwag's tasks as well."""
+    args = ["--eval-every 1 --eval-tokens 128 --total-batch-size 384 --max-steps 1 --data", text]
+    args += ["--seq-len 64 --hellaswag-every 1 --hellaswag-data"]
+    args += [ROOT / "tests/hellaswag_sample.jsonl"]
     train(*args, "--log-dir", tmp_path / "alone")
     train_on_ranks(3, tmp_path, *args, "--log-dir", tmp_path / "three")
-    expected = pytest.approx(losses(tmp_path / "alone", "val"), abs=1e-5)
-    assert losses(tmp_path / "three", "val") == expected
+    for stream in ("val", "hella"):
+        expected = pytest.approx(losses(tmp_path / "alone", stream), abs=1e-5)
+        assert losses(tmp_path / "three", stream) == expected and expected.expected[0] > 0
 
 
 def test_compiled_run_equals_eager_and_evaluates(text, tmp_path, capsys, monkeypatch):
@@ -222,6 +226,8 @@ def test_a_run_ends_with_its_results(text, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     end = out[out.index("rank 0 sample 0:") :]
     assert end.count("rank 0 sample") == 2 and end.count("\n  ROMEO:") == 2
+    for sampled in end.split("ROMEO:")[1:3]:  # of an untrained model; some characters are no text
+        assert 40 < len(get_tokenizer().encode_ordinary(sampled.split("rank ")[0])) < 200
     # Six sequences of 16 tokens: 97, of which 96 are predicted.
     tokens = [50256, *get_tokenizer().encode_ordinary(text.read_text())]
     x = torch.tensor(tokens[len(tokens) - len(tokens) // 10 :][:97])
@@ -354,6 +360,16 @@ def unchanged(tmp_path_factory):
 
 
 @pytest.mark.parametrize("flags", CHANGES)
+def test_what_acts_on_training_must_not_change_on_resume(flags):
+    """But for what docs/resuming.md allows with care, and the precision of another device."""
+    before = vars(read_config([*TINY, *words(BASE)]))
+    config = read_config([*TINY, *words(BASE, flags)])
+    refused = bool(differences(before, config, train_gpt2.MAY_CHANGE))
+    allowed = flags.split()[0] in ("--max-steps", "--warmdown-steps", "--dtype")
+    assert refused == (CHANGES[flags] in ("train", "lr") and not allowed)
+
+
+@pytest.mark.parametrize("flags", CHANGES)
 def test_each_setting_acts(flags, unchanged, tmp_path):
     text, log = unchanged
     train(BASE, "--eval-every 4 --data", text, "--log-dir", tmp_path, flags)
@@ -370,8 +386,34 @@ def test_the_gpt2_preset_is_the_lectures_recipe():
     expected = dict(total_batch_size=2**19, seq_len=1024, max_steps=19073, warmup_steps=715)
     expected |= dict(max_lr=6e-4, min_lr=6e-5, weight_decay=0.1, beta2=0.95, grad_clip=1.0)
     expected |= dict(n_layer=12, n_head=12, n_embd=768, optimizer="adamw", schedule="cosine")
+    expected |= dict(eval_every=250, hellaswag_every=250, sample_every=250, seed=1337)
+    expected |= dict(eval_tokens=20 * 8 * 64 * 1024, sample_prompt="Hello, I'm a language model,")
     assert {name: getattr(config, name) for name in expected} == expected
     assert GPTConfig() == GPTConfig(1024, 50257, 12, 12, 768)
+
+
+def test_the_table_of_presets_in_the_docs():
+    """Parameters by transformers' count."""
+    page = (ROOT / "docs/larger-models.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.* \|.*) \|$", page, re.MULTILINE))
+    for name in ("gpt2", "gpt3", "small", "gpt2-fast", "shakespeare"):
+        config = read_config(["--preset", name])
+        model, tokens, steps, recipe = rows[name].replace("`", "").split(" | ")
+        assert (tokens, steps) == (f"{config.total_batch_size:,}", f"{config.max_steps:,}")
+        shape = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
+        with torch.device("meta"):
+            gpt2 = GPT2LMHeadModel(GPT2Config(**shape, n_positions=config.seq_len))
+        whole = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, "
+        whole += f"context {config.seq_len:,}: {gpt2.num_parameters():,} parameters"
+        assert model in (whole, "as gpt2", "context 2,048, as GPT-3 Small")
+        assert ("Muon" in recipe) == (config.optimizer == "muon")
+        assert ("linear warm-down" in recipe) == (config.schedule == "wsd")
+        rates = [float(rate) for rate in re.findall(r"[\d.]+e-\d", recipe)] or [6e-4, 6e-5]
+        assert [config.max_lr, config.min_lr] == (rates if len(rates) > 1 else [*rates, 0])
+        warmup = re.search(r"(\d+) steps of warm-up", recipe)
+        assert config.warmup_steps == (int(warmup[1]) if warmup else 715)
+        warmdown = {"gpt2-fast": 9536 // 2, "shakespeare": 450}.get(name)
+        assert warmdown in (None, config.warmdown_steps)
 
 
 def test_the_shakespeare_preset_is_that_of_its_reference():
@@ -402,3 +444,12 @@ def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeyp
     with pytest.raises(SystemExit) as stop:
         read_config(words("--preset gpt3 --help"))
     assert stop.value.code == 0 and "2048" in capsys.readouterr().out
+
+
+def test_only_a_large_run_on_a_gpu_compiles_by_default(monkeypatch):
+    for gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        for flags in ("--preset gpt2", "--preset small", "--preset gpt2 --device cuda"):
+            assert read_config(words(flags)).compile == gpu, flags
+        for flags in ("--preset shakespeare", "--preset gpt2 --device cpu", "--no-compile"):
+            assert not read_config(words(flags)).compile, flags
