@@ -47,8 +47,9 @@ def bpe_files() -> dict[str, Path]:
 @functools.cache
 def get_tokenizer() -> tiktoken.Encoding:
     """tiktoken's "gpt2" encoding, 50,257 tokens, with encode_ordinary(text) and decode(ids)."""
-    files = bpe_files()
-    ranks = data_gym_to_mergeable_bpe_ranks(str(files["vocab.bpe"]), str(files["encoder.json"]))
+    paths = map(str, bpe_files().values())
+    # tiktoken keeps a copy in /tmp, where others may write: the sums make it check that as well.
+    ranks = data_gym_to_mergeable_bpe_ranks(*paths, *SHA256.values())
     return tiktoken.Encoding(
         "gpt2",
         pat_str=r50k_pat_str,

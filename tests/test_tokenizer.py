@@ -1,5 +1,6 @@
 """The tokenizer against tiktoken; texts and shards as the loader opens them."""
 
+import hashlib
 import math
 import os
 import shutil
@@ -61,6 +62,16 @@ def test_damaged_vocabularies_are_refused(tmp_path, monkeypatch):
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(UserError, match=rf"{name}: not GPT-2's; restore it from the repos"):
             bpe_files.__wrapped__()
+
+
+def test_a_changed_copy_in_tiktokens_cache_is_not_used(tmp_path, monkeypatch):
+    """By default the cache is in /tmp, where others can write."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for path in bpe_files().values():
+        copy = tmp_path / hashlib.sha1(str(path).encode()).hexdigest()
+        copy.write_bytes(path.read_bytes()[:-999])
+    found = get_tokenizer.__wrapped__().encode_ordinary("the path")
+    assert found == get_tokenizer().encode_ordinary("the path")
 
 
 letters = st.sampled_from("ab'sé世🙂1. \n\t\r\x85\u3000\x1c\xa0") | st.characters(codec="utf-8")
