@@ -133,8 +133,8 @@ def dataset(kind):
 
 def test_files_of_all_kinds_for_any_workers():
     """In the order of --input; a file's name may look like a pattern."""
-    for kind in ("parquet", "jsonl.gz", "jsonl.zst", "csv", "csv.gz"):
-        write(f"b.{kind}", FORMATS[kind](DOCUMENTS))
+    for kind in ("parquet", "jsonl.gz", "jsonl.zst", "csv", "csv.gz", "PARQUET", "CSV", "JSONL.GZ"):
+        write(f"b.{kind}", FORMATS[kind.lower()](DOCUMENTS))
     write("a [1].jsonl", json_lines(DOCUMENTS))
     write("books/c/e.TXT", EVERY_PLANE.encode())
     write("books/f.txt", b"")
@@ -147,7 +147,7 @@ def test_files_of_all_kinds_for_any_workers():
         make("--input", "a [1].jsonl", "b.*", "books", *args)
         made.append(contents(f"out{workers}"))
     assert made[0] == made[1] == made[2]
-    assert shard_tokens("out1") == expected_tokens([*DOCUMENTS * 6, EVERY_PLANE, "a\nb\n"])
+    assert shard_tokens("out1") == expected_tokens([*DOCUMENTS * 9, EVERY_PLANE, "a\nb\n"])
     shards = {path.name: np.load(path) for path in shard_paths("out1")}
     assert [*shards][:2] == ["edufineweb_val_000000.npy", "edufineweb_train_000001.npy"]
     assert {(shard.dtype.str, len(shard)) for shard in [*shards.values()][:-1]} == {("<u2", 3000)}
@@ -171,6 +171,9 @@ def test_datasets_have_the_tokens_of_load_dataset(kind):
     assert np.load(shard_paths()[0]).tolist() == expected_tokens(splits["validation"]["text"])
     assert shard_tokens(first=1) == expected_tokens(splits["train"]["text"])
     assert set(shard_lengths()[1:-1]) == {1000}
+    make("--dataset", "folder", "--shard-size", 5, "--max-shards", 3, "--out", "small")
+    assert np.load(shard_paths("small")[0]).tolist() == np.load(shard_paths()[0]).tolist()
+    assert shard_lengths("small")[0] > 5 and shard_lengths("small")[1:] == [5, 5]
 
 
 def test_splits_configurations_and_columns():

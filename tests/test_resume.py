@@ -279,12 +279,19 @@ def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_pa
 @pytest.mark.parametrize(
     "name, status", [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143), ("SIGHUP", 143)]
 )
-def test_a_signal_saves_and_stops(name, status, at_step, text, tmp_path):
+def test_a_signal_saves_and_stops(name, status, at_step, text, tmp_path, monkeypatch):
     """After the step in which it arrives. Under nohup, SIGHUP does nothing."""
     number = getattr(signal, name)  # Windows, which skips these tests, lacks some
     args = ["--max-steps 9 --save-every 9 --data", text, "--log-dir"]
     default = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    at_step(3, lambda: os.kill(os.getpid(), number))
+    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=AssertionError("not saved")))
+
+    def stop():
+        os.kill(os.getpid(), number)
+        if number != signal.SIGINT:  # a first Ctrl-C is no second one
+            os.kill(os.getpid(), signal.SIGINT)
+
+    at_step(3, stop)
     assert train(*args, tmp_path / "stopped") == status
     assert steps_of(tmp_path / "stopped") == [4] and len(losses(tmp_path / "stopped")) == 4
     if number == signal.SIGTERM:

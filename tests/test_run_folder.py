@@ -80,8 +80,14 @@ def test_resume_without_a_checkpoint_starts_again_with_an_emptied_log(start, log
     assert losses(log) == first and [entry["step"] for entry in run_entries(log)] == [0, 0]
 
 
-def interrupted(patch):
-    patch.setattr(console, "announce", raise_error(KeyboardInterrupt()))
+def test_a_restart_may_name_given_weights_by_an_absolute_path(start, log, tmp_path, monkeypatch):
+    """run.json, which may be published, has it relative to the working folder."""
+    monkeypatch.chdir(tmp_path)
+    GPT(GPTConfig(16, 50257, 2, 2, 16)).save_pretrained("model")
+    for _ in range(2):
+        assert start(f"--init {tmp_path}/model --max-steps 2 --save-every 9 --resume") == 0
+        shutil.rmtree(log / "step_000002")
+    assert run_entries(log)[-1]["config"]["init"] == "model" and len(losses(log)) == 2
 
 
 @pytest.mark.parametrize("moment", ["rename", "write_entries", "announce"])
@@ -178,7 +184,7 @@ def test_what_a_resumed_run_keeps_of_its_log(tmp_path):
     """The lines before the update of its step, evaluations of that step included."""
     path = tmp_path / "log.txt"
     before = "0 train 5\n0 lr 1\n1 val 4\n1 bpb 2\n1 hella 0.25\n"
-    for after in ("", "1 train 3\n1 lr 1\n2 val 1\n", "2 train 1\n", "1 tr"):
+    for after in ("", "1 train 3\n1 lr 1\n2 val 1\n", "2 train 1\n", "1 tr", "1 mine 0.2"):
         path.write_text(before + after)
         assert trim_log(path, 1) == {"val": 4, "bpb": 2, "hella": 0.25}
         assert path.read_text() == before

@@ -119,15 +119,15 @@ def test_prompts_from_standard_input(of, log_dir, without_fingerprint, monkeypat
 
 
 @pytest.mark.parametrize("of", ["this program", "another"])
-@pytest.mark.parametrize("tokens, kept", [(5, 19), (50, 12)])
-def test_a_prompt_longer_than_the_context_leaves_room(
-    tokens, kept, of, log_dir, without_fingerprint, capsys
+@pytest.mark.parametrize("n, tokens, kept", [(100, 5, 19), (100, 50, 12), (24, 5, 19)])
+def test_a_prompt_that_fills_the_context_leaves_room(
+    n, tokens, kept, of, log_dir, without_fingerprint, capsys
 ):
-    prompt = " to" + " or" * 98 + " be"  # 100 tokens
+    prompt = " to" + " or" * (n - 2) + " be"  # n tokens
     folder = log_dir if of == "this program" else without_fingerprint
     sample.main([str(folder), prompt, *words("--temperature 0 --max-new-tokens", tokens)])
     out, err = capsys.readouterr()
-    assert err == f"warning: prompt of 100 tokens cut to its last {kept}; the context has 24\n"
+    assert err == f"warning: prompt of {n} tokens cut to its last {kept}; the context has 24\n"
     assert out.rstrip("\n") == greedy(log_dir, " or" * (kept - 1) + " be", 24 - kept).rstrip("\n")
 
 

@@ -12,7 +12,8 @@ from support.run_log import log_lines
 from tests.conftest import train
 
 
-def test_trackers_get_every_stream_until_they_fail(text, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("error", [OSError("no space left"), RuntimeError("of another kind")])
+def test_trackers_get_every_stream_until_they_fail(error, text, tmp_path, monkeypatch, capfd):
     sent, started, scalars = [], [], []
 
     def init(**settings):
@@ -21,7 +22,7 @@ def test_trackers_get_every_stream_until_they_fail(text, tmp_path, monkeypatch, 
 
     def add_scalar(stream, value, step):
         if step == 3:
-            raise OSError("no space left")
+            raise error
         scalars.append((stream, value, step))
 
     wandb = SimpleNamespace(init=init, util=SimpleNamespace(generate_id=lambda: f"{len(started)}"))
