@@ -111,6 +111,21 @@ def test_each_rung_adds_what_it_says(monkeypatch, capsys):
     assert [*map(sum, seen.values())] == [0, 1, 2, 3] and seen["padded"] == (True, True, False)
 
 
+def test_a_rung_times_whole_steps(monkeypatch, capsys):
+    """By a clock that each micro-step's batch moves by a second."""
+    next_batch, clock = bench.DataLoaderLite.next_batch, [0.0]
+
+    def slow(self):
+        clock[0] += 1
+        return next_batch(self)
+
+    monkeypatch.setattr(bench.DataLoaderLite, "next_batch", slow)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    bench.main(["--rung", "fused", "--steps=1", *TINY])
+    row = json.loads(capsys.readouterr().out)
+    assert (row["ms"], row["tok_per_sec"]) == (2000, 32)
+
+
 def test_the_default_is_train_gpt2_as_it_comes(tmp_path, monkeypatch, capsys):
     """Its figure is the median of its own lines, after ten steps."""
     monkeypatch.chdir(tmp_path)
