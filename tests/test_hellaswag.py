@@ -5,6 +5,7 @@ import hashlib
 import http.client
 import io
 import json
+import shutil
 import urllib.error
 from pathlib import Path
 from unittest import mock
@@ -164,13 +165,15 @@ def test_matmuls_are_in_the_precision_that_is_asked_for(kind, model, tmp_path, c
         folder = tmp_path / "model"
         save_other_model(folder)
     found = []
-    for dtype in ("auto", "float32", "bfloat16"):
+    for dtype in ("auto", "float32", "bfloat16", "float16"):
         evaluate(folder, "--limit", "2", "--dtype", dtype, "--json", str(tmp_path / "out.json"))
         rows = json.loads((tmp_path / "out.json").read_text())
         found.append([loss for row in rows for loss in row["losses"]])
         used = dtype if dtype != "auto" else "float32"
         assert f" threads), {used}: " in capsys.readouterr().out
     assert found[0] == found[1] != found[2] == pytest.approx(found[1], rel=0.05, abs=0.5)
+    errors = [max(abs(a - b) for a, b in zip(row, found[1], strict=True)) for row in found[2:]]
+    assert 0 < errors[1] < errors[0] / 2  # float16 has three bits more
 
 
 def prepare(examples, block_size=160):
@@ -219,6 +222,21 @@ def test_a_long_context_loses_its_beginning_and_the_endings_stay_whole(model, ca
         assert result.losses[i] == pytest.approx(expected, rel=1e-4)
     with pytest.raises(UserError, match=r"task 1: an ending of .* --seq-len"):
         prepare([short], 4)
+
+
+def test_a_long_context_is_cut_alike_by_transformers(model, tmp_path):
+    """GPT-2's tokenizer has a beginning-of-text token, but does not begin with it."""
+    (tmp_path / "long.jsonl").write_text(json.dumps(task("far away " * 200 + "He")) + "\n")
+    shutil.copytree(model[1], tmp_path / "other")
+    config = json.loads((tmp_path / "other/config.json").read_text())
+    del config["fingerprint"]
+    (tmp_path / "other/config.json").write_text(json.dumps(config))
+    found = []
+    for folder in (model[1], tmp_path / "other"):
+        evaluate(folder, "--data", str(tmp_path / "long.jsonl"), "--json", str(tmp_path / "out"))
+        found.append(json.loads((tmp_path / "out").read_text())[0])
+    assert found[1].pop("losses") == pytest.approx(found[0].pop("losses"), rel=1e-4)
+    assert found[0] == found[1]
 
 
 def test_a_beginning_of_text_token_survives_when_a_context_is_cut():

@@ -61,6 +61,16 @@ def test_the_first_losses_do_not_squeeze_the_rest():
     assert axes.get_ylim()[0] < 3 and axes.get_xlabel() == "tokens"
 
 
+def test_all_runs_of_a_panel_are_inside_it():
+    axes = Figure().subplots()
+    steps = np.arange(100.0)
+    runs = {
+        name: {"norm": (steps, np.full(100, level))} for name, level in (("a", 5.0), ("b", 1.0))
+    }
+    plots.draw_panel(axes, runs, "norm")
+    assert axes.get_ylim()[0] < 1 and axes.get_ylim()[1] > 5
+
+
 def test_smoothing_neither_lags_nor_bends_the_ends():
     values = np.arange(800.0)
     smoothed = plots.smooth(values)

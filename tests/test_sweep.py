@@ -128,6 +128,7 @@ def test_differences_are_paired_with_students_interval(tmp_path, capsys, monkeyp
     with open(tmp_path / "results.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["recipe", "steps", "seed", "step", "loss"])
+        writer.writerow(["no recipe any more", 400, 1, 400, 5.0])
         for name, losses in LOSSES.items():
             toml += f"[recipes.{name}.lengths]\n400 = {list(losses)}\n"
             for seed, loss in losses.items():
@@ -141,6 +142,7 @@ def test_differences_are_paired_with_students_interval(tmp_path, capsys, monkeyp
     )
     run(tmp_path / "idea.toml")
     printed = capsys.readouterr().out
+    assert "no recipe any more" not in printed and printed.count("| baseline |") == 1
     for name, losses in LOSSES.items():
         values = list(losses.values())
         text = f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f} ({len(values)})"
