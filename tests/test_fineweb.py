@@ -176,6 +176,19 @@ def test_datasets_have_the_tokens_of_load_dataset(kind):
     assert shard_lengths("small")[0] > 5 and shard_lengths("small")[1:] == [5, 5]
 
 
+def test_of_two_splits_that_are_held_out_one_is_used():
+    card = "---\nconfigs:\n- config_name: one\n  data_files:\n"
+    for name in ("dev", "validation", "train"):
+        write(f"folder/{name}.jsonl", json_lines([f"{name} {i}" for i in range(9)]))
+        card += f"  - {{split: {name}, path: {name}.jsonl}}\n"
+    write("folder/README.md", f"{card}---\n".encode())
+    make("--dataset", "folder")
+    assert np.load(shard_paths()[0]).tolist() == expected_tokens(
+        f"validation {i}" for i in range(9)
+    )
+    assert shard_tokens(first=1) == expected_tokens(f"train {i}" for i in range(9))
+
+
 def test_splits_configurations_and_columns():
     card = (
         b"---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n"
@@ -298,6 +311,10 @@ def test_other_options_or_files_are_refused(source):
         if folder == "in":
             os.rename("in", "moved")
     assert "out: started with" in refused("--input", "moved/a.jsonl", "--shard-size", 100)
+    ordered = ["--input", "moved/a.jsonl", "moved/b.jsonl", "--out", "ordered"]
+    make(*ordered, "--shard-size", 100, "--max-shards", 2)
+    ordered[1:3] = ordered[2:0:-1]
+    assert "ordered: started with other files" in refused(*ordered, "--shard-size", 100)
 
 
 def test_shard_0_is_for_validation_and_leaves_text_for_training(monkeypatch):
