@@ -80,14 +80,20 @@ def test_resume_without_a_checkpoint_starts_again_with_an_emptied_log(start, log
     assert losses(log) == first and [entry["step"] for entry in run_entries(log)] == [0, 0]
 
 
-def test_a_restart_may_name_given_weights_by_an_absolute_path(start, log, tmp_path, monkeypatch):
-    """run.json, which may be published, has it relative to the working folder."""
+def test_a_restart_from_given_weights_by_an_absolute_path(start, log, tmp_path, monkeypatch):
+    """Without a checkpoint, and then with one, whose weights count. In run.json, which may be
+    published, the path is relative."""
     monkeypatch.chdir(tmp_path)
     GPT(GPTConfig(16, 50257, 2, 2, 16)).save_pretrained("model")
-    for _ in range(2):
-        assert start(f"--init {tmp_path}/model --max-steps 2 --save-every 9 --resume") == 0
-        shutil.rmtree(log / "step_000002")
-    assert run_entries(log)[-1]["config"]["init"] == "model" and len(losses(log)) == 2
+    found = []
+    for lost in ((1, 2), (2,), ()):
+        assert start(f"--init {tmp_path}/model --max-steps 2 --save-every 1 --resume") == 0
+        found.append((losses(log), (log / "step_000002/model.safetensors").read_bytes()))
+        for step in lost:
+            shutil.rmtree(log / f"step_00000{step}")
+    assert found[0] == found[1] == found[2] and len(found[0][0]) == 2
+    assert [entry["step"] for entry in run_entries(log)] == [0, 0, 1]
+    assert run_entries(log)[-1]["config"]["init"] == "model"
 
 
 @pytest.mark.parametrize("moment", ["rename", "write_entries", "announce"])
