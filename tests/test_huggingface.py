@@ -189,6 +189,11 @@ class OtherLastLayer(GPT):
         self.h[-1].ln_2.eps = 1e-6
 
 
+class OtherThirdBlock(GPT):
+    def hidden(self, idx):
+        return super().hidden(idx) * (1.01 if len(self.h) > 2 else 1)
+
+
 class Window(train_gpt2.CausalSelfAttention):
     """Sees the last 60 tokens: the same as GPT-2 for shorter texts."""
 
@@ -207,6 +212,7 @@ CHANGES = {
     "GELU": dict(MLP=ErfMLP),
     "epsilon": dict(Block=OtherEps),
     "last layer": dict(GPT=OtherLastLayer),
+    "third block": dict(GPT=OtherThirdBlock),
     "window": dict(CausalSelfAttention=Window),
     "softcap": dict(lm_head=lambda x, wte: 30 * torch.tanh(x @ wte.t() / 30)),
     "the loss that is reported": dict(cross_entropy=smoothed),

@@ -12,7 +12,10 @@ from support.run_log import log_lines
 from tests.conftest import train
 
 
-@pytest.mark.parametrize("error", [OSError("no space left"), RuntimeError("of another kind")])
+ERRORS = [OSError("no space left"), RuntimeError("of another kind"), TimeoutError()]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_trackers_get_every_stream_until_they_fail(error, text, tmp_path, monkeypatch, capfd):
     sent, started, scalars = [], [], []
 
