@@ -11,7 +11,6 @@ from support.errors import UserError
 from support.run_log import log_lines
 from tests.conftest import train
 
-
 ERRORS = [OSError("no space left"), RuntimeError("of another kind"), TimeoutError()]
 
 
