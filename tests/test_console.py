@@ -2,11 +2,12 @@
 
 import re
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from support import console
 from support.console import Meter, duration, print_cost
 from tests.conftest import losses, train
 from train_gpt2 import Ranks
@@ -40,19 +41,21 @@ def test_each_step_is_a_line_of_what_the_log_has(text, tmp_path, capsys):
     assert f"log and checkpoints: {tmp_path / 'log'}/\n" in out
 
 
-def test_the_time_left_counts_evaluations_but_not_the_first_step():
-    """The first step compiles."""
+def test_the_time_left_counts_evaluations_but_not_the_first_step(monkeypatch):
+    """The first step compiles: a minute. Then two steps of a second, and an evaluation of two."""
+    clock = [1000.0]
+    monkeypatch.setattr(console, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     ranks = Ranks(0, 1, torch.device("cpu"))
     meter = Meter(100, 10**6, ranks, torch.float32, elapsed=50.0)
-    now = time.perf_counter()
-    meter.end_step(now - 60, steps_left=5)
-    assert meter.left == pytest.approx(300, rel=0.01)
-    meter.first_end = time.perf_counter() - 4  # two steps of one second, and an evaluation of two
-    meter.end_step(time.perf_counter() - 1, steps_left=5)
-    meter.end_step(time.perf_counter() - 1, steps_left=5)
-    assert meter.left == pytest.approx(2 * 5, rel=0.01)
-    assert meter.elapsed == pytest.approx(112, rel=0.01)
-    assert meter.speed["ms"] == pytest.approx(1000, rel=0.01)
+    left = []
+    for evaluation, seconds in ((0, 60), (2, 1), (0, 1)):
+        clock[0] += evaluation
+        began = clock[0]
+        clock[0] += seconds
+        meter.end_step(began, steps_left=5)
+        left.append(meter.left)
+    assert left == [5 * 60, 5 * 3, 5 * 2] and meter.elapsed == 50 + 62
+    assert meter.speed == {"tok_per_sec": 100, "mfu": 1e8 / 1e12, "ms": 1000}
     assert meter.line(1.0, 1.0, 1.0).endswith("0 min 10 s left")
 
 
