@@ -98,7 +98,7 @@ def draw_panel(
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.ticklabel_format(axis="y", scilimits=(-2, 4))
     axes.grid(alpha=0.3)
-    if panel == "loss" or len(runs) > 1:
+    if axes.get_legend_handles_labels()[0] and (panel == "loss" or len(runs) > 1):
         axes.legend()
 
 

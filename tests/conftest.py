@@ -49,6 +49,14 @@ RANK = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", M
 
 
 @pytest.fixture(autouse=True)
+def seeded():
+    """Weights that a test draws without a seed are the same each time."""
+    import torch
+
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def no_measured_peak(monkeypatch):
     """It takes a second. Runs that are started as processes measure it."""
     monkeypatch.setattr("support.devices.matmul_flops", lambda device, dtype, n=0: 1e12)

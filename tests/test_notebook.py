@@ -59,7 +59,7 @@ def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
         if name != "log_nanogpt":  # another script's log
             (folder / "run.json").write_text(json.dumps([{"config": config}]))
     model = GPT(GPTConfig(16, 50257, 1, 1, 8))
-    model.wpe.weight.data[:, [2, 5, 7]] *= torch.tensor([30.0, 90.0, 60.0])
+    model.wpe.weight.data[:, [2, 5, 7]] *= torch.tensor([30.0, 3000.0, 300.0])
     model.save_pretrained(tmp_path / "log_adamw/step_000009")
     (tmp_path / "log_adamw/step_000003").mkdir()  # older, and not read
     out, figures = run_play()
