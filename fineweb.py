@@ -402,10 +402,12 @@ def cut(
     shorter than `size`. validation: stream 0 is a validation split, and shard 0 is all of it"""
     held: deque[tuple[Place, np.ndarray]] = deque()  # batches that are not in shards yet
     count = 0  # their tokens
+    in_validation = False
     for place, tokens in batches:
+        ended = in_validation and place["stream"] > 0
         in_validation = validation and place["stream"] == 0
-        if validation and not in_validation and number == 0 and count > 0:
-            yield take(held, count)[0], place  # the validation split has ended
+        if ended and count > 0:
+            yield take(held, count)[0], place  # the whole validation split
             number = 1
             count = 0
         held.append((place, tokens[place["used"] :]))

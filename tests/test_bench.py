@@ -19,7 +19,7 @@ from torch.profiler import profile
 import bench
 from support import devices
 from support.errors import UserError
-from tests.conftest import ROOT
+from tests.conftest import RANK, ROOT
 
 TINY = "-- --n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --total-batch-size 64 --device cpu"
 TINY = [*TINY.split(), "--micro-batch-size", "2"]  # two micro-steps
@@ -152,6 +152,14 @@ def test_the_default_is_train_gpt2_as_it_comes(tmp_path, monkeypatch, capsys):
 def test_wrong_input_is_one_line(flags):
     with pytest.raises(UserError, match=flags.split()[0]):
         bench.main([*flags.split(), *TINY])
+
+
+def test_a_ladder_is_of_one_device(monkeypatch):
+    for name, value in (RANK | {"WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    for flags in (["--ladder"], ["--rung", "ours"]):
+        with pytest.raises(UserError, match="without torchrun"):
+            bench.main([*flags, *TINY])
 
 
 def test_the_comparison_with_build_nanogpt_starts(monkeypatch):

@@ -191,22 +191,34 @@ def test_of_two_splits_that_are_held_out_one_is_used():
     assert shard_tokens(first=1) == expected_tokens(f"train {i}" for i in range(9))
 
 
+def test_a_validation_split_without_text_is_as_none(capsys):
+    for name, documents in {"validation": ["", None], "train": SPLITS["train"]}.items():
+        write(f"folder/{name}.jsonl", json_lines(documents))
+    make("--dataset", "folder")
+    tokens = len(expected_tokens(SPLITS["train"]))
+    assert shard_lengths() == [tokens // 10, tokens - tokens // 10]
+    assert capsys.readouterr().out.endswith(f"\nout: 2 shards, {tokens:,} tokens\n")
+
+
 def test_splits_configurations_and_columns():
     card = (
         b"---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n"
-        b"  data_files: [{split: odd, path: b.jsonl}, {split: validation, path: a.jsonl}]\n---\n"
+        b"  data_files: [{split: odd, path: b.jsonl}, {split: validation, path: a.jsonl}]\n"
+        b"- config_name: three\n  data_files: [{split: even, path: a.jsonl}]\n---\n"
     )
     write("folder/README.md", card)
     write("folder/a.jsonl", b'{"text": "a b c d e", "note": "f"}\n{}')
     write("folder/b.jsonl", b'{"n": 1, "story": "f"}')
     make("--dataset", "folder", "--config", "one")
     assert shard_tokens() == expected_tokens(["a b c d e"])
+    make("--dataset", "folder", "--config", "three", "--out", "three")  # its only split
+    assert shard_tokens("three") == shard_tokens()
     two = ["--dataset", "folder", "--config", "two", "--out", "two"]
     for args, message in {
         (): "odd, validation",
         ("--split", "odd"): "story",  # the columns
         ("--split", "odd", "--text-column", "n"): "int64",
-        ("--config", "three"): "['one', 'two']",
+        ("--config", "four"): "['one', 'two', 'three']",
     }.items():
         line = refused(*two, *args)
         assert "folder" in line and message in line

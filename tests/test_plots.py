@@ -71,6 +71,28 @@ def test_all_runs_of_a_panel_are_inside_it():
     assert axes.get_ylim()[0] < 1 and axes.get_ylim()[1] > 5
 
 
+def test_what_a_panel_says_of_its_curves():
+    """A legend where there is more than one; evaluations are dots on a line; tokens in k, M, G."""
+    curve = (np.array([0.0, 5e8, 1e9]), np.array([3.0, 2.0, 1.0]))
+    run = {"train": curve, "val": curve, "norm": curve}
+    for panel, runs, names in (
+        ("loss", {"a": run}, ["a, train", "a, validation"]),
+        ("norm", {"a": run}, None),
+        ("norm", {"a": run, "b": run}, ["a", "b"]),
+        ("hella", {"a": run}, None),
+    ):
+        axes = Figure().subplots()
+        plots.draw_panel(axes, runs, panel)
+        legend = axes.get_legend()
+        assert names == (legend and [text.get_text() for text in legend.get_texts()])
+        dots = {line.get_label() for line in axes.get_lines() if line.get_marker() == "o"}
+        assert dots == ({"a, validation"} if panel == "loss" else set())
+        assert axes.xaxis.get_major_formatter()(5e8) == "500M"
+    plots.draw_panel(axes := Figure().subplots(), {"a": run}, "norm", x="hours")
+    assert axes.get_xlabel() == "hours of training"
+    assert axes.xaxis.get_major_formatter()(5e8) != "500M"
+
+
 def test_smoothing_neither_lags_nor_bends_the_ends():
     values = np.arange(800.0)
     smoothed = plots.smooth(values)

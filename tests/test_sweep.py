@@ -147,6 +147,7 @@ def test_differences_are_paired_with_students_interval(tmp_path, capsys, monkeyp
         values = list(losses.values())
         text = f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f} ({len(values)})"
         assert f"| {name} | {text} |" in printed
+        assert "\n| 400 steps | final loss | minus base's |\n|---|---|---|\n| base |" in printed
         if name != "base":
             base = LOSSES["base"]
             found = [loss - base[seed] for seed, loss in losses.items() if seed in base]
@@ -157,6 +158,7 @@ def test_differences_are_paired_with_students_interval(tmp_path, capsys, monkeyp
     assert (tmp_path / "idea.png").stat().st_size > 10_000
     for line, (name, losses) in zip(figures[0].axes[0].lines, LOSSES.items(), strict=True):
         assert line.get_label().startswith(name)
+        assert (line.get_color() == "black") == (name == "base")
         mean = statistics.fmean(losses.values())
         assert line.get_ydata() == pytest.approx([mean + 200, mean])
 
