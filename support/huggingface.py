@@ -257,7 +257,7 @@ def read_pretrained(
     settings = {name: raw[key] for name, key in theirs.items() if key in raw}
     model = model_class(config_class(**settings | changes))
     try:
-        model.load_state_dict(read_weights(folder, fork), assign=True)
+        model.load_state_dict(read_weights(folder, fork))
     except RuntimeError as error:
         problem = f"{' '.join(str(error).split()):.300}"
         kind = "a fork's weights: load it with that fork; here they" if fork else "weights"

@@ -89,11 +89,23 @@ def test_the_machines_ceilings(monkeypatch):
 
 
 def test_a_rung_that_fails_is_a_line_of_the_table(tmp_path, monkeypatch, capsys):
-    failed = subprocess.CompletedProcess([], 2, "", "a warning\nerror: out of memory\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    failing = ["ours"]
+
+    def run(command, **_):
+        rung = command[command.index("--rung") + 1]
+        row = json.dumps(bench.summary(rung, "cpu", 64, [1.0] * 12))
+        error = "a warning\nerror: out of memory\n"
+        return subprocess.CompletedProcess([], 2 * (rung in failing), row, error)
+
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.chdir(tmp_path)
     assert bench.main(["--ladder", *TINY]) == 1
-    assert "| ours | error: out of memory |" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "| ours | error: out of memory |" in out and "| fused | fused AdamW | 1.0 |" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["bench_ladder.png"]
+    failing += RUNGS
+    (tmp_path / "bench_ladder.png").unlink()
+    assert bench.main(["--ladder", *TINY]) == 1
     assert not list(tmp_path.iterdir())
 
 

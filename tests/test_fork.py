@@ -247,6 +247,29 @@ def test_every_tensor_of_another_model_is_saved_as_it_is(text, tmp_path, monkeyp
     assert model.flags.tolist() == [True, False] and model.table.sum() == 28
 
 
+class TiedGPT(GPT):
+    """With a module for the head, tied as in nanoGPT."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    @property
+    def head_weight(self):
+        return 1.5 * self.lm_head.weight
+
+
+def test_tensors_that_are_tied_stay_tied_when_a_run_resumes(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt2, "GPT", TiedGPT)
+    args = ["--save-every 2 --max-steps 4 --resume --data", text, "--log-dir"]
+    train(*args, tmp_path / "straight")
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed/step_000004")
+    train(*args, tmp_path / "resumed")
+    assert_same(tmp_path / "straight", tmp_path / "resumed")
+
+
 def test_a_run_is_not_resumed_by_code_that_trains_otherwise(fork, text, tmp_path, monkeypatch):
     """Without a flag of the run's, or with other optimizers: the weights would not tell."""
     args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]

@@ -34,6 +34,7 @@ def test_trackers_get_every_stream_until_they_fail(error, text, tmp_path, monkey
     args = ["--wandb --tensorboard --save-every 1 --eval-every 2 --data", text]
     args += ["--log-dir", tmp_path / "log", "--max-steps"]
     train(*args, 2)
+    train(*args, 2, "--resume --no-wandb --no-tensorboard")
     train(*args, 3, "--resume")
     assert [settings["id"] for settings in started] == ["0", "0"]  # one run
     assert started[1]["resume"] == "allow" and started[0]["name"] == "log"
