@@ -20,7 +20,7 @@ from support import checkpoints, cli, console, files, run_folder, run_log
 from support.checkpoints import read_training_state
 from support.errors import UserError
 from support.run_log import log_lines, run_entries, trim_log
-from tests.conftest import ROOT, losses, read_log, start_ranks, steps_of, train
+from tests.conftest import ROOT, losses, read_log, start_ranks, steps_of, train, words
 from train_gpt2 import GPT, GPTConfig
 
 resource = pytest.importorskip("resource", reason="Windows has neither limits nor these signals")
@@ -497,7 +497,10 @@ def test_a_run_that_torchrun_restarts_goes_on(tmp_path, log, text):
         "import os, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import train_gpt2\n"
+        "from support import devices, huggingface\n"
         "from support.cli import run\n"
+        "devices.matmul_flops = lambda *args: 1e12  # which takes a second, as do these imports:\n"
+        "huggingface.is_gpt2 = lambda model: True\n"
         "get_lr = train_gpt2.get_lr\n"
         "def dying(step, config):\n"
         "    if step == 3 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
@@ -508,16 +511,8 @@ def test_a_run_that_torchrun_restarts_goes_on(tmp_path, log, text):
     )
     small = "--n-layer 1 --n-head 1 --n-embd 8 --seq-len 16 --total-batch-size 128 --device cpu"
     small += f" --max-steps 4 --save-every 2 --eval-every 0 --sample-every 0 --data {text}"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
-    command = [
-        *torchrun,
-        "--nproc_per_node=2",
-        script,
-        *small.split(),
-        "--resume",
-        "--log-dir",
-        log,
-    ]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    torchrun = "-m torch.distributed.run --standalone --max-restarts=1 --nproc_per_node=2"
+    command = [sys.executable, *words(torchrun, script, small, "--resume --log-dir", log)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "x 2 rank" in done.stdout, done.stderr
     assert [entry["step"] for entry in run_entries(log)] == [0, 2] and len(losses(log)) == 4
