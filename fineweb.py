@@ -238,6 +238,8 @@ def open_dataset(config: ShardConfig, commit: str | None) -> tuple[list, list]:
         # Keep this column alone, as text. Otherwise types are inferred in each part of a file.
         column = {config.text_column: datasets.Value("string")}
         builder.config.features = datasets.Features(column)
+    if builder.name == "json":
+        refuse_mixed_types(builder, config.text_column)
     if builder.name == "parquet":  # with pre_buffer, a whole file would be kept in memory
         builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
     files = {str(key): paths for key, paths in builder.config.data_files.items()}
@@ -252,6 +254,24 @@ def open_dataset(config: ShardConfig, commit: str | None) -> tuple[list, list]:
     except StopIteration:  # has no message
         raise ValueError("the first file of a split is empty") from None
     return streams, [(path, filesystem.size(path) or 0) for filesystem, path in found]
+
+
+def refuse_mixed_types(builder: Any, column: str) -> None:
+    """Makes a JSON dataset fail where `datasets` would store other texts than the file's: it infers
+    a type for each part of a file, then converts dates and numbers to the type of the first part,
+    and stores the source of all values of a part where types are mixed."""
+    cast_table = builder._cast_table
+
+    def checked(table: Any, json_field_paths: Any = ()) -> Any:
+        if column in table.column_names:
+            kind = str(table[column].type)
+            if [column] in [list(path) for path in json_field_paths]:
+                kind = "of mixed types"
+            if kind not in ("string", "null"):
+                raise ValueError(f"{column!r} (--text-column) is {kind}, not text, in a part")
+        return cast_table(table, json_field_paths)
+
+    builder._cast_table = checked
 
 
 def read_dataset(name: str, streams: list, column: str, start: Place) -> Texts:

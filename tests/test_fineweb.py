@@ -393,6 +393,28 @@ def test_unusable_datasets():
     assert not os.path.exists("out")
 
 
+OTHER_VALUES = ["5", '"2020-01-01"', "true", '{"a": 1}', '["b"]']
+
+
+@pytest.mark.parametrize("value", OTHER_VALUES)
+def test_no_text_of_a_json_dataset_is_changed_since_another_value_is_none(value):
+    """`datasets` would convert it, or all texts near it."""
+    write("folder/a.jsonl", json_lines(['say "hi"\nand\tbye', "naïve"]))
+    write("folder/b.jsonl", b'{"text": %s, "note": 1}\n' % value.encode())
+    assert "'text'" in refused("--dataset", "folder")
+    write("folder/b.jsonl", json_lines(["c"]) + b'\n{"text": %s}\n' % value.encode())
+    if "2020" in value:  # among texts, a date is one
+        make("--dataset", "folder")
+        expected = ['say "hi"\nand\tbye', "naïve", "c", "2020-01-01"]
+        assert shard_tokens() == expected_tokens(expected)
+    else:
+        assert "'text' (--text-column) is of mixed types" in refused("--dataset", "folder")
+    other = b'{"text": "d", "note": 1}\n{"text": null, "note": %s}\n' % value.encode()
+    write("other/a.jsonl", other)
+    make("--dataset", "other", "--out", "other_out")
+    assert shard_tokens("other_out") == expected_tokens(["d"])
+
+
 MISTAKES = {
     "--input none.txt": "--input none.txt",
     "--input in": "--input in",
