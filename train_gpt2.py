@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
 from support import cli, console, devices, hellaswag, huggingface, plan, signals, tokenizer
-from support.checkpoints import load_optimizers
+from support.checkpoints import load_optimizers, save_optimizers
 from support.cli import print0
 from support.errors import RunError, UserError, explain
 from support.ranks import Ranks, settle_buckets
@@ -613,7 +613,9 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:  # L matrices of one shape
             lr = group["lr"]
-            matrices = group["params"]
+            matrices = [p for p in group["params"] if p.grad is not None]
+            if not matrices:
+                continue
             updates = []
             for p in matrices:
                 state = self.state[p]
@@ -740,14 +742,17 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     in_both = {field.name for field in fields(GPTConfig)} & asdict(config).keys()
     added = {name: getattr(config, name) for name in in_both - shape.keys()}
     if checkpoint is None and config.init == "scratch":
-        return GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
-    # Given weights have their own shape. A checkpoint must come from this code's mathematics;
-    # --init takes others, and says so.
-    strict = checkpoint is not None
-    model = GPT.from_pretrained(checkpoint or config.init, strict, **added)
-    if model.config.block_size < config.seq_len or model.config.vocab_size != VOCAB_SIZE:
-        problem = f"context {model.config.block_size}, vocabulary {model.config.vocab_size}"
-        raise UserError(f"--init {config.init}: {problem} for --seq-len {config.seq_len}")
+        model = GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
+    else:
+        # Given weights have their own shape. A checkpoint must come from this code's mathematics;
+        # --init takes others, and says so.
+        strict = checkpoint is not None
+        model = GPT.from_pretrained(checkpoint or config.init, strict, **added)
+    T, V = model.config.block_size, model.config.vocab_size
+    if config.seq_len > T:
+        raise UserError(f"--seq-len {config.seq_len}: the context of --init {config.init} is {T}")
+    if V != VOCAB_SIZE:  # more rows for faster matmuls: cross_entropy() adds them
+        raise UserError(f"a model with a vocabulary of {V}, but the tokenizer's is {VOCAB_SIZE}")
     return model
 
 
@@ -822,7 +827,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
     if checkpoint is not None:
         loader.load_state_dict(saved["loader"])
-        load_optimizers(optimizers, saved["optimizers"])
+        load_optimizers(optimizers, model, saved["optimizers"])
         if saved["scaler"]:  # only float16 has one
             scaler.load_state_dict(saved["scaler"])
         if ranks.rank < len(saved["random"]):  # there may be more ranks than before
@@ -851,7 +856,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 "dtype": str(dtype),
                 "config": asdict(config),
                 "loader": loader.state_dict(),
-                "optimizers": [(type(opt).__name__, opt.state_dict()) for opt in optimizers],
+                "optimizers": save_optimizers(optimizers, model),
                 "scaler": scaler.state_dict(),
                 "random": ranks.gather(devices.random_state(ranks.device)),
             }

@@ -138,7 +138,13 @@ def fingerprint(model_class: type[nn.Module], config: Any) -> list[float]:
                     module.weight.mul_(0.02)  # so that the first LayerNorm's eps counts
             idx = torch.arange(config.block_size) * 7919 % config.vocab_size
             idx[config.block_size // 2] = config.vocab_size - 1  # <|endoftext|>
-            logits = model.logits(50 * model.hidden(idx[None])[0, -1])  # (V,), so that a cap counts
+            x = 50 * model.hidden(idx[None])[0, -1:]  # (1, C), large, so that a cap counts
+            logits = model.logits(x)[0]  # (V,)
+            loss = model.cross_entropy(x, model.head_weight, idx[-1:]).item()
+            if not math.isclose(loss, F.cross_entropy(logits, idx[-1]).item(), rel_tol=1e-4):
+                raise ValueError(
+                    "logits() is not what the loss is made of: lm_head() and head_weight"
+                )
             return logits[[0, 1, -2, -1]].tolist()
         except Exception as error:
             problem = error
@@ -166,6 +172,7 @@ def check_before_training(model: nn.Module) -> None:
         saved = json.loads(json.dumps(asdict(model.config)))
         with torch.device("meta"):
             copy = type(model)(type(model.config)(**saved))
+        hash(copy.config)  # no list, which JSON makes of a tuple
     except Exception as error:
         problem = f"{model.config} does not make it again ({first_line(error)})"
         raise UserError(f"checkpoints of this model could not be read: {problem}") from None
@@ -304,7 +311,7 @@ def check_is_gpt2s(folder: Path, raw: dict[str, Any], names: dict[str, str]) -> 
 
 
 def read_weights(folder: Path, fork: bool) -> dict[str, Tensor]:
-    """A folder's parameters, floats as float32, under our names and in our layout.
+    """A folder's parameters under our names and in our layout.
 
     fork: a fork saved them, with its own names and layout."""
     state: dict[str, Tensor] = {}
@@ -323,15 +330,7 @@ def read_weights(folder: Path, fork: bool) -> dict[str, Tensor]:
         for name, tensor in state.items():
             if not tensor.is_floating_point() or not tensor.isfinite().all():
                 raise UserError(f"{folder}: {name} is not all finite floating-point numbers")
-    # Copied: load_file maps the file, and NFS and Windows cannot remove a mapped file.
-    return {
-        name: tensor.to(
-            torch.float32 if tensor.is_floating_point() else tensor.dtype,
-            copy=True,
-            memory_format=torch.contiguous_format,
-        )
-        for name, tensor in state.items()
-    }
+    return state
 
 
 def model_folder(name: str | Path) -> Path:

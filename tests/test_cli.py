@@ -66,7 +66,7 @@ MISTAKES = {  # flags, given a folder; part of the message
     "huge seed": (flags("--seed", 2**64), f"--seed {2**64}: must be"),
     "device": (flags("--device tpu"), "--device tpu: not available"),
     "init is no model": (lambda tmp: ["--init", tmp], "no model here"),
-    "vocabulary of init": (lambda tmp: ["--init", other_vocabulary(tmp)], "vocabulary 100"),
+    "vocabulary of init": (lambda tmp: ["--init", other_vocabulary(tmp)], "vocabulary of 100"),
     "init is nowhere": (flags("--init no-such-model"), "no-such-model: neither a folder"),
     "log folder is a file": (lambda tmp: ["--log-dir", text_of(tmp / "f", "x")], "f: "),
     "log folder of bytes": (flags("--log-dir caf\udce9"), "--log-dir 'caf\\udce9': not UTF-8"),

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -260,14 +261,103 @@ class TiedGPT(GPT):
         return 1.5 * self.lm_head.weight
 
 
-def test_tensors_that_are_tied_stay_tied_when_a_run_resumes(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_gpt2, "GPT", TiedGPT)
-    args = ["--save-every 2 --max-steps 4 --resume --data", text, "--log-dir"]
+class CountingGPT(GPT):
+    """With a float64 buffer that changes in training, and matrices that are not trained."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("mean", torch.tensor(0.0, dtype=torch.float64))
+        self.h[0].attn.c_attn.weight.requires_grad_(False)
+
+    def hidden(self, idx):
+        if self.training:
+            self.mean += idx.double().mean() / 3
+        return super().hidden(idx)
+
+
+class Momentum(torch.optim.Optimizer):
+    """Its state is in bfloat16."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["momentum"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                    state["momentum"].lerp_(p.grad.bfloat16(), 0.3)
+                    p.sub_(group["lr"] * state["momentum"].sign())
+
+
+@pytest.mark.parametrize("fork", ["tied head", "float64, and frozen", "bfloat16 momentum"])
+def test_what_only_a_fork_has_resumes_bit_for_bit(fork, text, tmp_path, monkeypatch):
+    args = ["--save-every 2 --max-steps 4 --optimizer muon --data", text, "--log-dir"]
+    if fork == "bfloat16 momentum":
+        monkeypatch.setattr(
+            train_gpt2, "configure_optimizers", lambda model, *_: [Momentum(model.parameters(), 0)]
+        )
+    else:
+        monkeypatch.setattr(train_gpt2, "GPT", TiedGPT if fork == "tied head" else CountingGPT)
     train(*args, tmp_path / "straight")
     shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed/step_000004")
-    train(*args, tmp_path / "resumed")
+    train(*args, tmp_path / "resumed", "--resume")
     assert_same(tmp_path / "straight", tmp_path / "resumed")
+
+
+def test_parameters_in_another_order_are_not_resumed(text, tmp_path, monkeypatch):
+    """Their moments would be exchanged, even where shapes are alike."""
+    args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]
+    train(*args, "--max-steps 1")
+    monkeypatch.setattr(
+        train_gpt2,
+        "configure_optimizers",
+        lambda model, *_: [torch.optim.AdamW([*model.parameters()][::-1])],
+    )
+    with pytest.raises(UserError, match="AdamW has other parameters, or another order"):
+        train(*args, "--max-steps 2 --resume")
+
+
+class HeadInLogits(GPT):
+    """The loss knows nothing of its head."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def logits(self, x):
+        return self.lm_head(x)
+
+
+@dataclass(frozen=True)
+class OtherConfig(GPTConfig):
+    windows: tuple[int, ...] = (4, 8)
+
+
+@dataclass(frozen=True)
+class Padded(GPTConfig):
+    vocab_size: int = 50304
+
+
+REFUSED = {
+    "logits": ("GPT", HeadInLogits, "not what the loss is made of"),
+    "tuple": ("GPTConfig", OtherConfig, "could not be read: .*unhashable"),
+    "vocabulary": ("GPTConfig", Padded, "a vocabulary of 50304, but the tokenizer's is 50257"),
+}
+
+
+@pytest.mark.parametrize("fork", REFUSED)
+def test_what_could_not_be_loaded_or_sampled_is_refused_before_training(
+    fork, text, tmp_path, monkeypatch
+):
+    name, replacement, message = REFUSED[fork]
+    monkeypatch.setattr(train_gpt2, name, replacement)
+    with pytest.raises(UserError, match=message):
+        train("--max-steps 1 --save-every 1 --data", text, "--log-dir", tmp_path / "log")
 
 
 def test_a_run_is_not_resumed_by_code_that_trains_otherwise(fork, text, tmp_path, monkeypatch):
