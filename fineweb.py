@@ -136,9 +136,12 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def files_in(folder: str) -> list[Path]:
-    """The files of a folder and its subfolders, sorted, without hidden ones."""
+    """The files of a folder and its subfolders, sorted, without hidden ones, each once."""
     paths = map(Path, glob.glob(f"{glob.escape(folder)}/**", recursive=True))
-    return sorted(path for path in paths if path.is_file())
+    found: dict[Path, Path] = {}  # what a path leads to, which several links may: the first path
+    for path in sorted(path for path in paths if path.is_file()):
+        found.setdefault(path.resolve(), path)
+    return [*found.values()]
 
 
 def read_files(paths: list[Path], column: str, start: Place) -> Texts:
@@ -441,7 +444,8 @@ def cut(
             number += 1
             count -= end
     if count == 0:
-        raise UserError("no text in the input: nothing to tokenize")
+        part = "the split `train`" if number > 0 else "the input"
+        raise UserError(f"no text in {part}: nothing to tokenize")
     if number == 0:
         end = max(count // 10, 1)
         yield take(held, end)

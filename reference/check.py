@@ -5,6 +5,7 @@ python reference/check.py log.txt           # of build-nanogpt
 python reference/check.py log my_reference
 """
 
+import math
 import statistics
 import sys
 from collections.abc import Iterator
@@ -165,7 +166,12 @@ def main(args: list[str] | None = None) -> int:
         ours = theirs
     if not comparable(ours, theirs, name):
         return 1
-    values = []
+    values = [  # bounds that these are outside of
+        Value(stream, step, value, -math.inf, math.inf)
+        for stream in ("train", "val")
+        for step, value in streams.get(stream, {}).items()
+        if not math.isfinite(value)
+    ]
     if starts and ours.get("seed") == theirs.get("seed", "unknown"):
         width = tolerance(starts + entries)
         if width is not None:

@@ -63,8 +63,10 @@ def load_examples(path: str | Path = "") -> list[dict[str, Any]]:
     lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     for number, line in enumerate(lines, start=1):
         example = None
-        with contextlib.suppress(ValueError):
-            example = json.loads(line)
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(line)
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            example = found
         match example:
             case {
                 "ctx": str(context),

@@ -141,6 +141,7 @@ def test_files_of_all_kinds_for_any_workers():
     write("books/c/e.TXT", EVERY_PLANE.encode())
     write("books/f.txt", b"")
     write("books/g.md.gz", gzip.compress(b"a\nb\n"))
+    os.symlink("c", "books/latest")  # no second copy of e.TXT
     for name in ("books/README.md", "books/.git/a.txt", "books/.b.txt", "books/c/h.pdf"):
         write(name, b"not read")
     made = []
@@ -198,6 +199,10 @@ def test_a_validation_split_without_text_is_as_none(capsys):
     tokens = len(expected_tokens(SPLITS["train"]))
     assert shard_lengths() == [tokens // 10, tokens - tokens // 10]
     assert capsys.readouterr().out.endswith(f"\nout: 2 shards, {tokens:,} tokens\n")
+    os.rename("folder/validation.jsonl", "folder/empty")
+    os.rename("folder/train.jsonl", "folder/validation.jsonl")
+    os.rename("folder/empty", "folder/train.jsonl")
+    assert "no text in the split `train`" in refused("--dataset", "folder", "--out", "no_train")
 
 
 def test_splits_configurations_and_columns():

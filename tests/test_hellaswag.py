@@ -272,11 +272,11 @@ def test_training_evaluates_with_the_context_of_the_model(text, tmp_path, capsys
 
 ENDINGS = [["a", "b", "c"], ["a", "b", "", "d"], ["a", "b", 3, "d"], ["a", "b", ["c"], "d"]]
 ENDINGS += ["abcd", dict.fromkeys("abcd", "")]
-BAD = [task(label=4), task(""), task(5), task(["a"]), {}, []]
+BAD = [task(label=4), task("\ud800"), task(""), task(5), task(["a"]), {}, []]
 BAD += [task(endings=endings) for endings in ENDINGS]
 
 
-@pytest.mark.parametrize("line", ["{", *map(json.dumps, BAD)])
+@pytest.mark.parametrize("line", ["{", "[" * 99_999, *map(json.dumps, BAD)])
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(task()) + "\n" + line + "\n")

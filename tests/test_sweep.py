@@ -102,6 +102,11 @@ def test_results_of_other_settings_are_not_compared(file):
     [
         ("= [1]", "= 1"),
         ("[7]", "[]"),
+        ("[7]", '["7"]'),
+        ("[7]", "[[1]]"),
+        ("[recipes.default]", "[recipes]\na = 1"),
+        ("shuffle = false", 'warmup_steps = "half"'),
+        ("shuffle = false", "script = 3"),
         ("[common]", "[common"),
         ("[recipes.muon]", f"[recipes.muon]\nscript = '{ROOT}'\nwarmup = 3"),
     ],
