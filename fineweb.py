@@ -251,6 +251,7 @@ def open_dataset(config: ShardConfig, commit: str | None) -> tuple[list, list]:
         raise ValueError(f"no split {split!r}; --split takes one of {', '.join(files)}")
     validation = [key for key in ("validation", "valid", "val", "dev") if key in files]
     splits = [*validation[:1], split] if split == "train" else [split]
+    print(f"splits: {', '.join(splits)}")
     found = [fsspec.core.url_to_fs(path) for key in splits for path in files[key]]
     try:
         streams = [builder.as_streaming_dataset(key).with_format("arrow") for key in splits]

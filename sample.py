@@ -74,8 +74,11 @@ def transformers_sampler(model: Any, tokenizer: Any) -> Sampler:
     """Samples with transformers."""
     from transformers import GenerationConfig, TextStreamer
 
+    # Ours counts alone: generate() would take what it leaves open, like top_p, from the model's.
+    model.generation_config = GenerationConfig()
+
     def encode(prompt: str) -> list[int]:
-        return tokenizer(prompt or tokenizer.bos_token).input_ids
+        return tokenizer(prompt or tokenizer.bos_token or tokenizer.eos_token).input_ids
 
     def stream(idx: Tensor, n: int, config: SampleConfig, seed: int) -> None:
         generation = GenerationConfig(
@@ -90,7 +93,9 @@ def transformers_sampler(model: Any, tokenizer: Any) -> Sampler:
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)
         model.generate(idx, generation, attention_mask=torch.ones_like(idx), streamer=streamer)
 
-    return Sampler(model.config.max_position_embeddings, encode, stream)
+    # Some models, such as Mamba, have no limit.
+    context = getattr(model.config, "max_position_embeddings", None) or 2**20
+    return Sampler(context, encode, stream)
 
 
 def load(name: str, device: torch.device) -> Sampler:

@@ -115,6 +115,8 @@ class RunFolder:
 
     def rename_earlier(self) -> None:
         """Renames the folder of an earlier run, with all that is in it, and makes a new one."""
+        if not self.path.name:  # --log-dir .
+            raise UserError(f"{self.path}: holds an earlier run; choose another --log-dir")
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}_{number}")).exists():
             number += 1
@@ -203,6 +205,8 @@ class RunFolder:
         self.clean_up(wait=True)  # now that the last validation loss is known
         if (self.path / "curves.png").exists():
             print0(f"curves: {self.path / 'curves.png'}")
+        if step == 0:
+            return  # no checkpoint
         kind = "in Hugging Face format"
         if not huggingface.is_gpt2(model):
             kind = "not GPT-2's model any more: only this code loads it"

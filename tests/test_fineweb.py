@@ -179,13 +179,14 @@ def test_datasets_have_the_tokens_of_load_dataset(kind):
     assert shard_lengths("small")[0] > 5 and shard_lengths("small")[1:] == [5, 5]
 
 
-def test_of_two_splits_that_are_held_out_one_is_used():
+def test_of_two_splits_that_are_held_out_one_is_used(capsys):
     card = "---\nconfigs:\n- config_name: one\n  data_files:\n"
     for name in ("dev", "validation", "train"):
         write(f"folder/{name}.jsonl", json_lines([f"{name} {i}" for i in range(9)]))
         card += f"  - {{split: {name}, path: {name}.jsonl}}\n"
     write("folder/README.md", f"{card}---\n".encode())
     make("--dataset", "folder")
+    assert "splits: validation, train\n" in capsys.readouterr().out
     assert np.load(shard_paths()[0]).tolist() == expected_tokens(
         f"validation {i}" for i in range(9)
     )

@@ -254,6 +254,9 @@ def test_a_folder_that_cannot_be_renamed_is_an_error(start, log, monkeypatch):
         UserError, match=r"cannot be renamed \(Device.*\); choose another --log-dir"
     ):
         start("--max-steps 1 --save-every 1")
+    monkeypatch.chdir(log)
+    with pytest.raises(UserError, match=r"^\.: holds an earlier run; choose another --log-dir"):
+        start("--max-steps 1 --save-every 1 --log-dir .")
     assert contents(log) == before
 
 

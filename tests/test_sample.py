@@ -53,6 +53,9 @@ def without_fingerprint(log_dir, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     del config["fingerprint"]
     (folder / "config.json").write_text(json.dumps(config))
+    # No more than the options: not what its authors sample with.
+    settings = {"top_p": 0.01, "num_beams": 4, "repetition_penalty": 9.0, "temperature": 7.0}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -88,6 +91,19 @@ def test_what_is_not_this_codes_is_left_to_transformers(
     monkeypatch.setattr(GPT, "generate", None)
     sample.main(words(folder, "ROMEO: --temperature 0 --max-new-tokens 9 --device cpu"))
     assert capsys.readouterr().out == expected + "\n"
+
+
+def test_a_model_without_a_context_or_a_first_token(without_fingerprint, monkeypatch, capsys):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    sizes = dict(vocab_size=50257, hidden_size=8, n_layer=1, n_head=2)
+    BloomForCausalLM(BloomConfig(**sizes)).save_pretrained(without_fingerprint)
+    path = without_fingerprint / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token": None}))
+    monkeypatch.setattr(sample.sys, "stdin", standard_input(b"\n" + b"on " * 99 + b"\n"))
+    sample.main([str(without_fingerprint), *words("--device cpu --max-new-tokens 2")])
+    out, err = capsys.readouterr()
+    assert "on on" in out and not err
 
 
 def test_text_streams_by_whole_characters_up_to_the_end_of_the_document(

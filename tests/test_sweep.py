@@ -147,6 +147,7 @@ def test_differences_are_paired_with_students_interval(tmp_path, capsys, monkeyp
     )
     run(tmp_path / "idea.toml")
     printed = capsys.readouterr().out
+    assert f"24 have no folder in {tmp_path / 'out'}/: taken from " in printed
     assert "no recipe any more" not in printed and printed.count("| baseline |") == 1
     for name, losses in LOSSES.items():
         values = list(losses.values())

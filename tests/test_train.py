@@ -271,11 +271,12 @@ def test_a_run_begins_with_what_it_trains(text, tmp_path, capsys):
     assert epochs == pytest.approx(2 * 128 / (tokens // 16 * 16), abs=6e-4)
 
 
-def test_zero_steps_evaluate_and_exit(text, tmp_path):
+def test_zero_steps_evaluate_and_exit(text, tmp_path, capsys):
     shape = GPTConfig(16, 50257, 1, 4, 16)  # not the flags'
     GPT(shape).save_pretrained(tmp_path / "model")
     args = ["--init", tmp_path / "model", "--max-steps 0 --eval-every 1 --data", text]
-    train(*args, "--log-dir", tmp_path / "log")
+    train(*args, "--save-every 1 --log-dir", tmp_path / "log")
+    assert "\nmodel: " not in capsys.readouterr().out.split("validation loss: ")[1]
     assert losses(tmp_path / "log", "val") == [pytest.approx(math.log(50257), abs=0.1)]
     assert not losses(tmp_path / "log") and not steps_of(tmp_path / "log")
 

@@ -130,6 +130,11 @@ def train_missing(commands: dict[Run, list[str]], out: Path, path: Path) -> dict
             remedy = f"remove it and its lines in {path}, or rename the recipe"
             raise UserError(f"{folders[one]}: a run with other settings; {remedy}")
     print(f"{len(commands)} runs, of which {len(missing)} are missing")
+    kept = [one for one in commands if one not in missing and not run_entries(folders[one])]
+    if kept:
+        print(
+            f"{len(kept)} have no folder in {out}/: taken from {path}, whatever their settings were"
+        )
     for number, one in enumerate(missing, start=1):
         print(f"run {number} of {len(missing)}: {folders[one]}/console.txt", flush=True)
         results[one] = train(commands[one], folders[one], one[1])
