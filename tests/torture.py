@@ -70,7 +70,9 @@ def contents(log_dir: Path) -> dict[str, object]:
     for folder in sorted(log_dir.glob("step_*")):
         found[f"{folder.name}/model"] = (folder / "model.safetensors").read_bytes()
         state = torch.load(folder / "training_state.pt") | dict.fromkeys(("elapsed", "config"))
-        state = tree_map_only(torch.Tensor, lambda t: bytes(t.flatten().view(torch.uint8)), state)
+        state = tree_map_only(
+            torch.Tensor, lambda t: t.flatten().view(torch.uint8).numpy().tobytes(), state
+        )
         found[f"{folder.name}/state"] = state
     return found
 
