@@ -276,7 +276,9 @@ BAD = [task(label=4), task("\ud800"), task(""), task(5), task(["a"]), {}, []]
 BAD += [task(endings=endings) for endings in ENDINGS]
 
 
-@pytest.mark.parametrize("line", ["{", "[" * 99_999, *map(json.dumps, BAD)])
+@pytest.mark.parametrize(
+    "line", ["{", pytest.param("[" * 99_999, id="deep"), *map(json.dumps, BAD)]
+)
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(task()) + "\n" + line + "\n")
