@@ -272,7 +272,7 @@ def refuse_mixed_types(builder: Any, column: str) -> None:
             if [column] in [list(path) for path in json_field_paths]:
                 kind = "of mixed types"
             if kind not in ("string", "null"):
-                raise ValueError(f"{column!r} (--text-column) is {kind}, not text, in a part")
+                raise ValueError(f"{column!r} (--text-column) is {kind} in some rows, not text")
         return cast_table(table, json_field_paths)
 
     builder._cast_table = checked

@@ -613,7 +613,7 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:  # L matrices of one shape
             lr = group["lr"]
-            matrices = [p for p in group["params"] if p.grad is not None]
+            matrices = [p for p in group["params"] if p.grad is not None]  # None: frozen, unused
             if not matrices:
                 continue
             updates = []
@@ -751,8 +751,9 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     T, V = model.config.block_size, model.config.vocab_size
     if config.seq_len > T:
         raise UserError(f"--seq-len {config.seq_len}: the context of --init {config.init} is {T}")
-    if V != VOCAB_SIZE:  # more rows for faster matmuls: cross_entropy() adds them
-        raise UserError(f"a model with a vocabulary of {V}, but the tokenizer's is {VOCAB_SIZE}")
+    if V != VOCAB_SIZE:  # (no need to pad it for faster matmuls: cross_entropy() does)
+        problem = f"a vocabulary of {V}, but the tokenizer's is {VOCAB_SIZE}"
+        raise UserError(f"--init {config.init}: {problem}")
     return model
 
 

@@ -166,7 +166,7 @@ def main(args: list[str] | None = None) -> int:
         ours = theirs
     if not comparable(ours, theirs, name):
         return 1
-    values = [  # bounds that these are outside of
+    values = [  # outside of any bounds
         Value(stream, step, value, -math.inf, math.inf)
         for stream in ("train", "val")
         for step, value in streams.get(stream, {}).items()

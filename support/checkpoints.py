@@ -83,47 +83,47 @@ def read_training_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-SavedOptimizer = tuple[str, dict[str, Any]]  # its class's name, its state_dict
+SavedOptimizer = tuple[str, dict[str, Any]]  # its class's name, its state_dict and "param_names"
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """Those of each group."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
 
 
 def save_optimizers(
     optimizers: list[torch.optim.Optimizer], model: nn.Module
 ) -> list[SavedOptimizer]:
-    """Their states, with the names of each group's parameters."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    saved = [(type(optimizer).__name__, optimizer.state_dict()) for optimizer in optimizers]
-    for optimizer, (_, state) in zip(optimizers, saved, strict=True):
-        for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            values["param_names"] = [names.get(p, "") for p in group["params"]]
+    saved = []
+    for optimizer in optimizers:
+        names = {"param_names": parameter_names(optimizer, model)}
+        saved.append((type(optimizer).__name__, optimizer.state_dict() | names))
     return saved
 
 
 def load_optimizers(
     optimizers: list[torch.optim.Optimizer], model: nn.Module, saved: list[SavedOptimizer]
 ) -> None:
-    """Restores optimizers from what save_optimizers() returned.
-
-    torch goes by the order of the parameters alone: the momentum of one would become another's."""
+    """Restores optimizers from what save_optimizers() returned."""
     names = [type(optimizer).__name__ for optimizer in optimizers]
     before = [name for name, _ in saved]
     if names != before:
         change = f"{' and '.join(names)}, the checkpoint {' and '.join(before)}"
         raise UserError(f"--resume: this code has {change}; use the code that saved it")
-    for (name, ours), (_, state) in zip(save_optimizers(optimizers, model), saved, strict=True):
-        parameters = [
-            [group.pop("param_names", None) for group in groups]
-            for groups in (ours["param_groups"], state["param_groups"])
-        ]
-        if parameters[0] != parameters[1] and None not in parameters[1]:  # None: an older version
+    for optimizer, (name, state) in zip(optimizers, saved, strict=True):
+        # torch goes by their order alone: the momentum of one would become another's.
+        param_names = state.pop("param_names", None)  # None: saved by an older version
+        if param_names not in (None, parameter_names(optimizer, model)):
             problem = f"{name} has other parameters, or another order of them, than the checkpoint"
             raise UserError(f"--resume: this code's {problem}; use the code that saved it")
-    for optimizer, (_, state) in zip(optimizers, saved, strict=True):
         optimizer.load_state_dict(state)
+        # torch has given floats the weights' precision; a fork's may have had another.
         in_order = [p for group in optimizer.param_groups for p in group["params"]]
         for i, values in state["state"].items():
+            loaded = optimizer.state[in_order[i]]
             for key, value in values.items():
-                if isinstance(value, Tensor):  # torch has made it float32, as the weights are
-                    loaded = optimizer.state[in_order[i]]
+                if isinstance(value, Tensor):
                     loaded[key] = loaded[key].to(value.dtype)
 
 

@@ -344,7 +344,7 @@ class Padded(GPTConfig):
 
 
 REFUSED = {
-    "logits": ("GPT", HeadInLogits, "not what the loss is made of"),
+    "logits": ("GPT", HeadInLogits, "logits.. is not lm_head"),
     "tuple": ("GPTConfig", OtherConfig, "could not be read: .*unhashable"),
     "vocabulary": ("GPTConfig", Padded, "a vocabulary of 50304, but the tokenizer's is 50257"),
 }

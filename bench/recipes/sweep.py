@@ -49,14 +49,13 @@ def read_recipes(path: Path) -> dict[str, dict[str, Any]]:
         sweep = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: not TOML ({error})") from None
-    tables = [sweep.get("common", {}), sweep.get("recipes")]
-    if isinstance(tables[1], dict):
-        tables += tables[1].values()
-    if not tables[1] or sweep.keys() - {"common", "recipes"} or {*map(type, tables)} != {dict}:
+    common, named = sweep.pop("common", {}), sweep.pop("recipes", {})
+    tables = [common, named, *(named.values() if isinstance(named, dict) else [])]
+    if sweep or not named or not all(isinstance(table, dict) for table in tables):
         raise UserError(f"{path}: needs [common], [recipes.NAME] and nothing else")
     recipes = {}
-    for name, own in sweep["recipes"].items():
-        recipes[name] = recipe = sweep.get("common", {}) | own
+    for name, own in named.items():
+        recipes[name] = recipe = common | own
         lengths = recipe.get("lengths") or {"": []}
         if not isinstance(lengths, dict) or not all(
             steps.isdecimal() and isinstance(seeds, list) and {*map(type, seeds)} == {int}
@@ -216,16 +215,16 @@ def picture(results: dict[Run, Curve], path: Path) -> None:
 def main(args: list[str] | None = None) -> None:
     config = parse_args(SweepConfig, args=args)
     recipes = read_recipes(config.file)
-    commands = {}
-    for name, recipe in recipes.items():
-        for steps, seeds in recipe["lengths"].items():
-            try:
-                more = {
-                    (name, int(steps), seed): command_of(recipe, int(steps), seed) for seed in seeds
-                }
-            except (TypeError, ValueError) as error:
-                raise UserError(f"{config.file}: recipe {name}: {error}") from None
-            commands |= more
+    try:
+        commands = {
+            (name, int(steps), seed): command_of(recipe, int(steps), seed)
+            for name, recipe in recipes.items()
+            for steps, seeds in recipe["lengths"].items()
+            for seed in seeds
+        }
+    except (TypeError, ValueError) as error:
+        problem = f"warmup_steps or warmdown_steps is no number, or script no path ({error})"
+        raise UserError(f"{config.file}: {problem}") from None
     results = train_missing(commands, config.out, config.file.with_name("results.csv"))
     print("Mean ± standard deviation (seeds); of differences, paired by seed, ± 95 % interval\n")
     print(table(results))
