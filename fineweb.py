@@ -270,9 +270,9 @@ def refuse_mixed_types(builder: Any, column: str) -> None:
         if column in table.column_names:
             kind = str(table[column].type)
             if [column] in [list(path) for path in json_field_paths]:
-                kind = "of mixed types"
+                kind = "mixed"
             if kind not in ("string", "null"):
-                raise ValueError(f"{column!r} (--text-column) is {kind} in some rows, not text")
+                raise ValueError(f"{column!r} (--text-column) is not text in all rows, but {kind}")
         return cast_table(table, json_field_paths)
 
     builder._cast_table = checked

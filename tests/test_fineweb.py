@@ -414,7 +414,7 @@ def test_no_text_of_a_json_dataset_is_changed_since_another_value_is_none(value)
         expected = ['say "hi"\nand\tbye', "naïve", "c", "2020-01-01"]
         assert shard_tokens() == expected_tokens(expected)
     else:
-        assert "'text' (--text-column) is of mixed types" in refused("--dataset", "folder")
+        assert "is not text in all rows, but mixed" in refused("--dataset", "folder")
     other = b'{"text": "d", "note": 1}\n{"text": null, "note": %s}\n' % value.encode()
     write("other/a.jsonl", other)
     make("--dataset", "other", "--out", "other_out")
