@@ -18,15 +18,13 @@ from support.errors import UserError, first_line
 
 def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torch.device:
     """The device that --device asks for; auto: the first available. Prepares the process for it."""
+    problem = gpu_problem() if device in ("auto", "cuda") else ""
     available = ["cpu"]
     if torch.backends.mps.is_available() and world_size == 1:  # it has no process group
         available.insert(0, "mps")
-    if torch.cuda.is_available():
+    if uses_cuda("cuda"):
         available.insert(0, "cuda")
     kind = available[0] if device == "auto" else device
-    problem = ""
-    if device in ("auto", "cuda") and "cuda" not in available:
-        problem = unused_gpu()
     if kind not in available:
         choice = f"not available for {world_size} processes; choose {', '.join(available)}"
         raise UserError(f"--device {device}: {problem or choice}")
@@ -37,12 +35,53 @@ def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torc
     if kind == "cuda":
         count = torch.cuda.device_count()
         if local_rank >= count:
-            problem = f"{count} GPUs for more than {local_rank} processes"
-            raise UserError(f"{problem}: lower --nproc_per_node")
+            problem = f"process {local_rank} of this machine has no GPU: it sees only {count}"
+            remedy = "lower --nproc_per_node; under Slurm, replace --gpus-per-task by"
+            raise UserError(f"{problem}; {remedy} --gpus-per-node, so that each task sees all")
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
         return chosen
     return torch.device(kind)
+
+
+def uses_cuda(device: str) -> bool:
+    """True if --device DEVICE means a CUDA GPU here."""
+    return device in ("auto", "cuda") and torch.cuda.is_available() and not gpu_problem()
+
+
+def gpu_problem() -> str:
+    """Why torch cannot use this machine's NVIDIA GPU, with the remedy.
+
+    "" if it can, if there is none, or if it is hidden on purpose."""
+    if not torch.cuda.is_available():
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        if hidden or not torch.version.cuda or not Path("/proc/driver/nvidia").exists():
+            return ""
+        remedy = "install driver 580, or torch 2.14 for CUDA 12.6 (docs/questions.md)"
+        return f"torch {torch.__version__} does not see this machine's GPU: {remedy}"
+    if torch.version.hip:  # AMD's GPUs have other names for their architectures
+        return ""
+    capability = torch.cuda.get_device_capability()
+    if has_kernels(capability, torch.cuda.get_arch_list()):
+        return ""
+    card = f"{torch.cuda.get_device_name()} (compute capability {'{}.{}'.format(*capability)})"
+    remedy = "install torch 2.14 for CUDA 12.6, which still does (docs/questions.md)"
+    return f"torch {torch.__version__} does not support the {card}: {remedy}"
+
+
+def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
+    """True if code for one of torch.cuda.get_arch_list() runs on a card of this capability.
+
+    sm_86 is machine code, which also runs on later minor versions, such as 8.9. compute_86 is PTX,
+    which the driver compiles for any later card. The suffix a (sm_90a) allows no other version."""
+    for architecture in architectures:
+        kind, digits, suffix = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", architecture).groups()
+        built_for = divmod(int(digits), 10)
+        if built_for == capability or (built_for < capability and kind == "compute" and not suffix):
+            return True
+        if built_for < capability and built_for[0] == capability[0] and suffix != "a":
+            return True
+    return False
 
 
 def keep_freed_memory() -> None:
@@ -55,15 +94,6 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt"):  # musl lacks it
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no buffers that are mapped separately
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: don't shrink the heap
-
-
-def unused_gpu() -> str:
-    """What to do if torch doesn't see this machine's NVIDIA GPU. "" without one, or if hidden."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # on purpose
-    if hidden or not torch.version.cuda or not Path("/proc/driver/nvidia").exists():
-        return ""
-    remedy = "install driver 580, or a torch for CUDA 12.6"
-    return f"torch {torch.__version__} does not see this machine's GPU: {remedy}"
 
 
 def can_compile(device: torch.device) -> bool:
@@ -143,8 +173,7 @@ def choose_precision(
 ) -> tuple[torch.dtype, str]:
     """(dtype of matmuls, a line with device, dtype and the reason for it)
 
-    dtype: --dtype. before: str(dtype) of a run that is resumed."""
-    before = before and before.removeprefix("torch.")
+    dtype: --dtype. before: that of a run that is resumed."""
     chip = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)

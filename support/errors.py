@@ -42,15 +42,14 @@ def explain(error: RuntimeError, device: str, B: int = 0) -> Exception:
     """Turns one of PyTorch's errors into one for users; returns any other error unchanged.
 
     device: where it happened. B: sequences per micro-batch; 0 if it is not known yet."""
-    message = str(error)
+    import torch
+
     if is_out_of_memory(error):
         smaller = f"--micro-batch-size {B // 2} or " if B > 1 else ""
         return UserError(f"out of memory on {device}: try {smaller}--low-memory")
-    cause = re.search(r"Last error:\s*(.+)", message)  # NCCL gives the cause on a later line
-    detail = f" ({cause[1]})" if cause else ""
-    if re.search(r"Connection (closed|reset) by peer|remote process exit|was aborted", message):
-        remedy = "see its error line, or torchrun's report"
-        return LostRank(f"another rank has exited or cannot be reached{detail}; {remedy}")
-    if "NCCL" in message:
-        return RunError(f"NCCL failed: {first_line(error)}{detail}")
+    # NCCL and gloo name themselves, at least by the path of their source file.
+    if isinstance(error, torch.distributed.DistError) or re.search("NCCL|gloo", str(error)):
+        problem = f"an exchange between ranks failed ({first_line(error)})"
+        remedy = "another rank has probably ended: see its error line, or torchrun's report"
+        return LostRank(f"{problem}; {remedy}")
     return error

@@ -3,6 +3,8 @@
 The gradients are exchanged by DDP, in train_gpt2.py."""
 
 import os
+import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from support.cli import torchrun_ranks
+from support.cli import print0, shown, torchrun_ranks
 from support.devices import choose_device
 from support.errors import UserError, explain, first_line
 
@@ -33,8 +35,13 @@ class Ranks:
         rank, local_rank, world_size = torchrun_ranks()
         chosen = choose_device(device, local_rank, world_size)
         if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matmul
+            # Before the process group starts: torch then keeps NCCL from NVLS, whose sums vary.
             torch.use_deterministic_algorithms(True)
+        gpus = torch.cuda.device_count() if chosen.type == "cuda" else 1
+        if gpus > 1 and "RANK" not in os.environ:
+            script = shlex.join(shown(word) for word in sys.argv)
+            command = f"torchrun --standalone --nproc_per_node={gpus} {script}"
+            print0(f"note: this uses one of {gpus} GPUs; `{command}` uses all of them")
         if "RANK" in os.environ:
             try:
                 join_process_group(rank, world_size, chosen)

@@ -1,11 +1,14 @@
 """What only a CUDA GPU can show; skipped elsewhere, except what gloo shows as well as NCCL."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from tests.conftest import RANK, ROOT, losses, read_log
+from support.errors import UserError
+from tests.conftest import RANK, ROOT, losses, read_log, train_on_ranks
 from tests.conftest import train as train_tiny
 from train_gpt2 import GPT, GPTConfig, Ranks, wrap_in_ddp
 
@@ -42,10 +45,48 @@ def test_resumed_run_equals_one_that_never_stopped(tmp_path, dtype, compiled, re
     assert straight == broken
 
 
+GPT2 = "--n-layer 12 --n-head 12 --n-embd 768 --seq-len 1024 --dtype bfloat16"
+
+
 @on_a_gpu
-def test_the_largest_micro_batch_is_found(tmp_path):
-    train("--max-steps 1 --micro-batch-size 0 --log-dir", tmp_path)
-    assert len(losses(tmp_path)) == 1
+@pytest.mark.parametrize("how", ["--compile", "--no-compile", "--compile --low-memory"])
+def test_the_chosen_micro_batch_takes_at_most_the_estimated_memory(how, tmp_path, capsys):
+    """GPT-2 (124M) at its own context, with the micro-batch that the run chooses."""
+    torch.cuda.empty_cache()  # what earlier tests have freed
+    args = [GPT2, how, "--micro-batch-size 0 --total-batch-size 131072 --max-steps 3 --log-dir"]
+    train(*args, tmp_path / "plan", "--plan")
+    estimate, B = re.search(r"memory: ([\d.]+) GB with B = (\d+)", capsys.readouterr().out).groups()
+    train(*args, tmp_path / "log")
+    printed = capsys.readouterr().out
+    assert f"batch: {B} x 1024 tokens" in printed and int(B) > 1
+    peak = float(re.search(r"peak memory: ([\d.]+) GB", printed)[1])
+    assert peak <= float(estimate), f"{how}, B = {B}"
+
+
+@on_a_gpu
+def test_out_of_memory_is_one_line_and_leaves_a_gpu_that_trains(tmp_path):
+    args = [GPT2, "--no-compile --total-batch-size 4194304 --micro-batch-size 4096 --log-dir"]
+    with pytest.raises(UserError, match="--micro-batch-size 2048 or --low-memory"):
+        train(*args, tmp_path / "large")
+    train("--max-steps 1 --log-dir", tmp_path / "small")
+    assert len(losses(tmp_path / "small")) == 1
+
+
+@on_a_gpu
+def test_hellaswag_in_a_context_that_is_no_multiple_of_64(tmp_path):
+    tasks = ROOT / "tests" / "hellaswag_sample.jsonl"
+    args = ["--max-steps 1 --seq-len 32 --hellaswag-every 1 --hellaswag-data", tasks, "--log-dir"]
+    train(*args, tmp_path / "gpu", "--dtype float32")
+    train(*args, tmp_path / "cpu", "--dtype float32 --device cpu")
+    assert losses(tmp_path / "gpu", "hella") == losses(tmp_path / "cpu", "hella")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_two_gpus_train_like_one(tmp_path):
+    args = ["--max-steps 5 --device cuda --data", ROOT / "input.txt", "--log-dir"]
+    train_on_ranks(2, tmp_path, *args, tmp_path / "two")
+    train_tiny(*args, tmp_path / "one")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
 
 
 @on_a_gpu
