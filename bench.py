@@ -132,7 +132,7 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
             group["fused"] = None  # as torch chooses by default
 
     T = run.seq_len
-    B = plan.micro_batch_size(run, Ranks(0, 1, device), model, dtype)
+    B = plan.choose_micro_batch(run, Ranks(0, 1, device), model, dtype)["size"]
     micro_steps = run.total_batch_size // (B * T)
     loader = DataLoaderLite(run.data, "train", B, T, seed=run.seed, shuffle=run.shuffle)
     ms = []
@@ -230,7 +230,7 @@ def main(args: list[str] | None = None) -> int:
         raise UserError(f"--steps {config.steps}: must be at least 1")
     if (config.ladder or config.rung) and cli.torchrun_ranks()[2] > 1:
         raise UserError("--ladder and --rung measure one device: start them without torchrun")
-    gpu = torch.cuda.is_available() and train_gpt2.read_config(given).device in ("auto", "cuda")
+    gpu = devices.uses_cuda(train_gpt2.read_config(given).device)
     flags = ["--preset", "gpt2" if gpu else "shakespeare", "--data", str(ROOT / "input.txt"), *OFF]
     if gpu and (config.ladder or config.rung):
         flags += ["--micro-batch-size", "16", "--total-batch-size", str(16 * 1024)]

@@ -82,6 +82,11 @@ class ShardConfig:
                 problems.append(f"{flag(name)} {getattr(self, name)}: must be at least 0")
         if bool(self.input) + bool(self.dataset) + bool(self.pretokenized) > 1:
             problems.append("--input, --dataset and --pretokenized: choose one")
+        if self.name != ShardConfig.name and (self.input or self.dataset or self.pretokenized):
+            problem = (
+                "is a part of FineWeb-Edu, which --input, --dataset and --pretokenized replace"
+            )
+            problems.append(f"--name {self.name}: {problem}")
         if (self.config or self.split) and not self.dataset:
             problems.append("--config and --split need --dataset")
         folder = Path(self.dataset).resolve()
@@ -194,7 +199,7 @@ def read_rows(path: Path, column: str) -> Iterator[Any]:
             for line in file:
                 yield json.loads(line)[column] if line.strip() else None
         elif kind == "csv":
-            csv.field_size_limit(sys.maxsize)
+            csv.field_size_limit(2**31 - 1)  # the largest that Windows takes
             rows = csv.reader(file, strict=True)
             header = next(rows, None)
             if header is None:  # an empty file

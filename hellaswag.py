@@ -25,7 +25,6 @@ from support.files import write_text
 from support.hellaswag import LogitsAt, Score, gpt_logits, load_examples, prepare, score
 from support.ranks import Ranks
 from support.tokenizer import get_tokenizer
-from train_gpt2 import GPT
 
 MAX_LOGITS = 2**28  # that another model computes at a time: a gigabyte
 
@@ -43,6 +42,7 @@ class HellaSwagConfig:
     # precision of matmuls; losses are always float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     json: str = ""  # file for the predictions and losses of every task
+    code: str = ""  # script whose model it is; empty: as the run recorded it, else train_gpt2.py
 
 
 def write_json(path: str, scores: dict[int, Score]) -> None:
@@ -116,7 +116,7 @@ def main(args: list[str] | None = None) -> None:
     examples = load_examples(config.data)[: config.limit or None]
     print(f"model: {folder}; device: {description}")
 
-    model = huggingface.load_gpt(GPT, folder, device)
+    model = huggingface.load_gpt(folder, device, config.code)
     if model is not None:
         logits_at = gpt_logits(model)
         tasks = prepare(examples, model.config.block_size, get_tokenizer().encode_ordinary)

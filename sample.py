@@ -20,7 +20,6 @@ from support.cli import flag, parse_args, run, warn
 from support.devices import choose_device
 from support.errors import UserError
 from support.tokenizer import EOT, get_tokenizer
-from train_gpt2 import GPT
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class SampleConfig:
     seed: int = 42  # of the first sample; incremented per sample
     num_samples: int = 1  # samples per prompt
     device: str = "auto"  # auto, cpu, cuda or mps
+    code: str = ""  # script whose model it is; empty: as the run recorded it, else train_gpt2.py
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sampler:
     stream: Callable[[Tensor, int, SampleConfig, int], None]  # (idx, n, config, seed)
 
 
-def gpt_sampler(model: GPT) -> Sampler:
+def gpt_sampler(model: Any) -> Sampler:
     """Samples with GPT.generate."""
 
     def encode(prompt: str) -> list[int]:
@@ -98,10 +98,10 @@ def transformers_sampler(model: Any, tokenizer: Any) -> Sampler:
     return Sampler(context, encode, stream)
 
 
-def load(name: str, device: torch.device) -> Sampler:
-    """A sampler for the model called `name`."""
+def load(name: str, device: torch.device, code: str) -> Sampler:
+    """A sampler for the model called `name`. code: --code"""
     folder = huggingface.find_model(name)
-    model = huggingface.load_gpt(GPT, folder, device)
+    model = huggingface.load_gpt(folder, device, code)
     if model is not None:
         return gpt_sampler(model)
     return transformers_sampler(*huggingface.load_causal_lm(folder, device))
@@ -136,7 +136,7 @@ def main(args: list[str] | None = None) -> None:
     if config.temperature != 0 and not 1e-6 <= config.temperature <= 1e6:
         raise UserError(f"--temperature {config.temperature}: must be 0, or from 1e-6 to 1e6")
     device = choose_device(config.device)
-    sampler = load(config.model, device)
+    sampler = load(config.model, device, config.code)
     if config.prompt:
         sample(sampler, config.prompt, config, device)
         return

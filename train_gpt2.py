@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
 from support import cli, console, devices, hellaswag, huggingface, plan, signals, tokenizer
-from support.checkpoints import load_optimizers, save_optimizers
+from support.checkpoints import check_saving, load_optimizers, save_optimizers
 from support.cli import print0
 from support.errors import RunError, UserError, explain
 from support.ranks import Ranks, settle_buckets
@@ -280,7 +280,8 @@ class GPT(nn.Module):
         changes: fields of GPTConfig, instead of those in config.json. Each saved model comes with a
         fingerprint: some logits that its code computes from fixed weights. If this code computes
         others, that is a UserError, or with strict=False a printed note."""
-        return huggingface.read_pretrained(cls, GPTConfig, name, strict, changes)
+        with torch.device("cpu"):  # also where models are made on the meta device, as for --plan
+            return huggingface.read_pretrained(cls, GPTConfig, name, strict, changes)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face GPT-2 with its tokenizer. If a fork's model is no GPT-2, the saved
@@ -483,6 +484,8 @@ class TrainConfig:
     wandb: bool = False  # also log to Weights & Biases
 
 
+SHAPE = ("n_layer", "n_head", "n_embd")  # of a model; 0: that of the weights that --init names
+
 # fmt: off
 SHAKESPEARE = dict(  # two minutes on two cores
     data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=32,
@@ -526,29 +529,38 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     """The command line as a TrainConfig: the values of the preset, overridden by the flags.
 
     One UserError names every error that can be detected from the flags."""
-    # tyro reads all flags, but needs the defaults first, and those depend on two of the flags.
+    # tyro reads all flags, but needs the defaults first, and those depend on two of the flags. Of
+    # the model's shape it cannot tell whether it was given, or is a default.
     # (nargs="?": if their value is missing, tyro is to say so.)
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?", default="auto")
     first.add_argument("--device", nargs="?", default="auto")
+    for name in SHAPE:
+        first.add_argument(cli.flag(name), f"--{name}", nargs="?")  # tyro takes both spellings
     given, _ = first.parse_known_args(args)
     if given.preset == "auto":
-        shards = any(Path(SHARDS_FOLDER).rglob("*_train_*"))
+        shards = tokenizer.holds_shards(Path(SHARDS_FOLDER))
         given.preset = "gpt2" if shards else "shakespeare"
-    on_gpu = given.device in ("auto", "cuda") and torch.cuda.is_available()
+    on_gpu = devices.uses_cuda(given.device)
     defaults = TrainConfig(**{"compile": on_gpu} | PRESETS.get(given.preset, {}))
     config = cli.parse_args(TrainConfig, args, default=defaults)
 
     # Collect every problem, to report all of them at once.
     problems = []
-    positive = ("total_batch_size", "seq_len", "n_layer", "n_head", "n_embd", "eval_tokens")
-    for name, value in asdict(config).items():
-        if isinstance(value, int | float):
+    positive = {"total_batch_size", "seq_len", "eval_tokens", *SHAPE}
+    for name, default in asdict(TrainConfig()).items():
+        value = getattr(config, name)
+        if isinstance(value, int | float) and default >= 0:  # a fork's may be negative
             minimum = 1 if name in positive else 0
-            if not minimum <= value < 2**63:  # nan is in no interval
-                bounds = f"at least {minimum} and below 2**63"
+            exponent = 20 if name in SHAPE else 63  # more, and a matrix has too many bytes
+            if not minimum <= value < 2**exponent:  # nan is in no interval
+                bounds = f"at least {minimum} and below 2**{exponent}"
                 problems.append(f"{cli.flag(name)} {value}: must be {bounds}")
-    if config.n_head > 0 and config.n_embd % config.n_head:
+    if config.init != "scratch":  # given weights have their own shape, which new_model() enters
+        for name in SHAPE:
+            if getattr(given, name) is None:
+                setattr(config, name, 0)
+    elif config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.beta2 >= 1:
         problems.append(f"--beta2 {config.beta2}: must be below 1")
@@ -591,7 +603,7 @@ def orthogonalize_on_all_ranks(x: Tensor) -> Tensor:
     share = math.ceil(len(x) / world_size)  # matrices per rank
     padded = F.pad(x, (0, 0, 0, 0, 0, share * world_size - len(x)))  # with matrices of zeros
     mine = orthogonalize(padded[rank * share : (rank + 1) * share]).contiguous()
-    dist.all_gather_into_tensor(padded, mine)
+    dist.all_gather(list(padded.split(share)), mine)  # writes into `padded`
     return padded[: len(x)]
 
 
@@ -736,18 +748,25 @@ def print_samples(
 
 
 def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
-    """The model to train: from a checkpoint, from --init, or from scratch."""
-    shape = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
+    """The model to train: from a checkpoint, from --init, or from scratch.
+
+    Given weights have their own shape, which becomes that of `config`."""
+    shape = {name: getattr(config, name) for name in SHAPE}
     # The fields that a fork has added to both configurations, such as dropout.
     in_both = {field.name for field in fields(GPTConfig)} & asdict(config).keys()
     added = {name: getattr(config, name) for name in in_both - shape.keys()}
     if checkpoint is None and config.init == "scratch":
         model = GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
     else:
-        # Given weights have their own shape. A checkpoint must come from this code's mathematics;
-        # --init takes others, and says so.
+        # A checkpoint must come from this code's mathematics; --init takes others, and says so.
         strict = checkpoint is not None
-        model = GPT.from_pretrained(checkpoint or config.init, strict, **added)
+        weights = checkpoint or config.init
+        model = GPT.from_pretrained(weights, strict, **added)
+        for name, wanted in shape.items():  # from now on the settings are those of the weights
+            found = getattr(model.config, name)
+            if wanted not in (0, found):
+                raise UserError(f"{cli.flag(name)} {wanted}: the model {weights} has {found}")
+            setattr(config, name, found)
     T, V = model.config.block_size, model.config.vocab_size
     if config.seq_len > T:
         raise UserError(f"--seq-len {config.seq_len}: the context of --init {config.init} is {T}")
@@ -781,7 +800,9 @@ def is_due(every: int, step: int, last: bool) -> bool:
 def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     """A run, on each of its ranks. Returns the exit status: 0, or 130 / 143 after a stop signal."""
     # ---- Where to start: with --resume at the newest checkpoint, otherwise at step 0
-    checkpoint, saved = run.find_start(MAY_CHANGE)  # None and the state at step 0, if there is none
+    unknown = {name for name in SHAPE if not getattr(config, name)}  # until the weights are read
+    # None and the state at step 0, if there is none
+    checkpoint, saved = run.find_start(MAY_CHANGE | unknown)
     step = saved["step"]  # updates so far
     skipped = saved["skipped"]  # of which so many were left out, as not finite
 
@@ -798,12 +819,11 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     autocast = torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32)
     if ranks.device.type == "cuda" and dtype != torch.float32:
         torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
-    # A checkpoint records its B, since another one would change rounding; 0: there is none.
-    saved_B = saved["config"].get("micro_batch_size", 0)
-    B = plan.micro_batch_size(config, ranks, model, dtype, saved_B)
+    # A checkpoint records its micro-batch, since another one would change rounding.
+    micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved["micro_batch"])
+    B = config.micro_batch_size = micro_batch["size"]
     T = config.seq_len
-    config.micro_batch_size = B
-    # No remainder: micro_batch_size() raises an error for a B that leaves one.
+    # No remainder: choose_micro_batch() raises an error for a B that leaves one.
     grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
     model.to(ranks.device)
     torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
@@ -818,6 +838,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         val_sequences = min(config.eval_tokens // T, val_loader.sequences_per_epoch)
         val_targets = val_loader.read(0, val_sequences)[:, 1:]
         val_size = tokenizer.text_size(val_targets.ravel())  # in tokens, bytes and characters
+        if val_size.bytes == 0:
+            problem = "the validation split has no text, only separators of documents"
+            raise UserError(f"{config.data}: {problem}; --eval-every 0 trains without it")
     tasks = None
     if config.hellaswag_every:
         context = model.config.block_size
@@ -835,7 +858,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             devices.set_random_state(ranks.device, saved["random"][ranks.rank])
 
     # ---- All checks are done: now change the folder, and compile
-    run.begin(step, chosen, devices.gpu_software(ranks.device, dtype))
+    precision = str(dtype).removeprefix("torch.")
+    software = devices.gpu_software(ranks.device, dtype)
+    run.begin(model, step, device=chosen, dtype=precision, **software)
     model.prepare(config.compile and devices.can_compile(ranks.device), config.low_memory)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast) if ranks.world_size > 1 else model
     flops = model.flops_per_token(T)
@@ -854,7 +879,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 "step": step,
                 "skipped": skipped,
                 "elapsed": meter.elapsed,
-                "dtype": str(dtype),
+                "dtype": precision,
+                "micro_batch": micro_batch,
                 "config": asdict(config),
                 "loader": loader.state_dict(),
                 "optimizers": save_optimizers(optimizers, model),
@@ -944,6 +970,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         # ---- End of the update -------------------------------------------------------------------
 
         meter.end_step(began, steps_left=config.max_steps - step - 1)
+        if step == saved["step"] and config.save_every:
+            check_saving(optimizers)  # now that the first update has made their state
         print0(f"step {step:5d}/{config.max_steps} {meter.line(loss, lr, norm)}")
         run.log(step, train=loss, lr=lr, norm=norm, **meter.speed)
         step += 1

@@ -68,10 +68,9 @@ def tolerance(starts: list[dict[str, Any]]) -> float | None:
     None for others, such as float16, whose first updates are skipped."""
     widest = 0.0
     for start in starts:
-        known = [value for name, value in TOLERANCE.items() if f" {name}:" in start["device"]]
-        if not known:
+        if start.get("dtype") not in TOLERANCE:
             return None
-        widest = max(widest, *known)
+        widest = max(widest, TOLERANCE[start["dtype"]])
     return widest
 
 

@@ -2,6 +2,7 @@
 
 They appear whole or not at all; damage is detected by the checksums. Bad files raise UserError."""
 
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from support.cli import warn
 from support.errors import UserError, first_line
@@ -100,6 +102,21 @@ def save_optimizers(
         names = {"param_names": parameter_names(optimizer, model)}
         saved.append((type(optimizer).__name__, optimizer.state_dict() | names))
     return saved
+
+
+def check_saving(optimizers: list[torch.optim.Optimizer]) -> None:
+    """UserError if a checkpoint could not hold what the optimizers keep, besides tensors."""
+    for optimizer in optimizers:
+        state = tree_map_only(Tensor, lambda tensor: None, optimizer.state_dict())
+        file = io.BytesIO()
+        try:
+            torch.save(state, file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception as error:  # of pickle, or of a class's own
+            name, problem = type(optimizer).__name__, first_line(error)
+            remedy = "keep tensors and numbers in it, or train with --save-every 0"
+            raise UserError(f"the state of {name} cannot be saved ({problem}); {remedy}") from None
 
 
 def load_optimizers(

@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import re
+import tempfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 
 from support import files
 from support.checkpoints import list_checkpoints
-from support.cli import print0
+from support.cli import print0, shown
+from support.code import find_code, load_gpt_class
 from support.errors import UserError, first_line
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files
 
@@ -279,7 +281,7 @@ def read_pretrained(
         # A fork may differ from GPT-2 by less than a fingerprint shows.
         same = same and not (fork and is_gpt2(model))
     if not same:
-        problem = f"{name}: trained with other mathematics than this train_gpt2.py has"
+        problem = f"{name}: trained with other mathematics than this code has"
         if strict:
             raise UserError(f"{problem}; load it with the code that saved it")
         print0(f"note: {problem}")
@@ -364,19 +366,23 @@ def find_model(name: str) -> Path:
     raise UserError(f"{name}: neither a model (config.json) nor a run with checkpoints (step_*)")
 
 
-def load_gpt(model_class: type[nn.Module], folder: Path, device: torch.device) -> nn.Module | None:
-    """The model in a folder as a model_class (GPT). None: not one of ours, so for transformers.
+def load_gpt(folder: Path, device: torch.device, code: str = "") -> nn.Module | None:
+    """The model in a folder as a GPT of ours. None: it isn't one, so it is for transformers.
 
-    A GPT-2 that a fork of train_gpt2.py would compute otherwise is for transformers, too."""
+    code: the file that defines it; "" finds it (support/code.py). A GPT-2 that this code would
+    compute otherwise, since train_gpt2.py has been changed, is for transformers as well."""
     raw = read_config(folder)
     if "fingerprint" not in raw:
         return None
+    path = Path(code) if code else find_code(folder)
     try:
-        model = model_class.from_pretrained(folder)
-    except UserError:
-        if raw.get("model_type") == FORK_TYPE:
-            raise
-        return None
+        model = load_gpt_class(path).from_pretrained(folder)
+    except UserError as error:
+        if not code and raw.get("model_type") != FORK_TYPE:
+            return None
+        kept = next(folder.parent.glob("*.py"), Path("FILE"))  # by the run that trained it
+        advice = f"--code {shown(kept)} runs that file instead of {shown(path)}"
+        raise UserError(f"{error}; {advice}") from None
     V = model.config.vocab_size
     if V != VOCAB_SIZE:
         raise UserError(f"{folder}: a vocabulary of {V} tokens, but GPT-2's has {VOCAB_SIZE}")
@@ -392,14 +398,21 @@ def load_causal_lm(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     # Without these files transformers 5 makes an empty tokenizer.
-    if not any(list(folder.glob(name)) for name in TOKENIZER_FILES):
+    has_tokenizer = any(list(folder.glob(name)) for name in TOKENIZER_FILES)
+    raw = read_config(folder)
+    gpt2s = raw.get("model_type") == "gpt2" and raw.get("vocab_size", VOCAB_SIZE) == VOCAB_SIZE
+    if not has_tokenizer and not gpt2s:
         raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
     part = "model"
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         model = model.to(device).eval()
         part = "tokenizer"
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        with tempfile.TemporaryDirectory() as gpt2:
+            if not has_tokenizer:
+                write_tokenizer(Path(gpt2), model.config.n_positions)
+            source = folder if has_tokenizer else gpt2
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     except Exception as error:  # from transformers, safetensors, tokenizers: no common base
         raise UserError(f"{folder}: {part} cannot be loaded ({first_line(error)})") from None
     return model, tokenizer

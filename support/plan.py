@@ -67,14 +67,22 @@ def estimate_memory(config: Any, model: Any, B: int, device_type: str, dtype: to
     return 16 * N + 12 * V * C + stored + 16 * B * T * C + logits
 
 
-def micro_batch_size(
-    config: Any, ranks: Ranks, model: Any, dtype: torch.dtype, before: int = 0
-) -> int:
-    """B: --micro-batch-size, or if it is 0 the largest power of two that fits and divides a step.
+def choose_micro_batch(
+    config: Any,
+    ranks: Ranks,
+    model: Any,
+    dtype: torch.dtype,
+    saved: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The sequences of a micro-batch: {"size": B, "chosen_for": "" if it was given, or the device}.
 
+    B is --micro-batch-size, or if that is 0 the largest power of two that fits and divides a step.
     On a GPU it fits if the estimate is below 85 % of the memory that is free on each rank's, before
-    the model is moved there. before: of the checkpoint, which is kept if it still fits, since
-    another one would change the rounding."""
+    the model is moved there.
+
+    saved: what this returned before the run was resumed. Another B would change the rounding, so a
+    B that was given stays. A chosen one stays on a device of the same name and memory, if it still
+    fits: on a larger card it would be slow."""
     T = config.seq_len
     unit = T * max(config.micro_batch_size, 1) * ranks.world_size  # tokens per micro-step
     if config.total_batch_size % unit:
@@ -83,26 +91,37 @@ def micro_batch_size(
         remedy = f"the nearest that is: {nearest}"
         raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
     if config.micro_batch_size:
-        return config.micro_batch_size
+        return {"size": config.micro_batch_size, "chosen_for": ""}
     sequences = config.total_batch_size // (T * ranks.world_size)  # per step, on each rank
-    usable = 0.0
-    if ranks.device.type == "cuda":
-        free = min(ranks.gather(torch.cuda.mem_get_info(ranks.device)[0]))
-        usable = USABLE * (free - (2**30 if ranks.world_size > 1 else 0))  # a gibibyte for NCCL
+    free, here = 0, ranks.device.type
+    if here == "cuda":
+        free, total = torch.cuda.mem_get_info(ranks.device)
+        here = f"{torch.cuda.get_device_name(ranks.device)}, {total / 2**30:.1f} GiB"
+    free = min(ranks.gather(free))
+    here = " and ".join(sorted(set(ranks.gather(here))))
+    usable = USABLE * (free - (2**30 if ranks.world_size > 1 else 0))  # a gibibyte for NCCL
 
     def fits(B: int) -> bool:
         if ranks.device.type != "cuda":
-            return before == B or B * T <= CPU_TOKENS
+            return B * T <= CPU_TOKENS
         return estimate_memory(config, model, B, "cuda", dtype) <= usable
 
-    sizes = [B for B in (before, *SIZES) if B and sequences % B == 0]  # the 1 is always there
+    if saved is not None:
+        size, chosen_for = saved["size"], saved["chosen_for"]
+        if sequences % size:
+            why = f"do not divide the {sequences} of a step"
+        elif chosen_for not in ("", here):
+            why = f"were chosen for {chosen_for}"
+        elif chosen_for == here and ranks.device.type == "cuda" and not fits(size):
+            why = "do not fit"
+        else:
+            return saved
+        print0(f"note: micro-batches of {size} sequences, as before, {why}; rounding differs")
+    sizes = [B for B in SIZES if sequences % B == 0]  # the 1 is always there
     B = next((size for size in sizes if fits(size)), 1)
     if not fits(B) and ranks.device.type == "cuda":
         warn("not even micro-batches of one sequence may fit in GPU memory")
-    if before and before != B:
-        why = "do not fit here" if sequences % before == 0 else f"do not divide {sequences}"
-        print0(f"note: micro-batches of {before} sequences, as before, {why}; rounding differs")
-    return B
+    return {"size": B, "chosen_for": here}
 
 
 def print_plan(config: Any, model: Any) -> None:
@@ -118,7 +137,7 @@ def print_plan(config: Any, model: Any) -> None:
         epochs = f"{tokens / available:.3f} of {available:,} training tokens"
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops  # tokens per second
-    B = micro_batch_size(config, Ranks(0, 1, device), model, dtype)
+    B = choose_micro_batch(config, Ranks(0, 1, device), model, dtype)["size"]
     memory = estimate_memory(config, model, B, device.type, dtype)
     in_blocks = sum(p.numel() for p in model.h.parameters())
     projected = f"projected: {ASSUMED_MFU:.0%} of"

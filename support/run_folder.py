@@ -19,6 +19,7 @@ from typing import Any
 from support import checkpoints, huggingface, run_log
 from support.checkpoints import checkpoint_path, list_checkpoints, step_of
 from support.cli import differences, print0, shown, warn
+from support.code import file_of, find_code
 from support.errors import UserError
 from support.files import fsync, locked, remove
 from support.ranks import Ranks
@@ -45,6 +46,7 @@ class RunFolder:
         self.logged: dict[str, int] = {}  # stream: the step of its latest value
         self.val_losses: dict[int, float] = {}  # step: validation loss
         self.log_failed = False  # a full disk has lost lines
+        self.script: Path | None = None  # the file that defines the model
 
     def __enter__(self) -> "RunFolder":
         if self.path.exists() and self.path.samefile(ROOT):
@@ -69,7 +71,8 @@ class RunFolder:
         UserError if the folder holds another run: other settings than those in may_change differ.
         """
         checkpoint = None
-        saved = {"step": 0, "skipped": 0, "elapsed": 0.0, "dtype": None, "config": {}}
+        saved = {"step": 0, "skipped": 0, "elapsed": 0.0, "dtype": None, "micro_batch": None}
+        saved["config"] = {}
         if self.config.resume:
             checkpoint = self.ranks.on_rank_0(checkpoints.find_checkpoint, self.path)
             if checkpoint is not None:
@@ -86,26 +89,32 @@ class RunFolder:
             raise UserError(f"{checkpoint} {problem}: raise it, or choose another --log-dir")
         return checkpoint, saved
 
-    def begin(self, step: int, device: str, software: dict[str, Any]) -> None:
+    def begin(self, model: Any, step: int, **about: Any) -> None:
         """Prepares the folder for a start at `step`, and records it in run.json.
 
-        software: as devices.gpu_software returns it."""
+        about: what else run.json is to say of this start."""
         if self.ranks.rank > 0:
             return
+        self.script = file_of(type(model))
         holds_run = (self.path / "run.json").exists() or list_checkpoints(self.path)
         used = holds_run or (self.path / "log.txt").exists()  # of another program
-        if used and not (self.config.resume and holds_run):
-            self.rename_earlier()
-        for pattern in ("step_*", "run.json", "log.txt", "train_gpt2.py", "curves.png"):
+        aside = self.rename_earlier() if used and not (self.config.resume and holds_run) else None
+        for pattern in ("step_*", "run.json", "log.txt", "*.py", "curves.png"):
             for remainder in self.path.glob(f".{pattern}.*.partial"):  # of a killed process
                 remove(remainder)
-        earlier = run_log.run_entries(self.path)
-        config = asdict(self.config)
-        about = dict(step=step, device=device, world_size=self.ranks.world_size, **software)
-        self.entries = [*earlier, run_log.new_entry(config, **about)]
-        # These may fail: not installed, or no network.
-        self.trackers = start_trackers(self.path, self.entries, step)
-        run_log.copy_script(self.path, self.entries)
+        try:
+            earlier = run_log.run_entries(self.path)
+            about |= dict(step=step, world_size=self.ranks.world_size)
+            self.entries = [*earlier, run_log.new_entry(asdict(self.config), self.script, **about)]
+            self.trackers = start_trackers(self.path, self.entries, step)
+            run_log.copy_script(self.path, self.entries, self.script)
+        except BaseException:  # such as no account at W&B, or a full disk
+            if aside:  # nothing shall have changed
+                remove(self.path)
+                aside.rename(self.path)
+            raise
+        if aside:
+            print0(f"an earlier run is now in {aside}/ (--resume --log-dir {aside} continues it)")
         kept = run_log.trim_log(self.path / "log.txt", step)  # evaluations at this step
         self.logged = dict.fromkeys(kept, step)
         steps, losses = run_log.read_log(self.path).get("val", ((), ()))
@@ -113,10 +122,16 @@ class RunFolder:
         if kept:
             self.track(step, kept)  # TensorBoard drops what it has of this step
 
-    def rename_earlier(self) -> None:
-        """Renames the folder of an earlier run, with all that is in it, and makes a new one."""
+    def rename_earlier(self) -> Path:
+        """Renames the folder of an earlier run, with all that is in it, and makes a new one.
+
+        Returns its new name."""
         if not self.path.name:  # --log-dir .
             raise UserError(f"{self.path}: holds an earlier run; choose another --log-dir")
+        init = Path(self.config.init)
+        if init.exists() and init.resolve().is_relative_to(self.path.resolve()):
+            problem = f"is in {self.path}/, which would be renamed"
+            raise UserError(f"--init {init}: {problem}; choose another --log-dir")
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}_{number}")).exists():
             number += 1
@@ -125,8 +140,8 @@ class RunFolder:
         except OSError as error:  # such as a mount
             problem = f"holds an earlier run and cannot be renamed ({error.strerror})"
             raise UserError(f"{self.path}: {problem}; choose another --log-dir") from None
-        print0(f"an earlier run is now in {aside}/ (--resume --log-dir {aside} continues it)")
         self.lock()
+        return aside
 
     def log(self, step: int, **values: float) -> None:
         """Appends values to log.txt and sends them to the trackers: log(step, stream=value, …).
@@ -216,6 +231,8 @@ class RunFolder:
             advice = "the loss rose afterwards: train for fewer steps, or on more text"
             print0(f"best: {self.path}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
         command = ["python", shown(ROOT / "sample.py"), str(self.path), self.config.sample_prompt]
+        if self.script and not huggingface.is_gpt2(model) and find_code(self.path) != self.script:
+            command += ["--code", shown(self.script)]
         print0(f"sample: {shlex.join(command)}")
 
 
@@ -234,8 +251,8 @@ CARD = """---
 license: mit
 pipeline_tag: text-generation
 {library}---
-{kind} after {step:,} steps of {batch:,} tokens of `{data}`, from {init}, trained by gpt2-repro at
-commit {commit}: `{command}`
+{kind} after {step:,} steps of {batch:,} tokens of `{data}`, from {init}, trained by `{script}` of
+gpt2-repro at commit {commit}: `{command}`
 
 It continues text, does not follow instructions, and may write what is false.
 """
@@ -251,6 +268,7 @@ def model_card(entry: dict[str, Any], step: int, is_gpt2: bool) -> str:
         batch=config["total_batch_size"],
         data=Path(config["data"]).name,
         init=config["init"],
+        script=entry.get("script"),
         commit=entry["git_commit"],
         command=shlex.join(["python", *entry["command"]]),
     )

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -92,41 +93,49 @@ def append(path: Path, lines: bytes) -> None:
             raise
 
 
-def copy_script(log_dir: Path, entries: list[dict[str, Any]]) -> None:
-    """Writes run.json, and the training script as it is now into the log folder.
+def copy_script(log_dir: Path, entries: list[dict[str, Any]], script: Path | None) -> None:
+    """Writes run.json, and a copy of the script that runs into the log folder, under its name.
 
-    A train_gpt2.py there is the user's, unless its checksum is in an entry."""
-    script = (ROOT / "train_gpt2.py").read_bytes()
-    copy = log_dir / "train_gpt2.py"
-    users = copy.exists() and sha256(copy) not in [entry.get("script") for entry in entries]
-    if not users:
-        entries[-1]["script"] = hashlib.sha256(script).hexdigest()
+    A file of that name there is the user's, unless its checksum is in an entry."""
+    if script is None:
+        write_entries(log_dir, entries)
+        return
+    source = script.read_bytes()
+    entries[-1] |= {"script": script.name, "script_sha256": hashlib.sha256(source).hexdigest()}
     write_entries(log_dir, entries)  # before the copy, which must not be without its checksum
-    if users:
+    copy = log_dir / script.name
+    if copy.exists() and sha256(copy) not in [entry.get("script_sha256") for entry in entries]:
         print0(f"{copy} is not a run's copy: it stays, and this run's script is not kept")
         return
-    with atomic_path(copy) as partial:
-        partial.write_bytes(script)
+    with atomic_path(copy) as new:
+        new.write_bytes(source)
 
 
-def new_entry(config: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """An entry of run.json about this start."""
+def git_commit(script: Path | None) -> str | None:
+    """The commit of this clone, with a + if files have changed since or git lacks the script.
+
+    None without git."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+        describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
+        commit = git(describe, check=True).stdout.strip()
+        known = script is None or not git(["git", "ls-files", "--error-unmatch", script]).returncode
+        return commit if known or commit.endswith("+") else f"{commit}+"
+    return None
+
+
+def new_entry(config: dict[str, Any], script: Path | None = None, **more: Any) -> dict[str, Any]:
+    """An entry of run.json about this start. script: the file that runs."""
     import torch  # here, since reading logs needs no torch
 
     versions = {"torch": torch.__version__}  # with its build, such as +cu130
     versions |= {name: version(name) for name in ("numpy", "tiktoken", "safetensors")}
-    commit = ""
-    with contextlib.suppress(OSError):  # without git
-        # The commit, with a + if files have changed since.
-        describe = ["describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
-        done = subprocess.run(["git", "-C", ROOT, *describe], capture_output=True, text=True)
-        commit = done.stdout.strip()
     # The folder may be published, so it has no local paths.
     public = {k: shown(value) if isinstance(value, str) else value for k, value in config.items()}
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": [shown(word) for word in sys.argv],
-        "git_commit": commit or None,
+        "git_commit": git_commit(script),
         "versions": versions | {"python": sys.version.split()[0]},
         **more,
         "config": public,

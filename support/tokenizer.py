@@ -169,6 +169,14 @@ def find_shards(data: Path, split: str) -> list[Path]:
     return sorted(found.values())
 
 
+def holds_shards(folder: Path) -> bool:
+    """True if a folder holds training shards, or what the data loader will complain about."""
+    try:
+        return bool(find_shards(folder, "train"))
+    except UserError:
+        return True
+
+
 def open_split(data: Path, split: str) -> tuple[list[Path], list[str], list[np.ndarray]]:
     """(files, their names in `data`, their tokens) of a split of a folder or a .txt file."""
     if data.suffix == ".txt" and data.is_file():

@@ -1,0 +1,97 @@
+"""Every command in a process of its own, in a clone of its own, as a user starts it.
+
+The other tests run in a few warm processes, where what one test has imported, computed or changed
+hides what the next one would meet."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, losses, words
+
+SMALL = "--preset shakespeare --n-layer 1 --n-head 2 --n-embd 16 --seq-len 64 --device cpu"
+SMALL += " --total-batch-size 256 --eval-every 0 --sample-every 0 --save-every 2"
+TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """The project's files, with a short text."""
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, tmp_path)
+    for folder in ("support", "reference"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")
+    (tmp_path / "input.txt").write_text(text[:10_000], encoding="utf-8")
+    return tmp_path
+
+
+def start(folder, *args, status=0):
+    """What a command prints. It may print no traceback and no library's warning."""
+    command = [sys.executable, *words(*args)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done
+    if status == 2:
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: "), line
+    return done.stdout + done.stderr
+
+
+def test_a_first_run_and_what_follows(clone):
+    """Shards of a text, a run on them, its plan and a resumed run, the same from its model."""
+    start(clone, "fineweb.py --input input.txt --out shards --workers 1")
+    flags = f"{SMALL} --data shards"
+    out = start(clone, "train_gpt2.py", flags, "--max-steps 2")
+    assert "model: log/step_000002/" in out and len(losses(clone / "log")) == 2
+    out = start(clone, "train_gpt2.py", flags, "--max-steps 3 --resume --eval-every 3")
+    assert "resumed from log/step_000002" in out and len(losses(clone / "log")) == 3
+    assert "validation loss: " in out
+    parameters = {
+        re.search(r"([\d,]+) parameters|parameters: ([\d,]+)", text).group(0).split(": ")[-1]
+        for text in (
+            start(clone, "train_gpt2.py --plan --preset shakespeare --init log/step_000003"),
+            start(clone, "train_gpt2.py --plan", flags),
+        )
+    }
+    assert len(parameters) == 1, "the plan of given weights is of their shape"
+    out = start(clone, "reference/check.py log", status=1)
+    assert "--data shards" in out, "it has no reference"
+
+
+def test_a_fork_under_its_own_name(clone):
+    """The file that trained is kept, named, and found again; a changed one is not taken for it."""
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -q -m a"):
+        subprocess.run(["git", *shlex.split(command)], cwd=clone, check=True)
+    fork = clone / "train_erf.py"
+    source = (clone / "train_gpt2.py").read_text(encoding="utf-8")
+    fork.write_text(source.replace('approximate="tanh"', 'approximate="none"'), encoding="utf-8")
+    out = start(clone, "train_erf.py", SMALL, "--max-steps 2")
+    (entry,) = json.loads((clone / "log/run.json").read_text())
+    assert entry["script"] == "train_erf.py" and entry["git_commit"].endswith("+")
+    assert (clone / "log/train_erf.py").read_bytes() == fork.read_bytes()
+    assert not (clone / "log/train_gpt2.py").exists()
+    assert "train_erf.py" in (clone / "log/step_000002/README.md").read_text()
+    start(clone, "train_erf.py", SMALL, "--max-steps 4 --resume")
+    command = re.search("^sample: python (.+)", out, re.MULTILINE)[1]
+    assert start(clone, *map(Path, shlex.split(command)), "--max-new-tokens 2 --device cpu")
+    out = start(clone, "hellaswag.py -m log -d cpu --limit 2 --data", TASKS)
+    assert out.splitlines()[-1].startswith("2 acc: ")
+    fork.write_text(fork.read_text(encoding="utf-8") + "# changed since\n", encoding="utf-8")
+    refused = start(clone, "sample.py log a --device cpu", status=2)
+    kept = re.search(r"--code (\S+)", refused)[1]
+    assert os.path.samefile(clone / kept, clone / "log/train_erf.py")
+    assert start(clone, "sample.py log a --device cpu --max-new-tokens 2 --code", kept)
+
+
+def test_bench(clone):
+    small = "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --total-batch-size 128 --device cpu"
+    start(clone, "bench.py --rung ours --steps 1 --json out.json --", small)
+    assert json.loads((clone / "out.json").read_text())["ms"] > 0
