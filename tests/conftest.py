@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -180,10 +182,46 @@ def read_log(log_dir: Path, *streams: str) -> list[str]:
 
 def steps_of(log_dir: Path) -> list[int]:
     """The steps of its checkpoints."""
-    from support.checkpoints import list_checkpoints, step_of
-
-    return [step_of(folder) for folder in list_checkpoints(log_dir)]
+    return [int(folder.name[5:]) for folder in checkpoints(log_dir)]
 
 
 def losses(log_dir: Path, stream: str = "train") -> list[float]:
     return [float(line.split()[2]) for line in read_log(log_dir, stream)]
+
+
+def checkpoints(log_dir: Path) -> list[Path]:
+    """The checkpoint folders of a run, oldest first."""
+    return sorted(log_dir.glob("step_*"), key=lambda folder: int(folder.name[5:]))
+
+
+def saved_state(checkpoint: Path) -> dict:
+    import torch
+
+    return torch.load(checkpoint / "training_state.pt", weights_only=True)
+
+
+def starts(log_dir: Path) -> list[dict]:
+    """The entries of run.json: one for each start or resume."""
+    return json.loads((Path(log_dir) / "run.json").read_text())
+
+
+def run_script(name: str, *args: object) -> int:
+    """Runs a script in this process, as `python NAME ARGS` does. -> exit status"""
+    command = [str(ROOT / name), *words(*args)]
+    with mock.patch.object(sys, "argv", command), pytest.raises(SystemExit) as end:
+        runpy.run_path(command[0], run_name="__main__")
+    return end.value.code
+
+
+def error_line(capsys: pytest.CaptureFixture, name: str, *args: object) -> str:
+    """The one line with which a script refuses its input, with exit status 2."""
+    capsys.readouterr()
+    status, errors = run_script(name, *args), capsys.readouterr().err.splitlines()
+    assert status == 2 and len(errors) == 1 and errors[0].startswith("error: "), errors
+    return errors[0]
+
+
+def logits_of(model: Callable, idx: object) -> object:
+    """The logits (B, T, V) of our GPT, or of one of transformers."""
+    output = model(idx)
+    return getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
