@@ -189,9 +189,9 @@ def test_a_checkpoint_from_before_a_flag_was_added_resumes(fork, text, tmp_path)
 
 def test_an_optimizer_of_torch_takes_the_place_of_adamw(fork, text, tmp_path, monkeypatch):
     monkeypatch.setattr(fork("Lion"), "Lion", torch.optim.Adafactor)
-    flags = "--optimizer lion --max-steps 2 --save-every 2 --max-lr 1e-2 --data"
+    flags = "--optimizer lion --max-steps 20 --max-lr 1e-1 --data"
     train(flags, text, "--log-dir", tmp_path / "log")
-    assert losses(tmp_path / "log")[1] < losses(tmp_path / "log")[0]
+    assert losses(tmp_path / "log")[-1] < losses(tmp_path / "log")[0] - 0.05
 
 
 def test_documents_in_one_window_do_not_see_each_other(fork):

@@ -99,8 +99,6 @@ def test_a_run_continues_in_another_precision(before, after, text, tmp_path, cap
     train(*args, "--max-steps 1 --dtype", before)
     assert train(*args, "--max-steps 2 --dtype", after) == 0 and len(losses(tmp_path)) == 2
     assert re.search(rf"\b{after}\b.*\b{before}\b", capsys.readouterr().out)
-    first, second = (saved_state(folder) for folder in checkpoints(tmp_path))
-    assert second["elapsed"] > first["elapsed"] > 0
 
 
 def truncate(path):
@@ -288,12 +286,7 @@ def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_pa
     assert [entry["step"] for entry in starts(killed)] == [0, 4]
     assert read_log(killed, "train", "norm") == read_log(straight, "train", "norm")
     last = [folder / "step_000008/model.safetensors" for folder in (straight, killed)]
-    state = saved_state(killed / "step_000008")
-    assert (
-        last[0].read_bytes() == last[1].read_bytes()
-        and state["skipped"] == 1
-        and len(state["random"]) == 3
-    )
+    assert last[0].read_bytes() == last[1].read_bytes()
 
 
 @pytest.mark.parametrize(

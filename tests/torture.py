@@ -16,9 +16,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 SCRIPT = Path(__file__).parents[1] / "train_gpt2.py"
 TIMINGS = ("ms", "tok_per_sec", "mfu")
@@ -65,16 +65,20 @@ def contents(log_dir: Path) -> dict[str, object]:
     found: dict[str, object] = {"log": [line for line in lines if line.split()[1] not in TIMINGS]}
     for folder in sorted(log_dir.glob("step_*")):
         found[f"{folder.name}/model"] = (folder / "model.safetensors").read_bytes()
-        state = torch.load(folder / "training_state.pt") | dict.fromkeys(("elapsed", "config"))
-        found[f"{folder.name}/state"] = comparable(state)
+        found[f"{folder.name}/state"] = comparable(torch.load(folder / "training_state.pt"))
     return found
 
 
-def comparable(state: object) -> object:
-    """The same nested state, with the bytes of each tensor in its place."""
-    return tree_map_only(
-        torch.Tensor, lambda t: t.flatten().view(torch.uint8).numpy().tobytes(), state
-    )
+def comparable(state: Any) -> Any:
+    """The same nested state without times and settings, and with the bytes of each tensor."""
+    if isinstance(state, torch.Tensor):
+        return state.flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(state, dict):
+        kept = state.keys() - {"elapsed", "config"}
+        return {key: comparable(value) for key, value in state.items() if key in kept}
+    if isinstance(state, list | tuple):
+        return [comparable(value) for value in state]
+    return state
 
 
 def training_losses(log_dir: Path) -> tuple[list[int], list[float]]:
