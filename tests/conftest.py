@@ -2,12 +2,15 @@
 
 import contextlib
 import gc
+import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +62,8 @@ def seeded():
 @pytest.fixture(autouse=True)
 def no_measured_peak(monkeypatch):
     """It takes a second. Runs that are started as processes measure it."""
-    monkeypatch.setattr("support.devices.matmul_flops", lambda device, dtype, n=0: 1e12)
+    with contextlib.suppress(AttributeError, ImportError):  # under another name it is measured
+        monkeypatch.setattr("support.devices.matmul_flops", lambda device, dtype, n=0: 1e12)
 
 
 @pytest.fixture
@@ -93,7 +97,8 @@ def train(*args: object, curves: bool = False) -> int:
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
-        with contextlib.nullcontext() if curves else mock.patch("support.run_folder.draw_curves"):
+        undrawn = mock.patch("support.run_folder.draw_curves", create=True)
+        with contextlib.nullcontext() if curves else undrawn:
             return train_gpt2.main([*TINY, *words(*args)])
     finally:
         for number, handler in handlers.items():
@@ -111,7 +116,6 @@ def run_rank(
 ) -> None:
     import train_gpt2
     from support import devices, run_folder
-    from support.cli import run
 
     os.environ.update(env)
     os.chdir(cwd)
@@ -122,7 +126,11 @@ def run_rank(
     devices.matmul_flops = mock.Mock(return_value=1e12)
     if disturb is not None:
         disturb()
-    run(lambda: train_gpt2.main(args))
+    # What the script ends with, in the module whose functions disturb() may have replaced.
+    script = ROOT / "train_gpt2.py"
+    _, _, end = script.read_text(encoding="utf-8").rpartition('if __name__ == "__main__":\n')
+    sys.argv = [str(script), *args]
+    exec(textwrap.dedent(end), vars(train_gpt2))
 
 
 def start_ranks(
@@ -180,10 +188,46 @@ def read_log(log_dir: Path, *streams: str) -> list[str]:
 
 def steps_of(log_dir: Path) -> list[int]:
     """The steps of its checkpoints."""
-    from support.checkpoints import list_checkpoints, step_of
-
-    return [step_of(folder) for folder in list_checkpoints(log_dir)]
+    return [int(folder.name[5:]) for folder in checkpoints(log_dir)]
 
 
 def losses(log_dir: Path, stream: str = "train") -> list[float]:
     return [float(line.split()[2]) for line in read_log(log_dir, stream)]
+
+
+def checkpoints(log_dir: Path) -> list[Path]:
+    """The checkpoint folders of a run, oldest first."""
+    return sorted(log_dir.glob("step_*"), key=lambda folder: int(folder.name[5:]))
+
+
+def saved_state(checkpoint: Path) -> dict:
+    import torch
+
+    return torch.load(checkpoint / "training_state.pt", weights_only=True)
+
+
+def starts(log_dir: Path) -> list[dict]:
+    """The entries of run.json: one for each start or resume."""
+    return json.loads((Path(log_dir) / "run.json").read_text())
+
+
+def run_script(name: str, *args: object) -> int:
+    """Runs a script in this process, as `python NAME ARGS` does. -> exit status"""
+    command = [str(ROOT / name), *words(*args)]
+    with mock.patch.object(sys, "argv", command), pytest.raises(SystemExit) as end:
+        runpy.run_path(command[0], run_name="__main__")
+    return end.value.code
+
+
+def error_line(capsys: pytest.CaptureFixture, name: str, *args: object) -> str:
+    """The one line with which a script refuses its input, with exit status 2."""
+    capsys.readouterr()
+    status, errors = run_script(name, *args), capsys.readouterr().err.splitlines()
+    assert status == 2 and len(errors) == 1 and errors[0].startswith("error: "), errors
+    return errors[0]
+
+
+def logits_of(model: Callable, idx: object) -> object:
+    """The logits (B, T, V) of our GPT, or of one of transformers."""
+    output = model(idx)
+    return getattr(output, "logits", output[0] if isinstance(output, tuple) else output)

@@ -1,9 +1,11 @@
 """No run is lost: kills, signals, other numbers of ranks, damaged checkpoints, bad steps."""
 
+import hashlib
 import math
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import time
@@ -13,23 +15,24 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import train_gpt2
-from support.checkpoints import find_checkpoint, list_checkpoints, read_training_state
 from support.errors import RunError, UserError
-from support.files import sha256
-from support.run_log import run_entries
 from tests import torture
 from tests.conftest import (
+    checkpoints,
     losses,
     posix,
     read_log,
+    saved_state,
     start_ranks,
+    starts,
     steps_of,
     train,
     train_on_ranks,
 )
-from tests.torture import assert_same
+from tests.torture import assert_same, comparable
 
 pytestmark = posix
 
@@ -43,18 +46,18 @@ pytestmark = posix
     ],
 )
 def test_a_resumed_run_equals_one_that_never_stopped(dtype, optimizer, ranks, text, tmp_path):
-    """Two epochs of the text. Weights, moments, log; the samples are those of the same weights."""
+    """Two epochs of the text. Weights, moments and log are the same."""
     args = ["--data", text, "--max-steps 4 --total-batch-size 64 --eval-every 3 --save-every 2"]
     args += ["--sample-every 2 --resume --dtype", dtype, "--optimizer", optimizer]
     start = train if ranks == 1 else lambda *args: train_on_ranks(ranks, tmp_path, *args)
     start(*args, "--log-dir", tmp_path / "straight")
     shutil.copytree(tmp_path / "straight", tmp_path / "broken")
     shutil.rmtree(tmp_path / "broken/step_000004")  # as if killed after the first checkpoint
-    with open(tmp_path / "broken/log.txt", "a") as log:
-        log.write("4 tr")  # an incomplete line
+    with open(tmp_path / "broken/log.txt", "ab") as log:
+        log.write(b"\xff\nstray\n4 val none\n4 tr")  # not lines of a log, and an incomplete one
     start(*args, "--log-dir", tmp_path / "broken")
     assert_same(tmp_path / "straight", tmp_path / "broken")
-    assert [entry["step"] for entry in run_entries(tmp_path / "broken")] == [0, 2]
+    assert [entry["step"] for entry in starts(tmp_path / "broken")] == [0, 2]
 
 
 def test_a_run_killed_while_it_saves_equals_one_that_never_was(text, tmp_path, monkeypatch):
@@ -63,7 +66,7 @@ def test_a_run_killed_while_it_saves_equals_one_that_never_was(text, tmp_path, m
     monkeypatch.setattr(torture, "FLAGS", f"{torture.FLAGS} --data {text}")
 
     def finish(log_dir: Path, steps: int) -> None:
-        with mock.patch("support.run_folder.draw_curves"):
+        with mock.patch("support.run_folder.draw_curves", create=True):
             train_gpt2.main(torture.arguments(log_dir, steps))
 
     assert torture.torture(tmp_path, kills=1, steps=12, finish=finish) == (1, [3])
@@ -76,14 +79,14 @@ def test_two_ranks_then_one_then_three(text, tmp_path):
     train(*args, tmp_path / "alone")
     log_dir = tmp_path / "broken"
     for ranks, start in ((2, 0), (1, 2), (3, 4)):
-        for later in list_checkpoints(log_dir)[start // 2 :]:
+        for later in checkpoints(log_dir)[start // 2 :]:
             shutil.rmtree(later)
         if ranks == 1:
             train(*args, log_dir, "--resume")
         else:
             train_on_ranks(ranks, tmp_path, *args, log_dir, "--resume")
-        assert run_entries(log_dir)[-1]["step"] == start
-        states = read_training_state(list_checkpoints(log_dir)[-1])["random"]
+        assert starts(log_dir)[-1]["step"] == start
+        states = saved_state(checkpoints(log_dir)[-1])["random"]
         # or all ranks of a fork would have the same dropout
         assert len({bytes(state["cpu"].numpy()) for state in states}) == ranks
     assert losses(log_dir) == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
@@ -95,9 +98,7 @@ def test_a_run_continues_in_another_precision(before, after, text, tmp_path, cap
     args = ["--save-every 1 --resume --total-batch-size 32 --data", text, "--log-dir", tmp_path]
     train(*args, "--max-steps 1 --dtype", before)
     assert train(*args, "--max-steps 2 --dtype", after) == 0 and len(losses(tmp_path)) == 2
-    assert f", {after}: as requested; {before} so far\n" in capsys.readouterr().out
-    first, second = (read_training_state(folder) for folder in list_checkpoints(tmp_path))
-    assert second["elapsed"] > first["elapsed"] > 0
+    assert re.search(rf"\b{after}\b.*\b{before}\b", capsys.readouterr().out)
 
 
 def truncate(path):
@@ -110,37 +111,41 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
+def newest_intact(log_dir):
+    """The checkpoint that --resume takes: the error that the run is beyond its end names it."""
+    with pytest.raises(UserError, match=r"step_\d+.*--max-steps 0") as error:
+        train("--max-steps 0 --resume --log-dir", log_dir)
+    return re.search(r"step_\d+", str(error.value))[0]
+
+
 def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_path, capsys):
     args = ["--save-every 2 --data", text, "--log-dir", tmp_path]
     train(*args, "--max-steps 4")
-    older, newer = list_checkpoints(tmp_path)
+    older, newer = checkpoints(tmp_path)
     for name in sorted({path.name for path in newer.iterdir()} - {"README.md"}):
         content = (newer / name).read_bytes()
         for damage in (truncate, flip_a_bit, os.unlink):
             damage(newer / name)
-            assert find_checkpoint(tmp_path) == older
+            assert newest_intact(tmp_path) == older.name, (name, damage)
             warning = capsys.readouterr().err
             assert str(newer) in warning, name
             assert name in warning or name == "SHA256SUMS", warning
             (newer / name).write_bytes(content)
     sums = (newer / "SHA256SUMS").read_text()
     (newer / "SHA256SUMS").write_text(sums.splitlines(keepends=True)[0])  # right, but too few
-    assert find_checkpoint(tmp_path) == older
+    assert newest_intact(tmp_path) == older.name
     (newer / "SHA256SUMS").write_text(sums)
     (newer / "README.md").write_text("A user's words.")
-    assert find_checkpoint(tmp_path) == newer
-    for folder in (older, newer):
+    newer.rename(tmp_path / "step_1000000")  # steps are numbers
+    newer = tmp_path / "step_1000000"
+    shutil.copytree(older, tmp_path / "step_999999")
+    assert newest_intact(tmp_path) == newer.name
+    for folder in checkpoints(tmp_path):
         truncate(folder / "model.safetensors")
     everything = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match="all 2 checkpoints are damaged"):
+    with pytest.raises(UserError, match=f"{tmp_path}.*3.*--log-dir"):
         train(*args, "--max-steps 8 --resume")
     assert everything == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
-
-def test_checkpoints_are_sorted_by_their_steps(tmp_path):
-    for name in ("step_1000000", "step_999999", "step_000002"):
-        (tmp_path / name).mkdir()
-    assert steps_of(tmp_path) == [2, 999_999, 1_000_000]
 
 
 def test_which_checkpoints_are_kept(text, tmp_path):
@@ -153,40 +158,35 @@ def test_which_checkpoints_are_kept(text, tmp_path):
     (tmp_path / "step_000008").rename(tmp_path / "step_000009")
     train(*args, "--keep-checkpoints 1 --resume")  # from step 6
     assert steps_of(tmp_path) == [3, 6, 8, 9]
-    assert find_checkpoint(tmp_path) == tmp_path / "step_000008"
+    assert newest_intact(tmp_path) == "step_000008"
 
 
-def killed_in_the_fifth_evaluation():
-    losses = iter([9.0, 8.0, 4.0, 7.0])
-
-    def validation_loss(*args):
-        for loss in losses:
-            return loss
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    train_gpt2.validation_loss = validation_loss
-
-
-def test_the_best_checkpoint_is_kept_and_named_at_the_end(text, tmp_path, monkeypatch, capsys):
-    """Also after a kill."""
+def test_the_best_checkpoint_is_kept_and_named_at_the_end(text, tmp_path, capsys):
+    """The log says which it is. It is given other losses here, as if the run had overfitted."""
     log_dir = tmp_path / "log"
-    flags = "--save-every 1 --eval-every 1 --keep-checkpoints 1 --max-steps 5 --resume"
-    args = [flags, "--data", text, "--log-dir", log_dir]
-    codes, _ = start_ranks(1, tmp_path, *args, disturb=killed_in_the_fifth_evaluation)
-    assert codes == [-9] and steps_of(log_dir) == [2, 4]  # saved, then killed in its evaluation
+    flags = "--save-every 1 --eval-every 1 --keep-checkpoints 1 --resume --data"
 
-    def resume(losses, *more):
-        losses = iter(losses)
-        monkeypatch.setattr(train_gpt2, "validation_loss", lambda *args: next(losses))
-        assert train(*args, *more) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("best: ")]
+    def run(steps):
+        assert train(flags, text, "--log-dir", log_dir, "--max-steps", steps) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "4.0000" in line]
 
-    best = f"best: {log_dir}/step_000002/, validation loss 4.0000; the loss rose afterwards: "
-    assert resume([7.0, math.nan]) == [best + "train for fewer steps, or on more text"]
-    assert steps_of(log_dir) == [2, 5]
-    # Evaluated again, step 5 keeps its loss. Of two equally good ones the later is kept.
-    assert resume([0.0, 4.0], "--max-steps 6") == [] and steps_of(log_dir) == [6]
-    assert str(losses(log_dir, "val")) == "[9.0, 8.0, 4.0, 7.0, 7.0, nan, 4.0]"
+    def change(step, loss):
+        path = log_dir / "log.txt"
+        path.write_text(re.sub(rf"(?m)^{step} val .*$", f"{step} val {loss}", path.read_text()))
+
+    run(2)
+    change(2, 4.0)
+    (line,) = run(4)
+    assert f"{log_dir}/step_000002" in line and steps_of(log_dir) == [2, 4]
+    change(4, math.nan)
+    (line,) = run(5)
+    assert "step_000002" in line and steps_of(log_dir) == [2, 5]
+    change(5, 4.0)  # of two equally good ones the later is kept
+    (line,) = run(6)
+    assert "step_000005" in line and steps_of(log_dir) == [5, 6]
+    change(6, 3.0)
+    assert run(6) == [] and steps_of(log_dir) == [6]
+    assert losses(log_dir, "val")[2] == 4 and len(losses(log_dir, "val")) == 7
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_no_checkpoint(text, tmp_path, monkeypatch):
@@ -199,62 +199,76 @@ def test_a_checkpoint_that_cannot_be_removed_is_no_checkpoint(text, tmp_path, mo
     assert train(*args, "--max-steps 4") == 0 and not list(tmp_path.glob(".*"))
 
 
-def test_a_crafted_training_state_executes_nothing(tmp_path):
+def test_a_crafted_training_state_executes_nothing(text, tmp_path):
     class Trap:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "executed"),)
 
-    state = tmp_path / "training_state.pt"
-    for content in ({"step": Trap()}, [1], {"format": 2}, None):
-        torch.save(content, state) if content else state.write_bytes(pickle.dumps(Trap()))
+    args = ["--data", text, "--log-dir", tmp_path / "log", "--save-every 1"]
+    train(*args, "--max-steps 1")
+    checkpoint = tmp_path / "log/step_000001"
+    state, sums = checkpoint / "training_state.pt", checkpoint / "SHA256SUMS"
+    for content in ({"step": Trap()}, [1], {"format": 2}, None):  # None: a pickle without a zip
+        before = hashlib.sha256(state.read_bytes()).hexdigest()
+        torch.save(content, state) if content else state.write_bytes(pickle.dumps(Trap(), 2))
+        after = hashlib.sha256(state.read_bytes()).hexdigest()
+        sums.write_text(sums.read_text().replace(before, after))
         with pytest.raises(UserError, match=r"training_state\.pt"):
-            read_training_state(tmp_path)
+            train(*args, "--max-steps 2 --resume")
         assert not (tmp_path / "executed").exists()
 
 
-def poison(monkeypatch, *calls):
-    """Makes the training loss of some forward passes NaN, counted from 0."""
-    original, count = train_gpt2.training_loss, iter(range(10**9))
+def disturb_losses(act, replace=setattr):
+    """Each training loss becomes act(step, micro-step, loss)."""
+    get_lr, cross_entropy, place = train_gpt2.get_lr, F.cross_entropy, [-1, 0]
 
-    def poisoned(*args):
-        return original(*args) * (torch.nan if next(count) in calls else 1)
+    def noting(step, config):
+        place[:] = step, 0
+        return get_lr(step, config)
 
-    monkeypatch.setattr(train_gpt2, "training_loss", poisoned)
+    def disturbed(*args, **options):
+        loss = cross_entropy(*args, **options)
+        if torch.is_grad_enabled() and place[0] >= 0:  # not in the set-up, nor in an evaluation
+            loss = act(*place, loss)
+            place[1] += 1
+        return loss
+
+    replace(train_gpt2, "get_lr", noting)
+    replace(F, "cross_entropy", disturbed)
 
 
 def test_bad_steps_stop_the_run_or_are_skipped_if_allowed(text, tmp_path, monkeypatch, capsys):
-    poison(monkeypatch, 1 * 4, 3 * 4 + 2, 5 * 4)  # steps 1, 3 and 5 of four micro-steps each
+    bad = {(1, 0), (3, 2), (5, 0)}  # step and micro-step
+    disturb_losses(
+        lambda step, micro, loss: loss * (torch.nan if (step, micro) in bad else 1),
+        monkeypatch.setattr,
+    )
     flags = "--save-every 1 --keep-checkpoints 0 --skip-bad-steps 2 --max-steps 7"
     args = [flags, "--data", text, "--log-dir", tmp_path]
-    with pytest.raises(RunError, match=r"step 5: loss nan, norm nan on the sequences from 40 on"):
-        train(*args)
-    assert "skipped, 2 of 2" in capsys.readouterr().out
-    assert find_checkpoint(tmp_path) == tmp_path / "step_000005" and len(losses(tmp_path)) == 5
-    weights = [sha256(tmp_path / f"step_{step:06d}/model.safetensors") for step in range(1, 6)]
+    with pytest.raises(RunError, match=r"step 5\b.* nan.* 40 .*--max-lr.*--skip-bad-steps 3"):
+        train(*args)  # 40: the first of its sequences
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "2 of 2" in line]
+    assert len(warnings) == 1 and "step 3" in warnings[0]
+    assert newest_intact(tmp_path) == "step_000005" and len(losses(tmp_path)) == 5
+    folders = checkpoints(tmp_path)
+    weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
     assert weights[0] == weights[1] != weights[2] == weights[3] != weights[4]
-    states = [read_training_state(tmp_path / f"step_{step:06d}") for step in (3, 4)]
-    moments = [state["optimizers"][0][1]["state"][0] for state in states]
-    assert all(torch.equal(moments[0][key], moments[1][key]) for key in moments[0])
-    poison(monkeypatch, 0)
-    with pytest.raises(RunError, match="step 5: loss nan"):  # those before a resume count
+    optimizers = [saved_state(folder)["optimizers"][0][1] for folder in folders]
+    moments = [comparable(optimizer["state"]) for optimizer in optimizers]
+    assert moments[2] == moments[3] != moments[4]
+    with pytest.raises(RunError, match=r"step 5\b"):  # those before a resume count
         train(*args, "--resume")
 
 
 def poison_rank_1(kill_at: int | None = None):
-    """On rank 1 the loss of step 1 is NaN; it is killed in its forward pass number `kill_at`.
+    """On rank 1 the loss of step 1 is NaN; it is killed in step `kill_at`."""
 
-    There are two passes before the first step, then two per step."""
-    original, calls = train_gpt2.training_loss, iter(range(10**9))
-
-    def disturbed(*args):
-        loss, call = original(*args), next(calls)
-        if os.environ["RANK"] != "1":
-            return loss
-        if call == kill_at:
+    def act(step, micro_step, loss):
+        if os.environ["RANK"] == "1" and step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        return loss * (torch.nan if call == 4 else 1)
+        return loss * (torch.nan if os.environ["RANK"] == "1" and step == 1 else 1)
 
-    train_gpt2.training_loss = disturbed
+    disturb_losses(act)
 
 
 def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_path):
@@ -265,15 +279,14 @@ def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_pa
     args += ["--save-every 4 --skip-bad-steps 1 --keep-checkpoints 0 --data", text, "--log-dir"]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     texts = train_on_ranks(3, tmp_path, *args, straight, disturb=poison_rank_1)
-    assert texts[0].count("skipped, 1 of 1") == 1
-    codes, _ = start_ranks(3, tmp_path, *args, killed, disturb=partial(poison_rank_1, kill_at=12))
+    assert texts[0].count("1 of 1") == 1
+    codes, _ = start_ranks(3, tmp_path, *args, killed, disturb=partial(poison_rank_1, kill_at=5))
     assert codes[1] == -9 and 0 not in codes and steps_of(killed) == [4]
     texts = train_on_ranks(3, tmp_path, *args, killed)
-    assert f"resumed from {killed}/step_000004" in texts[0]
+    assert [entry["step"] for entry in starts(killed)] == [0, 4]
     assert read_log(killed, "train", "norm") == read_log(straight, "train", "norm")
-    weights = [sha256(folder / "step_000008/model.safetensors") for folder in (straight, killed)]
-    state = read_training_state(killed / "step_000008")
-    assert weights[0] == weights[1] and state["skipped"] == 1 and len(state["random"]) == 3
+    last = [folder / "step_000008/model.safetensors" for folder in (straight, killed)]
+    assert last[0].read_bytes() == last[1].read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -309,8 +322,7 @@ def test_a_signal_saves_and_stops(name, status, at_step, text, tmp_path, monkeyp
 def test_a_signal_without_checkpoints_says_that_nothing_is_saved(at_step, text, tmp_path, capsys):
     at_step(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train("--max-steps 9 --data", text, "--log-dir", tmp_path) == 143
-    assert "stopped by a signal after 2 updates; nothing is saved" in capsys.readouterr().out
-    assert not steps_of(tmp_path)
+    assert "--resume" not in capsys.readouterr().out and not steps_of(tmp_path)
 
 
 def test_a_stopped_run_keeps_no_more_checkpoints_than_others(at_step, text, tmp_path):
@@ -319,35 +331,67 @@ def test_a_stopped_run_keeps_no_more_checkpoints_than_others(at_step, text, tmp_
     assert train("--max-steps 9", *args) == 143 and steps_of(tmp_path) == [3]
 
 
+def after_step(steps, act, replace=setattr):
+    """act(n) in the n-th batch, from 0 on, of the evaluation after `steps` steps."""
+    get_lr, cross_entropy, place = train_gpt2.get_lr, F.cross_entropy, [0, 0]
+
+    def noting(step, config):
+        place[:] = step + 1, 0
+        return get_lr(step, config)
+
+    def disturbed(*args, **options):
+        if not torch.is_grad_enabled() and place[0] == steps:
+            act(place[1])
+            place[1] += 1
+        return cross_entropy(*args, **options)
+
+    replace(train_gpt2, "get_lr", noting)
+    replace(F, "cross_entropy", disturbed)
+
+
+def on_rank_at(rank, n, number, batch):
+    """Sends the signal `number` to a rank in its n-th batch."""
+    if os.environ["RANK"] == str(rank) and batch == n:
+        os.kill(os.getpid(), number)
+
+
 @pytest.mark.parametrize("when", ["in the last step", "in the last evaluation"])
 def test_a_signal_near_the_end_loses_no_evaluation(
     when, at_step, text, tmp_path, monkeypatch, capsys
 ):
     """An evaluation ends early, is not logged, and is made again. A prompt may be empty."""
-    read, count = train_gpt2.DataLoaderLite.read, [0]
+    batches = []
 
-    def disturbed(self, *args):
-        if not self.shuffle:  # validation: the text once, then four batches each time
-            count[0] += 1
-            if count[0] == 7 and when == "in the last evaluation":
-                os.kill(os.getpid(), signal.SIGTERM)
-        return read(self, *args)
+    def act(n):
+        batches.append(n)
+        if n == 1 and when == "in the last evaluation":
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(train_gpt2.DataLoaderLite, "read", disturbed)
+    after_step(3, act, monkeypatch.setattr)
     if when == "in the last step":
         at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
     flags = "--max-steps 3 --save-every 9 --eval-every 9 --sample-every 9 --sample-prompt="
     args = [*flags.split(), "--data", text, "--log-dir", tmp_path]
-    assert train(*args) == 143
-    assert count[0] == (5 if when == "in the last step" else 7) and steps_of(tmp_path) == [3]
+    assert train(*args) == 143  # an evaluation has four batches
+    assert len(batches) == (0 if when == "in the last step" else 2) and steps_of(tmp_path) == [3]
     assert "sample 0" not in capsys.readouterr().out and len(losses(tmp_path, "val")) == 1
     assert train(*args, "--resume") == 0
     assert "sample 0" in capsys.readouterr().out and len(losses(tmp_path, "val")) == 2
     assert len(losses(tmp_path)) == 3
 
 
+def test_a_kill_in_the_last_evaluation_costs_no_step(text, tmp_path):
+    """Checkpoints are written before evaluations."""
+    args = ["--max-steps 3 --save-every 2 --eval-every 3 --data", text, "--log-dir", tmp_path / "a"]
+    disturb = partial(after_step, 3, partial(on_rank_at, 0, 0, signal.SIGKILL))
+    codes, _ = start_ranks(1, tmp_path, *args, disturb=disturb)
+    assert codes == [-9] and steps_of(tmp_path / "a") == [2, 3]
+    assert train(*args, "--resume") == 0
+    assert len(losses(tmp_path / "a")) == 3 and len(losses(tmp_path / "a", "val")) == 2
+
+
 def signal_rank_1():
-    """Rank 1 alone gets SIGTERM: in step 2, or in the evaluation after step 4."""
+    """Rank 1 alone gets SIGTERM in step 2."""
     get_lr = train_gpt2.get_lr
 
     def acting(step, config):
@@ -359,15 +403,7 @@ def signal_rank_1():
 
 
 def signal_rank_1_in_an_evaluation():
-    read = train_gpt2.DataLoaderLite.read
-    counts = iter(range(10**9))
-
-    def disturbed(self, *args):
-        if not self.shuffle and os.environ["RANK"] == "1" and next(counts) == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return read(self, *args)
-
-    train_gpt2.DataLoaderLite.read = disturbed
+    after_step(3, partial(on_rank_at, 1, 0, signal.SIGTERM))
 
 
 def test_a_signal_to_one_rank_stops_all(text, tmp_path):
@@ -387,20 +423,20 @@ def test_a_signal_to_one_rank_stops_all(text, tmp_path):
 
 def interrupt_twice():
     """In step 4, and while its checkpoint is written."""
-    next_batch = train_gpt2.DataLoaderLite.next_batch
+    get_lr = train_gpt2.get_lr
 
     def save_pretrained(self, folder):
         folder.mkdir()
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(9)
 
-    def interrupted(self):
-        if self.position == 4 * 8 + 2:
+    def interrupted(step, config):
+        if step == 4:
             os.kill(os.getpid(), signal.SIGINT)
-        return next_batch(self)
+        return get_lr(step, config)
 
     train_gpt2.GPT.save_pretrained = save_pretrained
-    train_gpt2.DataLoaderLite.next_batch = interrupted
+    train_gpt2.get_lr = interrupted
 
 
 def test_a_second_interrupt_stops_at_once(text, tmp_path):
@@ -408,6 +444,6 @@ def test_a_second_interrupt_stops_at_once(text, tmp_path):
     args = ["--save-every 8 --max-steps 8 --data", text, "--log-dir", tmp_path]
     (code,), (output,) = start_ranks(1, tmp_path, *args, disturb=interrupt_twice)
     assert code == 130 and "Traceback" not in output, output
-    assert not list_checkpoints(tmp_path) and list(tmp_path.glob(".*partial"))
+    assert not checkpoints(tmp_path) and list(tmp_path.glob(".*partial"))
     train(*args, "--resume")
     assert len(losses(tmp_path)) == 8 and not list(tmp_path.glob(".*partial"))

@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 
 from support.errors import UserError
-from support.run_log import log_lines
-from tests.conftest import train
+from tests.conftest import read_log, train
 
 ERRORS = [OSError("no space left"), RuntimeError("of another kind"), TimeoutError()]
 
@@ -42,7 +41,7 @@ def test_trackers_get_every_stream_until_they_fail(error, text, tmp_path, monkey
     expected = [(stream, value, step) for step, values in sent for stream, value in values.items()]
     assert scalars == [entry for entry in expected if entry[2] < 2] != expected
     # Once in each start, though the second sent more after that.
-    assert capfd.readouterr().err.count("--tensorboard: nothing more is sent") == 2
+    assert capfd.readouterr().err.count("--tensorboard") == 2
     assert {"val", "train", "lr", "norm", "ms"} <= {entry[0] for entry in expected}
 
 
@@ -58,7 +57,7 @@ def test_a_tracker_that_cannot_start_costs_nothing(text, tmp_path, monkeypatch):
     )
     board = SimpleNamespace(SummaryWriter=mock.Mock(side_effect=AssertionError("after wandb")))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    for module, message in ((None, "--wandb: not installed; `pip"), (no_account, "no account")):
+    for module, message in ((None, "--wandb.*pip install"), (no_account, "no account")):
         monkeypatch.setitem(sys.modules, "wandb", module)
         with pytest.raises(UserError, match=message):
             train(*args, "--wandb --tensorboard")
@@ -88,6 +87,6 @@ def test_tensorboard_has_what_the_log_has(text, tmp_path, monkeypatch):
     train(*args, "--max-steps 3 --eval-every 2")
     shutil.rmtree(log / "step_000003")
     train(*args, "--max-steps 4 --eval-every 0 --resume")
-    lines = log_lines(log / "log.txt")
+    lines = [line.split() for line in read_log(log)]
     assert len(lines) == 2 * 2 + 4 * 6
-    assert {(step, stream): float(value) for step, stream, value in lines} == board
+    assert {(int(step), stream): float(value) for step, stream, value in lines} == board

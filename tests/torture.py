@@ -16,13 +16,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from support.run_log import read_log
 
 SCRIPT = Path(__file__).parents[1] / "train_gpt2.py"
 TIMINGS = ("ms", "tok_per_sec", "mfu")
@@ -69,12 +65,27 @@ def contents(log_dir: Path) -> dict[str, object]:
     found: dict[str, object] = {"log": [line for line in lines if line.split()[1] not in TIMINGS]}
     for folder in sorted(log_dir.glob("step_*")):
         found[f"{folder.name}/model"] = (folder / "model.safetensors").read_bytes()
-        state = torch.load(folder / "training_state.pt") | dict.fromkeys(("elapsed", "config"))
-        state = tree_map_only(
-            torch.Tensor, lambda t: t.flatten().view(torch.uint8).numpy().tobytes(), state
-        )
-        found[f"{folder.name}/state"] = state
+        found[f"{folder.name}/state"] = comparable(torch.load(folder / "training_state.pt"))
     return found
+
+
+def comparable(state: Any) -> Any:
+    """The same nested state without times and settings, and with the bytes of each tensor."""
+    if isinstance(state, torch.Tensor):
+        return state.flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(state, dict):
+        kept = state.keys() - {"elapsed", "config"}
+        return {key: comparable(value) for key, value in state.items() if key in kept}
+    if isinstance(state, list | tuple):
+        return [comparable(value) for value in state]
+    return state
+
+
+def training_losses(log_dir: Path) -> tuple[list[int], list[float]]:
+    """(steps, losses) of log.txt. A kill may have cut its last line."""
+    lines = (log_dir / "log.txt").read_text().split("\n")[:-1]
+    rows = [line.split() for line in lines if line.split()[1] == "train"]
+    return [int(row[0]) for row in rows], [float(row[2]) for row in rows]
 
 
 def assert_same(a: Path, b: Path) -> None:
@@ -95,7 +106,7 @@ def torture(
         goal = i * steps // (kills + 2)  # evenly spaced, all before the end
         kill(log_dir, steps, ("saving", "training", "starting")[i % 3], goal)
         half_written += bool(list(log_dir.glob(".step_*.partial")))
-        killed_at.append(read_log(log_dir)["train"][0][-1])
+        killed_at.append(training_losses(log_dir)[0][-1])
     finish(log_dir, steps)
     assert_same(folder / "straight", log_dir)
     return half_written, killed_at
@@ -110,7 +121,7 @@ def draw(folder: Path, killed_at: list[int], path: Path) -> None:
         ("straight", "never stopped", "#ffc46b", 4.5),
         ("killed", f"killed {len(killed_at)} times", "#1f3b73", 0.9),
     ):
-        steps, losses = read_log(folder / run)["train"]
+        steps, losses = training_losses(folder / run)
         axes.plot(steps, losses, color=color, lw=width, label=label)
     axes.vlines(
         killed_at, min(losses), max(losses), "#e57373", lw=0.8, zorder=0, label="killed here"
