@@ -136,7 +136,8 @@ class PretendGPU(TorchDispatchMode):
         if name == "copy_":
             here = isinstance(args[0], OnGPU)
         if kwargs.get("device") is not None:
-            here = self.is_here(kwargs["device"])
+            # C++ asks for the CPU where it means the device of the arguments.
+            here = here or self.is_here(kwargs["device"])
             kwargs["device"] = "cpu" if here else kwargs["device"]
         for generator in (x for x in leaves if isinstance(x, torch._C.Generator)):
             if (generator._cdata in self.generators) != here:
@@ -211,15 +212,20 @@ class PretendGPU(TorchDispatchMode):
 
         def to(t, *args, copy=False, **kwargs):
             """C++ would see no difference between the device and the CPU."""
-            device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
-            if (
-                device is None
-                or device.type == t.device.type
-                or "meta" in (device.type, t.device.type)
-            ):
-                return convert(t, *args, copy=copy, **kwargs)
-            return torch.ops.aten._to_copy(
-                t, device=device, dtype=dtype, non_blocking=non_blocking, memory_format=layout
+            device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+            device = device or t.device
+            if gpu.is_here(device) == isinstance(t, OnGPU):
+                return (
+                    convert(t, dtype=dtype or t.dtype, copy=copy)
+                    if gpu.is_here(device)
+                    else convert(t, *args, copy=copy, **kwargs)
+                )
+            if gpu.is_here(device):
+                return torch.ops.aten._to_copy(
+                    t, device=gpu.device, dtype=dtype, non_blocking=non_blocking
+                )
+            return torch.empty(t.shape, dtype=dtype or t.dtype, device=device).copy_(
+                t, non_blocking
             )
 
         def group(lists, with_indices=False):
