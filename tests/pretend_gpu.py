@@ -1,9 +1,9 @@
 """A GPU that isn't there. Its tensors say that they are on cuda:0, and the CPU computes them.
 
-Inside `with PretendGPU() as gpu:` torch says that this machine has one NVIDIA GPU. As on a real one,
-tensors of the GPU and of the host do not mix, the memory is limited, and the GPU has random numbers
-of its own. gpu.waits counts where the program waits for the GPU, and gpu.unpinned where it copies
-from memory that is not pinned. PretendGPU("mps") is an Apple GPU, which has no float64.
+Inside `with PretendGPU() as gpu:` torch says that this machine has one NVIDIA GPU. Its tensors do
+not mix with those of the host, its memory is limited, and it has its own random numbers. gpu.waits
+counts where the program waits for the GPU, and gpu.unpinned where it copies from memory that is not
+pinned without waiting. PretendGPU("mps") is an Apple GPU, which has no float64.
 
 It cannot show kernels, speed, compiled graphs or several GPUs. To C++ the tensors are those of a
 CPU, so the operations that autocast runs in 16 bits are the CPU's list of them."""
@@ -12,6 +12,7 @@ import contextlib
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 from weakref import WeakValueDictionary
 
@@ -212,21 +213,15 @@ class PretendGPU(TorchDispatchMode):
 
         def to(t, *args, copy=False, **kwargs):
             """C++ would see no difference between the device and the CPU."""
-            device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-            device = device or t.device
-            if gpu.is_here(device) == isinstance(t, OnGPU):
-                return (
-                    convert(t, dtype=dtype or t.dtype, copy=copy)
-                    if gpu.is_here(device)
-                    else convert(t, *args, copy=copy, **kwargs)
-                )
-            if gpu.is_here(device):
-                return torch.ops.aten._to_copy(
-                    t, device=gpu.device, dtype=dtype, non_blocking=non_blocking
-                )
-            return torch.empty(t.shape, dtype=dtype or t.dtype, device=device).copy_(
-                t, non_blocking
-            )
+            device, dtype, late, _ = torch._C._nn._parse_to(*args, **kwargs)
+            if not isinstance(t, OnGPU):
+                if device is None or not gpu.is_here(device):
+                    return convert(t, *args, copy=copy, **kwargs)
+                return torch.ops.aten._to_copy(t, dtype=dtype, device=gpu.device, non_blocking=late)
+            dtype = dtype or t.dtype
+            if device is None or gpu.is_here(device):
+                return convert(t, dtype, copy=copy)
+            return torch.empty(t.shape, dtype=dtype, device=device).copy_(t, late)
 
         def group(lists, with_indices=False):
             groups = by_device(lists, with_indices)
@@ -269,9 +264,19 @@ class PretendGPU(TorchDispatchMode):
         yield (
             torch.get_device_module(kind),
             {
-                "synchronize": lambda *_: None,
+                "synchronize": lambda *_: self.note(self.waits),
                 "get_rng_state": lambda *_: self.random.get_state(),
                 "set_rng_state": lambda state, *_: self.random.set_state(state),
+            },
+        )
+        stream = SimpleNamespace(is_capturing=lambda: False)
+        yield (
+            torch.accelerator,
+            {
+                "is_available": lambda: True,
+                "current_accelerator": lambda *_, **__: torch.device(kind),
+                "current_stream": lambda *_: stream,
+                "synchronize": lambda *_: self.note(self.waits),
             },
         )
         if kind == "mps":
