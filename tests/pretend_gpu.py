@@ -9,7 +9,7 @@ It cannot show kernels, speed, compiled graphs or several GPUs. To C++ the tenso
 CPU, so the operations that autocast runs in 16 bits are the CPU's list of them."""
 
 import contextlib
-import sys
+import traceback
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch._dynamo.polyfills.loader  # It reads signatures of functions that are replaced below.
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -92,6 +93,7 @@ class PretendGPU(TorchDispatchMode):
         self.pinned = {}  # the storage of pinned memory at each address
         self.waits = Counter()  # The keys are lines of the project.
         self.unpinned = Counter()
+        self.calls = Counter()  # of functions such as gelu
         self.generators = {}  # those of the device, at each address
         self.random = torch.Generator().manual_seed(0)  # of functions that are given none
 
@@ -115,17 +117,16 @@ class PretendGPU(TorchDispatchMode):
 
     def note(self, counter: Counter) -> None:
         """Counts for the line of the project that is running."""
-        frame = sys._getframe(2)
-        while frame.f_back and (
-            frame.f_code.co_filename == __file__
-            or ROOT not in (path := Path(frame.f_code.co_filename)).parents
-        ):
-            frame = frame.f_back
-        counter[f"{path.name}:{frame.f_lineno}"] += 1
+        for frame, line in traceback.walk_stack(None):
+            path = Path(frame.f_code.co_filename)
+            if ROOT in path.parents and path != Path(__file__):
+                counter[f"{path.name}:{line}"] += 1
+                return
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), function._schema.name.partition("::")[2]
         leaves = tree_leaves((args, kwargs))
+        self.calls[name] += 1
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         ours = [t for t in tensors if isinstance(t, OnGPU)]
         # A number on the host may take part in elementwise arithmetic.
@@ -193,6 +194,7 @@ class PretendGPU(TorchDispatchMode):
         """The functions of torch that must know of the device: (module or class, {name: value})."""
         gpu, kind, generators = self, self.device.type, self.generators
         make_tensor, convert, tag = torch.tensor, torch.Tensor.to, torch.serialization.location_tag
+        attend = torch.nn.functional.scaled_dot_product_attention
         by_device = torch._C._group_tensors_by_device_and_dtype
 
         class Generator(torch.Generator):
@@ -228,8 +230,13 @@ class PretendGPU(TorchDispatchMode):
             ours = isinstance(lists[0][0], OnGPU)
             return {(gpu.device if ours else d, dtype): g for (d, dtype), g in groups.items()}
 
-        def compiled(function=None, **options):  # as it is
-            return function or (lambda function: function)
+        def compiled(function=None, **_):  # It stays as it is.
+            return function or compiled
+
+        def attention(*args, **kwargs):
+            """The plain kernel would make a mask on the CPU, so that one is the last choice."""
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+                return attend(*args, **kwargs)
 
         def exchanged(function):
             """To C++ the device is the CPU, so autocast for it is the CPU's, and that has none."""
@@ -257,6 +264,7 @@ class PretendGPU(TorchDispatchMode):
                 "is_pinned": lambda t, *_: self.is_pinned(t),
             },
         )
+        yield torch.nn.functional, {"scaled_dot_product_attention": attention}
         yield torch._C, {"_group_tensors_by_device_and_dtype": group}
         # A checkpoint says where its tensors were. Without map_location they go there again.
         on_device = lambda t: "cuda:0" if t.data_ptr() in self.blocks else tag(t)  # noqa: E731

@@ -213,21 +213,6 @@ def test_deterministic_means_torchs_deterministic_algorithms(text, tmp_path, mon
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # as NVIDIA's documentation asks
 
 
-def test_a_gpus_sequences_are_padded_to_multiples_of_64(monkeypatch):
-    """The tokens stay those of the model without padding."""
-    lengths = {1: 64, 64: 64, 65: 128}
-    for n, padded in lengths.items():
-        assert devices.round_length(n, torch.device("cuda")) == padded
-        assert devices.round_length(n, CPU) == n
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(40, 50257, 1, 2, 32))
-    torch.nn.init.normal_(model.wte.weight, std=0.3)
-    idx = torch.randint(50257, (2, 3))
-    expected = model.generate(idx, 50, temperature=0)
-    monkeypatch.setattr(devices, "round_length", lambda n, device: n + -n % 16)
-    assert torch.equal(model.generate(idx, 50, temperature=0), expected)
-
-
 def test_random_states_of_another_device(monkeypatch):
     """A run may go on where there is no such device."""
     states = [torch.tensor([7])]
