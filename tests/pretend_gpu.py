@@ -99,9 +99,7 @@ class PretendGPU(TorchDispatchMode):
 
     def __enter__(self):
         self.patches = contextlib.ExitStack()
-        for target, replacements in self.replacements():
-            for name, value in replacements.items():
-                self.patches.enter_context(mock.patch.object(target, name, value))
+        self.replace_functions()
         # Module.to() then exchanges what is in a parameter, so that tied ones stay tied.
         swap = torch.__future__.get_swap_module_params_on_conversion()
         self.patches.callback(torch.__future__.set_swap_module_params_on_conversion, swap)
@@ -173,10 +171,10 @@ class PretendGPU(TorchDispatchMode):
             return here and name == "_to_copy" and kwargs.get("dtype") in (None, source.dtype)
         return False
 
-    def is_pinned(self, t: torch.Tensor, *_) -> bool:
+    def is_pinned(self, t: torch.Tensor) -> bool:
         return not isinstance(t, OnGPU) and t.untyped_storage().data_ptr() in self.pinned
 
-    def pin(self, t: torch.Tensor, *_) -> torch.Tensor:
+    def pin(self, t: torch.Tensor) -> torch.Tensor:
         copy = t.clone()
         self.pinned[copy.untyped_storage().data_ptr()] = copy.untyped_storage()
         return copy
@@ -190,8 +188,11 @@ class PretendGPU(TorchDispatchMode):
         self.random.set_state(torch.default_generator.get_state())
         torch.default_generator.set_state(before)
 
-    def replacements(self):
-        """The functions of torch that must know of the device: (module or class, {name: value})."""
+    def replace(self, target: object, **functions: object) -> None:
+        self.patches.enter_context(mock.patch.multiple(target, **functions))
+
+    def replace_functions(self) -> None:
+        """Replaces the functions of torch that must know of the device."""
         gpu, kind, generators = self, self.device.type, self.generators
         make_tensor, convert, tag = torch.tensor, torch.Tensor.to, torch.serialization.location_tag
         attend = torch.nn.functional.scaled_dot_product_attention
@@ -243,70 +244,49 @@ class PretendGPU(TorchDispatchMode):
             names = {kind: "cpu", "cpu": kind}
             return lambda device=kind, *args: function(names.get(device, device), *args)
 
-        yield (
-            torch,
-            {
-                "Generator": Generator,
-                "compile": compiled,
-                "tensor": tensor,
-                "set_autocast_enabled": exchanged(torch.set_autocast_enabled),
-                "is_autocast_enabled": exchanged(torch.is_autocast_enabled),
-                "set_autocast_dtype": exchanged(torch.set_autocast_dtype),
-                "get_autocast_dtype": exchanged(torch.get_autocast_dtype),
-            },
-        )
-        yield (
-            torch.Tensor,
-            {
-                "to": to,
-                "cpu": lambda t, *_: t.to("cpu"),
-                "pin_memory": lambda t, *_: self.pin(t),
-                "is_pinned": lambda t, *_: self.is_pinned(t),
-            },
-        )
-        yield torch.nn.functional, {"scaled_dot_product_attention": attention}
-        yield torch._C, {"_group_tensors_by_device_and_dtype": group}
+        self.replace(torch, Generator=Generator, compile=compiled, tensor=tensor)
+        for of, name in (("is", "enabled"), ("set", "enabled"), ("get", "dtype"), ("set", "dtype")):
+            name = f"{of}_autocast_{name}"
+            self.replace(torch, **{name: exchanged(getattr(torch, name))})
+        self.replace(torch.Tensor, to=to, cpu=lambda t, *_: t.to("cpu"))
+        self.replace(torch.Tensor, pin_memory=lambda t, *_: self.pin(t))
+        self.replace(torch.Tensor, is_pinned=lambda t, *_: self.is_pinned(t))
+        self.replace(torch.nn.functional, scaled_dot_product_attention=attention)
+        self.replace(torch._C, _group_tensors_by_device_and_dtype=group)
         # A checkpoint says where its tensors were. Without map_location they go there again.
-        on_device = lambda t: "cuda:0" if t.data_ptr() in self.blocks else tag(t)  # noqa: E731
-        yield torch.serialization, {"location_tag": on_device}
-        yield (
-            torch.get_device_module(kind),
-            {
-                "synchronize": lambda *_: self.note(self.waits),
-                "get_rng_state": lambda *_: self.random.get_state(),
-                "set_rng_state": lambda state, *_: self.random.set_state(state),
-            },
-        )
-        stream = SimpleNamespace(is_capturing=lambda: False)
-        yield (
+        place = lambda t: str(self.device) if t.data_ptr() in self.blocks else tag(t)  # noqa: E731
+        self.replace(torch.serialization, location_tag=place)
+        self.replace(
             torch.accelerator,
-            {
-                "is_available": lambda: True,
-                "current_accelerator": lambda *_, **__: torch.device(kind),
-                "current_stream": lambda *_: stream,
-                "synchronize": lambda *_: self.note(self.waits),
-            },
+            is_available=lambda: True,
+            current_accelerator=lambda *_, **__: torch.device(kind),
+            current_stream=lambda *_: SimpleNamespace(is_capturing=lambda: False),
+            synchronize=lambda *_: self.note(self.waits),
+        )
+        self.replace(
+            torch.get_device_module(kind),
+            synchronize=lambda *_: self.note(self.waits),
+            get_rng_state=lambda *_: self.random.get_state(),
+            set_rng_state=lambda state, *_: self.random.set_state(state),
         )
         if kind == "mps":
-            yield torch.backends.mps, {"is_available": lambda: True}
-            yield torch.mps, {"manual_seed": lambda seed: self.random.manual_seed(seed)}
+            self.replace(torch.backends.mps, is_available=lambda: True)
+            self.replace(torch.mps, manual_seed=lambda seed: self.random.manual_seed(seed))
             return
-        yield (
+        self.replace(
             torch.cuda,
-            {
-                "is_available": lambda: True,
-                "is_initialized": lambda: True,
-                "_lazy_init": lambda: None,
-                "device_count": lambda: 1,
-                "current_device": lambda: 0,
-                "set_device": lambda device: None,
-                "get_device_name": lambda *_: self.name,
-                "get_device_capability": lambda *_: self.capability,
-                "is_bf16_supported": lambda *_, **__: True,  # Old chips emulate it slowly.
-                "mem_get_info": lambda *_: (self.memory - self.used, self.memory),
-                "max_memory_allocated": lambda *_: self.peak,
-                "reset_peak_memory_stats": lambda *_: setattr(self, "peak", self.used),
-                "is_current_stream_capturing": lambda: False,
-                "manual_seed_all": lambda seed: self.random.manual_seed(seed),
-            },
+            is_available=lambda: True,
+            is_initialized=lambda: True,
+            _lazy_init=lambda: None,
+            device_count=lambda: 1,
+            current_device=lambda: 0,
+            set_device=lambda device: None,
+            get_device_name=lambda *_: self.name,
+            get_device_capability=lambda *_: self.capability,
+            is_bf16_supported=lambda *_, **__: True,  # Old chips emulate it slowly.
+            mem_get_info=lambda *_: (self.memory - self.used, self.memory),
+            max_memory_allocated=lambda *_: self.peak,
+            reset_peak_memory_stats=lambda *_: setattr(self, "peak", self.used),
+            is_current_stream_capturing=lambda: False,
+            manual_seed_all=lambda seed: self.random.manual_seed(seed),
         )

@@ -21,7 +21,7 @@ from support.errors import UserError
 from support.run_log import run_entries
 from tests import no_float64
 from tests.conftest import ROOT, losses, train, train_on_ranks
-from train_gpt2 import GPT, GPTConfig
+
 
 CPU = torch.device("cpu")
 matmul_flops = devices.matmul_flops  # which conftest.py replaces
