@@ -17,7 +17,7 @@ import sample
 import train_gpt2
 from support.errors import UserError
 from support.run_log import run_entries
-from tests.conftest import ROOT, losses, train, words
+from tests.conftest import RANK, ROOT, losses, train, words
 from tests.pretend_gpu import OnGPU, PretendGPU
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only")
@@ -105,6 +105,13 @@ def test_the_micro_batch_is_what_fits(run, tmp_path):
 def test_out_of_memory_is_one_line_with_a_remedy(flags, memory, run):
     with pytest.raises(UserError, match=r"^[^\n]*--low-memory[^\n]*$"):
         run("log", flags, "--total-batch-size 512 --seq-len 64", gpu=PretendGPU(memory=memory))
+
+
+def test_more_processes_than_gpus_are_one_line(run, monkeypatch):
+    for name, value in (RANK | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="--nproc_per_node"):
+        run("log", gpu=PretendGPU())
 
 
 def test_low_memory_computes_the_blocks_twice(run):
