@@ -83,16 +83,16 @@ def test_a_step_waits_twice_for_the_device(flags, run):
 def test_float16_overflows_are_no_bad_steps(run, tmp_path, monkeypatch):
     """On a chip without bfloat16. The first scale is so high that the gradients overflow."""
     scaler = torch.amp.GradScaler.__init__
-    monkeypatch.setattr(scaler, "__defaults__", ("cuda", 2.0**21, *scaler.__defaults__[2:]))
+    monkeypatch.setattr(scaler, "__defaults__", ("cuda", 2.0**20, *scaler.__defaults__[2:]))
 
     def norms(*flags):
         t4 = PretendGPU(name="Tesla T4", capability=(7, 5), memory=16e9)
-        run("log", "--dtype auto --save-every 1", *flags, gpu=t4)
+        run("log", "--dtype auto --save-every 4", *flags, gpu=t4)
         return losses(tmp_path / "log", "norm")
 
-    overflows = sum(not math.isfinite(norm) for norm in norms())
-    assert 0 < overflows < 3
-    after = norms("--max-steps 5 --resume")[overflows:]
+    overflows = sum(not math.isfinite(norm) for norm in norms("--max-steps 4"))
+    assert 0 < overflows < 4
+    after = norms("--max-steps 6 --resume")[overflows:]
     assert max(after) < 5, "these norms are of unscaled gradients, and the scale was resumed"
 
 
