@@ -91,11 +91,11 @@ class PretendGPU(TorchDispatchMode):
         self.used = self.peak = 0  # bytes
         self.blocks = WeakValueDictionary()  # the Block at each address
         self.pinned = {}  # the storage of pinned memory at each address
-        self.waits = Counter()  # The keys are lines of the project.
-        self.unpinned = Counter()
+        self.waits = Counter()  # The keys are lines of the project, here and below.
+        self.unpinned = Counter()  # copies from unpinned memory that nobody waits for
         self.calls = Counter()  # of functions such as gelu
         self.generators = {}  # those of the device, at each address
-        self.random = torch.Generator().manual_seed(0)  # of functions that are given none
+        self.random = torch.Generator().manual_seed(0)  # for calls without a generator
 
     def __enter__(self):
         self.patches = contextlib.ExitStack()
@@ -152,7 +152,7 @@ class PretendGPU(TorchDispatchMode):
             out = function(*args, **kwargs)
         if not here:
             return out
-        changed = {id(t) for t in tensors}  # in place, so these are on the device already
+        changed = {id(t) for t in tensors}  # What was changed in place is on the device already.
         return tree_map_only(torch.Tensor, lambda t: t if id(t) in changed else OnGPU(t, self), out)
 
     def is_late_copy(self, name: str, args: tuple, kwargs: dict, here: bool) -> bool:
@@ -215,7 +215,7 @@ class PretendGPU(TorchDispatchMode):
             return made if device is None else made.to(device)
 
         def to(t, *args, copy=False, **kwargs):
-            """C++ would see no difference between the device and the CPU."""
+            """C++ sees no difference between the device and the CPU, so this tells them apart."""
             device, dtype, late, _ = torch._C._nn._parse_to(*args, **kwargs)
             if not isinstance(t, OnGPU):
                 if device is None or not gpu.is_here(device):
@@ -231,16 +231,18 @@ class PretendGPU(TorchDispatchMode):
             ours = isinstance(lists[0][0], OnGPU)
             return {(gpu.device if ours else d, dtype): g for (d, dtype), g in groups.items()}
 
-        def compiled(function=None, **_):  # It stays as it is.
+        def compiled(function=None, **_):  # The function stays as it is.
             return function or compiled
 
         def attention(*args, **kwargs):
-            """The plain kernel would make a mask on the CPU, so that one is the last choice."""
+            """The plain kernel comes last, since C++ makes its mask on the CPU."""
             with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
                 return attend(*args, **kwargs)
 
         def exchanged(function):
-            """To C++ the device is the CPU, so autocast for it is the CPU's, and that has none."""
+            """autocast for the device becomes the CPU's, which C++ applies to these tensors.
+
+            In exchange, autocast for the CPU does not touch them."""
             names = {kind: "cpu", "cpu": kind}
             return lambda device=kind, *args: function(names.get(device, device), *args)
 
