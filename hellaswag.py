@@ -19,7 +19,7 @@ from torch import Tensor
 
 from support import huggingface
 from support.cli import parse_args, run
-from support.devices import choose_device, choose_precision, keep_freed_memory
+from support.devices import choose_device, choose_precision, keep_freed_memory, padded
 from support.errors import UserError
 from support.files import write_text
 from support.hellaswag import LogitsAt, Score, gpt_logits, load_examples, prepare, score
@@ -80,9 +80,11 @@ def load_any(folder: Path, device: torch.device) -> tuple[LogitsAt, int, Callabl
     model, tokenizer = huggingface.load_causal_lm(folder, device, torch.float32)
     text_config = model.config.get_text_config()
     V = text_config.vocab_size
+    context = getattr(text_config, "max_position_embeddings", None) or 2**20  # None: any length
     check_causal(folder, model, V)
 
     def logits_at(tokens: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        tokens = padded(tokens, context)
         rows = max(MAX_LOGITS // (V * tokens.size(1)), 1)
         parts = []
         for first in range(0, len(tokens), rows):
@@ -96,7 +98,6 @@ def load_any(folder: Path, device: torch.device) -> tuple[LogitsAt, int, Callabl
         return tokens[:-1] if tokens[-1] == tokenizer.eos_token_id else tokens
 
     begins = encode("a")[0] == tokenizer.bos_token_id  # with a token such as <s>, to be kept
-    context = getattr(text_config, "max_position_embeddings", None) or 2**20  # None: any length
     return logits_at, context, encode, int(begins)
 
 

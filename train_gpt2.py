@@ -249,10 +249,8 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             window = idx[:, -block_size:]  # what fits in the context
             T = window.size(1)
-            # Zeros may follow: a GPU's attention is slow to start at each new length, so there the
-            # lengths are multiples of 64. No token attends to later ones.
-            longer = min(devices.round_length(T, idx.device), block_size)
-            x = self.hidden(F.pad(window, (0, longer - T)))[:, T - 1]  # (B, C)
+            # Zeros may follow, since a GPU is slow to start at each new length.
+            x = self.hidden(devices.padded(window, block_size))[:, T - 1]  # (B, C)
             logits = self.logits(x).float() / temperature  # (B, V)
             # Draw one of the k likeliest tokens, in proportion to its probability.
             logits, candidates = logits.topk(k)  # (B, k) each

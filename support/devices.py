@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -110,11 +111,14 @@ def can_compile(device: torch.device) -> bool:
     return True
 
 
-def round_length(length: int, device: torch.device) -> int:
-    """The length to which to pad a sequence: on a CUDA GPU the next multiple of 64.
+def padded(idx: Tensor, block_size: int) -> Tensor:
+    """Tokens (B, T) with zeros behind them on a CUDA GPU: up to the next multiple of 64 tokens.
 
-    cuDNN plans its attention kernels again for each new length, which takes time."""
-    return length + -length % 64 if device.type == "cuda" else length
+    cuDNN plans its attention kernels again for each new length, which takes time. No token attends
+    to later ones. block_size: the model's context, in tokens, which the zeros do not exceed."""
+    T = idx.size(1)
+    longer = min(T + -T % 64, block_size) if idx.device.type == "cuda" else T
+    return F.pad(idx, (0, longer - T))
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

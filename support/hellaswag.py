@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from support.cli import print0, torchrun_ranks
-from support.devices import round_length
+from support.devices import padded
 from support.errors import UserError
 from support.files import atomic_path, sha256
 from support.ranks import Ranks
@@ -183,7 +183,7 @@ def score(
     scores = {}
     progress = tqdm(batches, unit_scale=batch_size, unit="task", disable=hide_progress)
     for batch in until_stopped(progress):
-        T = round_length(max(tasks[i].length for i in batch), device)
+        T = max(tasks[i].length for i in batch)
         tokens = torch.zeros(4 * len(batch), T, dtype=torch.int64)
         rows, columns, targets = [], [], []  # where an ending's tokens are predicted, and they
         pairs = [(tasks[i].context, ending) for i in batch for ending in tasks[i].endings]
@@ -206,7 +206,12 @@ def score(
 
 def gpt_logits(model: Any) -> LogitsAt:
     """What score() takes, for a GPT of train_gpt2.py: the head only where it counts."""
-    return lambda tokens, row, column: model.logits(model.hidden(tokens)[row, column])
+
+    def logits_at(tokens: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        x = model.hidden(padded(tokens, model.config.block_size))  # (B, T, C)
+        return model.logits(x[row, column])
+
+    return logits_at
 
 
 def accuracy(model: Any, tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:

@@ -1,8 +1,7 @@
-"""Devices: stand-ins for GPUs and other CPUs; what a machine lacks is said."""
+"""Devices: what a machine has, what it lacks, and memory. For GPUs: test_pretend_gpu.py."""
 
 import mmap
 import multiprocessing
-import os
 import platform
 import re
 import sys
@@ -11,17 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import safetensors.torch
 import torch
-from torch.utils._pytree import tree_map_only
 from torch.utils.benchmark import Timer
 
-from support import devices, ranks
+from support import devices
 from support.errors import UserError
 from support.run_log import run_entries
-from tests import no_float64
-from tests.conftest import ROOT, losses, train, train_on_ranks
-from train_gpt2 import GPT, GPTConfig
+from tests.conftest import train
 
 CPU = torch.device("cpu")
 matmul_flops = devices.matmul_flops  # which conftest.py replaces
@@ -42,47 +37,6 @@ def test_precision_on_a_cpu(monkeypatch, text, tmp_path):
     assert precision(False, 9.0) == precision(True, 1.2) == "float32"
     assert precision(True, 1.4) == precision(True, 0.5, "--resume --max-steps 3") == "bfloat16"
     assert precision(False, 9.0, "--resume --max-steps 4") == "float32", "that of a large one"
-
-
-def gpu(monkeypatch, name: str, capability: tuple[int, int]) -> torch.device:
-    """Pretends that this machine has one such GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    return torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize(
-    "name, capability, dtype",
-    [
-        ("Tesla T4", (7, 5), torch.float16),
-        ("NVIDIA A100-SXM4-80GB", (8, 0), torch.bfloat16),
-    ],
-)
-def test_precision_on_a_gpu(name, capability, dtype, monkeypatch):
-    device = gpu(monkeypatch, name, capability)
-    assert devices.choose_device("auto") == device
-    assert devices.choose_precision("auto", device, 0)[0] == dtype
-    assert devices.choose_precision("float32", device, 0)[0] == torch.float32
-    with pytest.raises(UserError, match="1 GPUs for more than 1 processes: lower"):
-        devices.choose_device("auto", local_rank=1)
-
-
-def test_mfu_is_of_a_data_sheet_in_16_bits_and_else_measured(monkeypatch):
-    peak = devices.peak_flops.__wrapped__
-    for name, dtype, expected in (
-        ("Tesla T4", torch.float16, 65e12),
-        ("NVIDIA H200", torch.bfloat16, 989e12),
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
-        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2e12),
-        ("NVIDIA L4", torch.bfloat16, 121e12),
-        ("NVIDIA H200", torch.float32, 1e12),
-        ("NVIDIA H200 MIG 1g.18gb", torch.bfloat16, 1e12),  # a part of one
-    ):
-        device = gpu(monkeypatch, name, (9, 0))
-        assert peak(device, dtype)[0] == expected, name
 
 
 @pytest.mark.parametrize(
@@ -127,51 +81,6 @@ def test_an_apple_gpu_is_for_one_process_and_trains_in_float32(monkeypatch):
         devices.choose_device("mps", world_size=2)
 
 
-def on_a_device_without_float64():
-    from transformers.models.gpt2 import modeling_gpt2  # noqa: F401  (before torch is changed)
-
-    device = no_float64.install()
-    devices.keep_freed_memory()  # as main() does
-    ranks.choose_device = lambda *args: device
-    devices.choose_precision = lambda *args, **options: (torch.float32, "a stand-in")
-    # The stand-in does not see these calls.
-    Generator = torch.Generator
-    torch.Generator = lambda device=None: Generator()
-    tensor = torch.tensor
-    torch.tensor = lambda data, device="cpu", **options: tensor(data, **options).to(device)
-    # Its tensors have no bytes to save.
-    torch_save = torch.save
-    torch.save = lambda data, *args: torch_save(on_host(data), *args)
-    save_file = safetensors.torch.save_file
-    safetensors.torch.save_file = lambda data, *args, **kw: save_file(on_host(data), *args, **kw)
-    no_float64.StandIn().__enter__()
-
-
-def on_host(data):
-    return tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), data)
-
-
-@pytest.mark.skipif(not no_float64.INSTALLABLE, reason="this torch registers no device from Python")
-def test_a_device_without_float64(text, tmp_path):
-    """Validation, HellaSwag, samples, optimizers, a checkpoint and a resume match the CPU's."""
-    tasks = tmp_path / "tasks.jsonl"
-    lines = (ROOT / "tests" / "hellaswag_sample.jsonl").read_text().splitlines(keepends=True)
-    tasks.write_text("".join(lines[:2]))
-    args = ["--data", text, "--hellaswag-data", tasks, "--eval-every 1 --hellaswag-every 1"]
-    args.append("--save-every 1 --seq-len 64 --micro-batch-size 1 --min-lr 5e-3")
-    args.append("--optimizer muon --resume --log-dir")
-    outputs = []
-    for flags in ("--max-steps 1", "--max-steps 2 --sample-every 2"):
-        device = [*args, tmp_path / "device", flags]
-        outputs += train_on_ranks(1, tmp_path, *device, disturb=on_a_device_without_float64)
-    assert [output.count("rank 0 sample") for output in outputs] == [0, 2]
-    assert "resumed from" in outputs[1]
-    train(*args, tmp_path / "cpu", "--max-steps 2")
-    for stream in ("train", "val", "hella"):
-        expected = pytest.approx(losses(tmp_path / "cpu", stream), abs=1e-5)
-        assert losses(tmp_path / "device", stream) == expected
-
-
 def returned_memory() -> float:
     """MB of freed tensors that a process gives back, of 200."""
     devices.keep_freed_memory()
@@ -200,48 +109,6 @@ def test_a_run_keeps_it_unless_memory_is_short(flags, kept, text, tmp_path, monk
     monkeypatch.setattr(devices, "keep_freed_memory", lambda: calls.append(1))
     train("--max-steps 1 --data", text, flags, "--log-dir", tmp_path / "log")
     assert len(calls) == kept
-
-
-def test_deterministic_means_torchs_deterministic_algorithms(text, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    for flags, expected in (("", []), ("--deterministic", [True])):
-        train("--max-steps 1 --data", text, flags, "--log-dir", tmp_path / f"log{flags}")
-        assert asked == expected
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # as NVIDIA's documentation asks
-
-
-def test_a_gpus_sequences_are_padded_to_multiples_of_64(monkeypatch):
-    """The tokens stay those of the model without padding."""
-    lengths = {1: 64, 64: 64, 65: 128}
-    for n, padded in lengths.items():
-        assert devices.round_length(n, torch.device("cuda")) == padded
-        assert devices.round_length(n, CPU) == n
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(40, 50257, 1, 2, 32))
-    torch.nn.init.normal_(model.wte.weight, std=0.3)
-    idx = torch.randint(50257, (2, 3))
-    expected = model.generate(idx, 50, temperature=0)
-    monkeypatch.setattr(devices, "round_length", lambda n, device: n + -n % 16)
-    assert torch.equal(model.generate(idx, 50, temperature=0), expected)
-
-
-def test_random_states_of_another_device(monkeypatch):
-    """A run may go on where there is no such device."""
-    states = [torch.tensor([7])]
-    module = SimpleNamespace(get_rng_state=lambda: states[-1], set_rng_state=states.append)
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    cuda = torch.device("cuda")
-    saved = devices.random_state(cuda)
-    first = torch.rand(3)
-    for device in (cuda, CPU):
-        devices.set_random_state(device, saved)
-        assert torch.equal(torch.rand(3), first)
-    assert len(states) == 2 and states[1] is states[0]
-    devices.set_random_state(cuda, {"cpu": saved["cpu"]})
-    assert len(states) == 2
 
 
 def test_the_measured_peak_is_what_a_product_reaches():

@@ -1,0 +1,278 @@
+"""The way of the scripts on a GPU, rehearsed without one: tests/pretend_gpu.py."""
+
+import json
+import math
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bench
+import hellaswag
+import sample
+import train_gpt2
+from support.errors import UserError
+from support.run_log import run_entries
+from tests.conftest import RANK, ROOT, losses, train, words
+from tests.pretend_gpu import OnGPU, PretendGPU
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only")
+TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"
+LONG = "--seq-len 48 --total-batch-size 96 --eval-tokens 96"  # HellaSwag's tasks fit
+
+
+@pytest.fixture(autouse=True)
+def nondeterministic(monkeypatch):
+    """What --deterministic sets for a process is undone after each test."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def run(text, tmp_path):
+    """run(folder, flags…) trains for three steps on the CPU, or on `gpu`. Returns the losses."""
+
+    def start(folder, *flags, gpu=None):
+        args = ["--max-steps 3 --total-batch-size 64 --data", text]
+        args += ["--log-dir", tmp_path / folder, *flags]
+        if gpu is None:
+            train(*args)
+        else:
+            with gpu:
+                train(*args, f"--device {gpu.device.type}")
+        assert gpu is None or not gpu.unpinned, "copied from memory that is not pinned"
+        return losses(tmp_path / folder)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "flags", ["--dtype float32 --deterministic", "--dtype auto --optimizer muon", "--dtype float16"]
+)
+def test_training_equals_the_cpus(flags, run):
+    gpu = PretendGPU()
+    found = run("gpu", flags, "--compile", gpu=gpu)
+    deterministic = "--deterministic" in flags
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == deterministic, "NVIDIA asks for it"
+    flags = flags.replace("auto", "bfloat16")
+    assert found == pytest.approx(run("cpu", flags), abs=1e-6)
+
+
+def test_a_step_waits_twice_for_the_device(run):
+    """It waits for the loss, and for the norm, which is ready by then."""
+
+    def waits(steps, tokens):
+        gpu = PretendGPU()
+        flags = f"--max-steps {steps} --total-batch-size {tokens} --dtype float16 --optimizer muon"
+        run(f"{steps} {tokens}", flags, gpu=gpu)
+        return gpu.waits
+
+    one, three, twice_as_long = waits(1, 64), waits(3, 64), waits(3, 128)
+    assert (three - one).total() == 2 * 2
+    assert twice_as_long == three, "more micro-steps, as many waits"
+
+
+def test_float16_overflows_are_no_bad_steps(run, tmp_path, monkeypatch):
+    """On a chip without bfloat16. The first scale is so high that the gradients overflow."""
+    scaler = torch.amp.GradScaler.__init__
+    monkeypatch.setattr(scaler, "__defaults__", ("cuda", 2.0**20, *scaler.__defaults__[2:]))
+
+    def norms(*flags):
+        t4 = PretendGPU(name="Tesla T4", capability=(7, 5), memory=16e9)
+        run("log", "--dtype auto --save-every 4", *flags, gpu=t4)
+        return losses(tmp_path / "log", "norm")
+
+    overflows = sum(not math.isfinite(norm) for norm in norms("--max-steps 4"))
+    assert 0 < overflows < 4
+    after = norms("--max-steps 6 --resume")[overflows:]
+    assert max(after) < 5, "these norms are of unscaled gradients, and the scale was resumed"
+
+
+def test_the_micro_batch_is_what_fits(run, tmp_path):
+    automatic = "--micro-batch-size 0 --seq-len 64 --total-batch-size 512 --max-steps 1"
+
+    def size(memory):
+        run(f"{memory}", automatic, gpu=PretendGPU(memory=memory))
+        return run_entries(tmp_path / f"{memory}")[0]["config"]["micro_batch_size"]
+
+    assert size(80e9) == 8 and 1 <= size(200e6) < 8
+
+
+@pytest.mark.parametrize(
+    "flags, memory", [("--micro-batch-size 4", 50e6), ("--micro-batch-size 0", 20e6)]
+)
+def test_out_of_memory_is_one_line_with_a_remedy(flags, memory, run):
+    with pytest.raises(UserError, match=r"^[^\n]*--low-memory[^\n]*$"):
+        run("log", flags, "--total-batch-size 512 --seq-len 64", gpu=PretendGPU(memory=memory))
+
+
+def test_more_processes_than_gpus_are_one_line(run, monkeypatch):
+    for name, value in (RANK | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="--nproc_per_node"):
+        run("log", gpu=PretendGPU())
+
+
+def test_low_memory_computes_the_blocks_twice(run):
+    plain, low = PretendGPU(), PretendGPU()
+    expected = run("plain", gpu=plain)
+    assert run("low", "--low-memory", gpu=low) == pytest.approx(expected, abs=1e-6)
+    assert low.calls["gelu"] == 2 * plain.calls["gelu"] > 0
+
+
+def test_evaluations_equal_the_cpus(run, tmp_path, capsys):
+    flags = "--dtype bfloat16 --eval-every 2 --sample-every 3 --save-every 3 --hellaswag-every 3"
+    samples = []
+    for folder, gpu in (("cpu", None), ("gpu", PretendGPU())):
+        evaluate = [LONG, flags, "--sample-prompt Zyzzyva --hellaswag-data", tasks(tmp_path, 2)]
+        run(folder, *evaluate, gpu=gpu)
+        samples.append(capsys.readouterr().out.count("Zyzzyva"))
+    assert samples[0] == samples[1] > 0
+    for stream in ("train", "val", "hella"):
+        expected = pytest.approx(losses(tmp_path / "cpu", stream), abs=1e-6)
+        assert losses(tmp_path / "gpu", stream) == expected, stream
+
+
+def tasks(folder, count):
+    """A file of the first HellaSwag tasks. They do not fit into less than 48 tokens."""
+    path = folder / "tasks.jsonl"
+    path.write_text("".join(TASKS.read_text().splitlines(keepends=True)[:count]))
+    return path
+
+
+@pytest.fixture
+def dropout():
+    """A fork's: random numbers of the device take part in training."""
+
+    def drop(module, args, output):
+        if isinstance(module, nn.LayerNorm):
+            return F.dropout(output, 0.5, module.training)
+
+    hook = nn.modules.module.register_module_forward_hook(drop)
+    yield
+    hook.remove()
+
+
+def test_a_resumed_run_has_the_devices_random_numbers(run, tmp_path, dropout):
+    flags = "--dtype bfloat16 --save-every 1 --min-lr 5e-3"
+    straight = run("straight", flags, gpu=PretendGPU())
+    run("broken", flags, "--max-steps 2", gpu=PretendGPU())
+    assert run("broken", flags, "--resume", gpu=PretendGPU()) == straight
+
+
+@pytest.mark.parametrize("first, second", [("cpu", "cuda"), ("cuda", "cpu"), ("mps", "cuda")])
+def test_a_run_moves_to_another_device(first, second, run, tmp_path):
+    flags = "--dtype float32 --optimizer muon --save-every 1 --min-lr 5e-3"
+    expected = run("straight", flags)
+    gpus = {"cpu": lambda: None, "cuda": PretendGPU, "mps": lambda: PretendGPU("mps")}
+    run("moved", flags, "--max-steps 2", gpu=gpus[first]())
+    assert run("moved", flags, "--resume", gpu=gpus[second]()) == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_apple_gpu(run, tmp_path):
+    """It has no float64."""
+    flags = "--dtype auto --optimizer muon --eval-every 3 --sample-every 3 --hellaswag-every 3"
+    run("mps", LONG, flags, "--hellaswag-data", tasks(tmp_path, 2), gpu=PretendGPU("mps"))
+    run("cpu", LONG, flags, "--hellaswag-data", tasks(tmp_path, 2))
+    for stream in ("train", "val", "hella"):
+        expected = pytest.approx(losses(tmp_path / "cpu", stream), abs=1e-6)
+        assert losses(tmp_path / "mps", stream) == expected, stream
+
+
+def test_a_plan_leaves_the_gpu_alone(capsys):
+    with PretendGPU() as gpu:
+        train_gpt2.main(words("--preset gpt2 --plan --device cuda --n-layer 2"))
+    assert gpu.peak == 0 and not gpu.waits
+    assert "A100" in capsys.readouterr().out
+
+
+def test_scoring_and_sampling(tmp_path, capsys):
+    """Of our model and by transformers. The GPU pads, which changes neither losses nor tokens."""
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(48, 50257, 1, 2, 32))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    model.save_pretrained(ours)
+    # Without this mark the scripts leave it to transformers.
+    shutil.copytree(ours, theirs)
+    config = json.loads((theirs / "config.json").read_text())
+    del config["fingerprint"]
+    (theirs / "config.json").write_text(json.dumps(config))
+
+    def results(device, model):
+        flags = words(f"--dtype float32 --limit 4 -d {device} --data", TASKS, "-m", model)
+        hellaswag.main([*flags, "--json", str(tmp_path / "scores.json")])
+        scores = json.loads((tmp_path / "scores.json").read_text())
+        capsys.readouterr()
+        flags = words(f"--max-new-tokens 5 --temperature 0 --device {device}")
+        sample.main([*flags, str(model), "ROMEO:"])
+        return [loss for score in scores for loss in score["losses"]], capsys.readouterr().out
+
+    for model in (ours, theirs):
+        expected, text = results("cpu", model)
+        with PretendGPU() as gpu:
+            found, text_on_gpu = results("cuda", model)
+        assert found == pytest.approx(expected, abs=1e-3) and text_on_gpu == text
+        assert gpu.peak > 0 and not gpu.unpinned
+
+
+@pytest.mark.parametrize("rung", ["float32", "fused", "ours"])
+def test_rungs_of_the_benchmark(rung, capsys):
+    small = words("--n-layer 1 --n-embd 16 --n-head 2 --seq-len 16 --total-batch-size 32")
+    small += words("--micro-batch-size 2")
+    with PretendGPU() as gpu:
+        bench.main([*words("--steps 1 --rung", rung, "--"), *small])
+    row = json.loads(capsys.readouterr().out)
+    assert row["rung"] == rung and "cuda" in row["device"] and 0 < row["peak_memory"] <= gpu.memory
+
+
+def test_it_refuses_what_a_gpu_refuses():
+    with PretendGPU() as gpu:
+        x, host = torch.ones(3, device="cuda"), torch.ones(3)
+        assert isinstance(x, OnGPU) and x.device == torch.device("cuda", 0)
+        for wrong in (
+            lambda: x + host,
+            lambda: torch.stack([x[0], host[0]]),
+            lambda: x.numpy(),
+            lambda: torch.multinomial(x, 1, generator=torch.Generator()),
+            lambda: torch.multinomial(host, 1, generator=torch.Generator("cuda")),
+            lambda: F.embedding(torch.tensor([0]), torch.ones(3, 1, device="cuda")),
+            lambda: F.embedding(torch.zeros(1, dtype=int, device="cuda"), torch.ones(3, 1)),
+            lambda: x.lerp_(host, 0.5),
+            lambda: torch.zeros(10**11, device="cuda"),
+        ):
+            with pytest.raises((RuntimeError, TypeError)):
+                wrong()
+        assert not gpu.waits and gpu.used == 512
+    with PretendGPU("mps"), pytest.raises(TypeError, match="float64"):
+        torch.ones(3).double().to("mps")
+
+
+def test_it_counts_waits_and_copies():
+    with PretendGPU() as gpu:
+        x, host = torch.ones(3, device="cuda"), torch.ones(3)
+        assert (x * host[0]).sum().item() == 3 and x.tolist() == [1, 1, 1] and bool(x.any())
+        assert gpu.waits.total() == 3
+        host.pin_memory().to("cuda", non_blocking=True)
+        assert gpu.waits.total() == 3 and not gpu.unpinned
+        host.to("cuda", non_blocking=True)
+        host.to("cuda")
+        assert gpu.waits.total() == 4 and gpu.unpinned.total() == 1
+
+
+def test_tied_weights_stay_tied_and_types_are_autocasts():
+    with PretendGPU():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        model.to("cuda")
+        assert model[1].weight is model[0].weight and model[0].bias.device.type == "cuda"
+        for kind, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+            with torch.autocast(kind, torch.bfloat16):
+                assert model(torch.ones(1, 3, device="cuda")).dtype == dtype
