@@ -4,6 +4,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -187,3 +188,21 @@ def steps_of(log_dir: Path) -> list[int]:
 
 def losses(log_dir: Path, stream: str = "train") -> list[float]:
     return [float(line.split()[2]) for line in read_log(log_dir, stream)]
+
+
+def logits(model, idx):
+    """Of a GPT, whose forward pass may return them alone or with a loss. (B, T) -> (B, T, V)"""
+    found = model(idx)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def mean_loss(model, idx, targets):
+    """The loss of a GPT's forward pass."""
+    found = model(idx, targets)
+    return found[1] if isinstance(found, tuple) else found
+
+
+def numbers(line: str) -> list[float]:
+    """The numbers in a line of text, such as 1,024 or 5.00e-04."""
+    found = re.findall(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?", line)
+    return [float(number.replace(",", "")) for number in found]
