@@ -31,15 +31,15 @@ def plan(capsys):
 @posix
 def test_the_estimate_is_near_the_peak_of_a_process(text, tmp_path):
     """In a shape whose activations count. With --low-memory both are smaller."""
-    shape = "--n-layer 12 --n-embd 128 --seq-len 128 --total-batch-size 1024 --micro-batch-size 8"
+    shape = "--n-layer 24 --n-embd 128 --seq-len 128 --total-batch-size 512 --micro-batch-size 4"
     found = []
     for flag in ("--no-low-memory", "--low-memory"):
         args = [shape, flag, "--max-steps 1 --data", text, "--log-dir", tmp_path / flag]
         for more in ("--plan", "--no-plan"):
             (output,) = train_on_ranks(1, tmp_path, *args, more)
             found.append(next(numbers(s)[0] for s in output.splitlines() if " GB" in s))
-    assert found[0] == pytest.approx(found[1], rel=0.25)
-    assert found[2] == pytest.approx(found[3], rel=0.25)
+    assert found[0] == pytest.approx(found[1], rel=0.35)
+    assert found[2] == pytest.approx(found[3], rel=0.35)
     assert found[2] < found[0] and found[3] < found[1]
 
 

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from support import plots
-
 
 def write_run(folder, log, **config):
     folder.mkdir(exist_ok=True)
@@ -67,6 +65,8 @@ def test_the_loss_is_smoothed_without_lag_and_not_squeezed_by_its_first_values(d
 
 def test_hours_are_those_of_the_timed_steps(tmp_path):
     """Of a log that begins at a later step and lacks the time of one; an hour is 3.6e6 ms."""
+    from support import plots
+
     log = "".join(f"{step} train 9\n{step} ms 3.6e6\n" for step in range(4000, 4004))
     log = "4000 val 9\n" + log.replace("4002 ms 3.6e6\n", "") + "4004 val 8\n"
     write_run(tmp_path, log)

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support import tokenizer
 from support.errors import UserError
 from tests.conftest import ROOT, posix
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, get_tokenizer
@@ -84,6 +83,8 @@ letters = st.sampled_from("ab'sé世🙂1. \n\t\r\x85\u3000\x1c\xa0") | st.chara
 @given(st.text(letters, max_size=60), st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
 def test_a_long_text_in_pieces_has_the_same_tokens(text, size):
+    from support import tokenizer
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "PIECE_CHARS", size)
         found = [token for piece in tokenizer.encode(text) for token in piece.tolist()]
@@ -118,6 +119,8 @@ def test_a_million_spaces(space, tmp_path):
 
 
 def test_printed_samples_hold_no_control_characters():
+    from support import tokenizer
+
     tokens = get_tokenizer().encode_ordinary("a\x1b[31mb\r\nc\0\x9b\u202ed\n世🙂")
     assert tokenizer.printable(tokens) == "a [31mb\nc   d\n世🙂"
 
