@@ -69,7 +69,8 @@ def test_each_rung_adds_what_it_says(measure, monkeypatch):
     for rung in ("float32", "flash", "padded", "fused"):
         with profile(record_shapes=True) as profiler:
             assert measure(rung)["rung"] == rung
-        names = {event.name for event in profiler.events()}
+        names = [event.name for event in profiler.events()]
+        assert names.count("aten::nll_loss_forward") == 2  # one step of two micro-steps
         shapes = {size for e in profiler.events() for shape in e.input_shapes for size in shape}
         flash = "aten::_scaled_dot_product_flash_attention_for_cpu" in names
         seen[rung] = [flash, 50_304 in shapes, "aten::_fused_adamw_" in names]
