@@ -5,6 +5,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import socket
@@ -231,3 +232,15 @@ def logits_of(model: Callable, idx: object) -> object:
     """The logits (B, T, V) of our GPT, or of one of transformers."""
     output = model(idx)
     return getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
+
+
+def mean_loss(model, idx, targets):
+    """The loss of a GPT's forward pass."""
+    found = model(idx, targets)
+    return found[1] if isinstance(found, tuple) else found
+
+
+def numbers(line: str) -> list[float]:
+    """The numbers in a line of text, such as 1,024 or 5.00e-04."""
+    found = re.findall(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?", line)
+    return [float(number.replace(",", "")) for number in found]

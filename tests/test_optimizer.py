@@ -1,58 +1,61 @@
-"""Muon against torch.optim.Muon, who updates what, a step that must not be made, learning rates."""
+"""Muon against torch.optim.Muon, a step that must not be made, learning rates."""
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from support.checkpoints import read_training_state
-from tests.conftest import losses, train, train_on_ranks
-from train_gpt2 import GPT, GPTConfig, Muon, TrainConfig, configure_optimizers, get_lr
-
-MUON = replace(TrainConfig(), optimizer="muon")
+from tests.conftest import logits_of, losses, train, train_on_ranks
+from train_gpt2 import GPT, DataLoaderLite, GPTConfig, TrainConfig, get_lr
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-5)])
-def test_muon_equals_torchs(dtype, tolerance, monkeypatch):
-    """Ten steps. For float32, the cast to bfloat16 in torch's Muon is removed."""
-    if dtype == torch.float32:
+@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 0.05), ("float32", 1e-3)])
+def test_a_run_with_muon_equals_a_plain_loop_with_torchs(
+    dtype, tolerance, text, tmp_path, monkeypatch
+):
+    """Muon has the matrices of the blocks, AdamW the rest. The rates are those of a warm-up.
+
+    For float32, the cast to bfloat16 in torch's Muon is removed."""
+    flags = "--optimizer muon --max-steps 4 --save-every 4 --warmup-steps 4 --max-lr 2e-2"
+    args = ["--micro-batch-size 8 --grad-clip 0 --data", text, "--log-dir", tmp_path]
+    train(flags, "--dtype", dtype, *args)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
+    if dtype == "float32":
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # until torch 2.13
         monkeypatch.setattr(torch, "bfloat16", torch.float32)
-    torch.manual_seed(0)
-    shapes = [(32, 32), (96, 32), (32, 128), (96, 32), (128, 32), (96, 32)]
-    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    start = [p.detach().clone() for p in ours]
-    a = Muon(ours, 0.02, 0.1, dtype)
-    b = torch.optim.Muon(theirs, 0.02, 0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    for _ in range(10):
-        for p, q in zip(ours, theirs, strict=True):
-            p.grad = torch.randn(p.shape)
-            q.grad = p.grad.clone()
-        a.step()
-        b.step()
-    for p, q, s in zip(ours, theirs, start, strict=True):
-        assert (p - q).norm() < tolerance * (q - s).norm()
-
-
-def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
-    """What is 1-D is not decayed."""
+    torch.manual_seed(1337)
     model = GPT(GPTConfig(16, 50257, 2, 2, 16))
-    muon, adamw = configure_optimizers(model, MUON)
-    names = {p: name for name, p in model.named_parameters()}
-    has = [
-        {names[p]: group["weight_decay"] for group in o.param_groups for p in group["params"]}
-        for o in (muon, adamw)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if name.startswith("h.") and p.dim() == 2]
+    others = [p for p in named.values() if p.dim() == 1]
+    muon = partial(torch.optim.Muon, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), eps=1e-8)
+    optimizers = [
+        muon(matrices, weight_decay=0.1),
+        adamw([model.wte.weight, model.wpe.weight], weight_decay=0.1),
+        adamw(others, weight_decay=0.0),
     ]
-    matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-    assert set(has[0]) == {name for name in names.values() if name.endswith(matrices)}
-    assert sorted([*has[0], *has[1]]) == sorted(names.values())
-    for name, decay in (has[0] | has[1]).items():
-        assert decay == (0.1 if name.endswith("weight") and "ln_" not in name else 0.0), name
-    assert [type(o) for o in configure_optimizers(model, TrainConfig())] == [torch.optim.AdamW]
+    loader = DataLoaderLite(text, "train", 8, 16)
+    for lr in (5e-3, 1e-2, 1.5e-2, 2e-2):
+        x, y = loader.next_batch()
+        with autocast:
+            scores = logits_of(model, x).float()
+        torch.nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten()).backward()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
+    trained = dict(GPT.from_pretrained(tmp_path / "step_000004").named_parameters())
+    for name, p in named.items():
+        if dtype == "bfloat16" and p.dim() == 1:
+            continue  # AdamW divides tiny gradients by their size, and so magnifies their rounding
+        assert (p - trained[name]).norm() < tolerance * (p - start[name]).norm(), name
 
 
 def test_three_ranks_share_muons_work(text, tmp_path):
@@ -65,12 +68,12 @@ def test_three_ranks_share_muons_work(text, tmp_path):
     assert losses(tmp_path / "alone")[-1] < losses(tmp_path / "alone")[0] - 0.1
 
 
-def test_one_nan_in_one_matrix_leaves_all_weights_and_moments(text, tmp_path, monkeypatch, capsys):
+def test_one_nan_in_one_gradient_leaves_all_weights_and_moments(text, tmp_path, monkeypatch):
     """A float16 step with two optimizers is all or nothing."""
-    unscale, steps = torch.amp.GradScaler.unscale_, itertools.count()
+    unscale, calls = torch.amp.GradScaler.unscale_, itertools.count()
 
     def poisoned(self, optimizer):
-        if isinstance(optimizer, Muon) and next(steps) == 2:
+        if next(calls) == 4:  # the first of the two in step 2
             optimizer.param_groups[0]["params"][0].grad[3, 3] = torch.nan
         unscale(self, optimizer)
 
@@ -78,14 +81,14 @@ def test_one_nan_in_one_matrix_leaves_all_weights_and_moments(text, tmp_path, mo
     monkeypatch.setattr(torch.amp.GradScaler, "get_scale", lambda self: 1.0)  # not an overflow
     flags = "--optimizer muon --dtype float16 --skip-bad-steps 1 --max-steps 4 --save-every 1"
     train(flags, "--keep-checkpoints 0 --data", text, "--log-dir", tmp_path)
-    assert "step 2: loss" in capsys.readouterr().out
-    folders = [tmp_path / f"step_{step:06d}" for step in (2, 3, 4)]
-    states = [tree_leaves(read_training_state(folder)["optimizers"]) for folder in folders]
-    weights = [list(GPT.from_pretrained(folder).parameters()) for folder in folders]
-    for a, b, c in (states, weights):
-        tensors = [i for i, value in enumerate(a) if isinstance(value, torch.Tensor)]
-        assert all(torch.equal(a[i], b[i]) for i in tensors)
-        assert not all(torch.equal(b[i], c[i]) for i in tensors)
+    found = []
+    for step in (2, 3, 4):
+        folder = tmp_path / f"step_{step:06d}"
+        state = torch.load(folder / "training_state.pt", weights_only=True)
+        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+        found.append([*tensors, *GPT.from_pretrained(folder).parameters()])
+    same = [[*map(torch.equal, a, b)] for a, b in itertools.pairwise(found)]
+    assert all(same[0]) and same[1].count(False) > 20
 
 
 def test_learning_rates():

@@ -1,13 +1,12 @@
-"""support/plots.py: curves of logged runs."""
+"""curves.png, by what matplotlib is told to draw."""
 
 import json
+import runpy
+import sys
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-
-from support import plots
-from support.errors import UserError
 
 
 def write_run(folder, log, **config):
@@ -17,84 +16,59 @@ def write_run(folder, log, **config):
     (folder / "run.json").write_text(json.dumps([{"config": config}]))
 
 
+@pytest.fixture
+def draw(tmp_path, monkeypatch):
+    """draw(log, data) returns the panels of such a run's curves.png."""
+    figures, savefig = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda *args, **more: figures.append(args[0]) or savefig(*args, **more)
+    )
+
+    def panels(log, data="input.txt"):
+        write_run(tmp_path / "log", log, data=data)
+        monkeypatch.setattr(sys, "argv", ["plots", str(tmp_path / "log")])
+        monkeypatch.delitem(sys.modules, "support.plots", raising=False)
+        runpy.run_module("support.plots", run_name="__main__")
+        assert (tmp_path / "log/curves.png").stat().st_size > 10_000
+        return figures[-1].axes
+
+    return panels
+
+
+def ys(panel):
+    return [list(line.get_ydata()) for line in panel.lines]
+
+
+def test_a_panel_for_each_stream_with_published_results(draw):
+    """Also for the evaluation of a fork; published losses are shown on FineWeb-Edu only."""
+    log = "0 train 9.0\n0 lr 1e-3\n0 norm 1\n0 ms 5\n1 lambada 0.3\n1 val 8.0\n1 hella 0.28\n"
+    for data, published in (("input.txt", False), ("edu_fineweb10B", True)):
+        axes = draw(log, data)
+        drawn = [ys(panel) for panel in axes]
+        assert [8.0] in drawn[0] and [0.28] in drawn[1]
+        assert any([0.3] in panel for panel in drawn) and any([0.001] in panel for panel in drawn)
+        assert ([3.2924, 3.2924] in drawn[0]) == published  # GPT-2 124M
+        assert [0.2955, 0.2955] in drawn[1] and axes[1].get_ylim()[1] > 0.337  # GPT-3's
+
+
+def test_the_loss_is_smoothed_without_lag_and_not_squeezed_by_its_first_values(draw):
+    """It falls from 11 to 6 in five steps, then slowly to 3. The unit is tokens, 10 a step."""
+    values = [11.0, 10, 9, 8, 7, *np.linspace(6, 3, 795)]
+    (panel, *_) = draw("".join(f"{step} train {v:.6f}\n" for step, v in enumerate(values)))
+    raw, smoothed = (line.get_ydata() for line in panel.lines)
+    assert raw == pytest.approx(values, abs=1e-5)
+    assert smoothed[30:-20] == pytest.approx(raw[30:-20], abs=1e-3)
+    assert panel.lines[0].get_xdata()[-1] == 7990
+    bottom, top = panel.get_ylim()
+    assert bottom < 3 and 5.8 < top < 7
+
+
 def test_hours_are_those_of_the_timed_steps(tmp_path):
     """Of a log that begins at a later step and lacks the time of one; an hour is 3.6e6 ms."""
-    with pytest.raises(UserError, match=r"no run\.json"):
-        plots.read_curves(tmp_path)
+    from support import plots
+
     log = "".join(f"{step} train 9\n{step} ms 3.6e6\n" for step in range(4000, 4004))
     log = "4000 val 9\n" + log.replace("4002 ms 3.6e6\n", "") + "4004 val 8\n"
     write_run(tmp_path, log)
     curves = plots.read_curves(tmp_path, "hours")
     assert curves["train"][0].tolist() == [0, 1, 2, 2] and curves["val"][0].tolist() == [0, 3]
-    assert plots.read_curves(tmp_path)["val"][0].tolist() == [40_000, 40_040]
-
-
-def test_curves_png_has_a_panel_for_each_stream(tmp_path, monkeypatch):
-    """Also for the evaluation of a fork; published losses are shown on FineWeb-Edu only."""
-    figures = []
-    savefig = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda *args, **more: figures.append(args[0]) or savefig(*args, **more)
-    )
-    log = "0 train 9.0\n0 lr 1e-3\n0 norm 1\n0 ms 5\n1 lambada 0.3\n1 val 8.0\n1 hella 0.28\n"
-    for data, published in (("input.txt", False), ("edu_fineweb10B", True)):
-        write_run(tmp_path / "log", log, data=data)
-        plots.save_curves(tmp_path / "log")
-        axes = figures[-1].axes
-        values = [[line.get_ydata()[-1] for line in panel.lines] for panel in axes]
-        assert [0.3] in values and [0.001] in values and 0.28 in values[1] and 8.0 in values[0]
-        assert axes[1].get_ylim()[1] > 0.337  # also shows GPT-3's HellaSwag
-        texts = [text.get_text() for panel in axes for text in panel.texts]
-        assert ("GPT-2 124M (OpenAI): 3.2924" in texts) == published
-        assert "GPT-2 124M (OpenAI): 0.2955" in texts
-    assert (tmp_path / "log/curves.png").stat().st_size > 10_000
-
-
-def test_the_first_losses_do_not_squeeze_the_rest():
-    """The axis ends a little above the values after the first twentieth."""
-    values = np.array([11.0] * 5 + [4.0] * 90 + [3.0] * 5)
-    figure = Figure()
-    axes = figure.subplots()
-    plots.draw_panel(axes, {"log": {"train": (np.arange(100.0), values)}}, "loss")
-    smoothed = plots.smooth(values)[5:].max()
-    assert max(smoothed, 4) < axes.get_ylim()[1] < max(smoothed, 4) + 1
-    assert axes.get_ylim()[0] < 3 and axes.get_xlabel() == "tokens"
-
-
-def test_all_runs_of_a_panel_are_inside_it():
-    axes = Figure().subplots()
-    steps = np.arange(100.0)
-    runs = {
-        name: {"norm": (steps, np.full(100, level))} for name, level in (("a", 5.0), ("b", 1.0))
-    }
-    plots.draw_panel(axes, runs, "norm")
-    assert axes.get_ylim()[0] < 1 and axes.get_ylim()[1] > 5
-
-
-def test_what_a_panel_says_of_its_curves():
-    """A legend where there is more than one; evaluations are dots on a line; tokens in k, M, G."""
-    curve = (np.array([0.0, 5e8, 1e9]), np.array([3.0, 2.0, 1.0]))
-    run = {"train": curve, "val": curve, "norm": curve}
-    for panel, runs, names in (
-        ("loss", {"a": run}, ["a, train", "a, validation"]),
-        ("norm", {"a": run}, None),
-        ("norm", {"a": run, "b": run}, ["a", "b"]),
-        ("hella", {"a": run}, None),
-    ):
-        axes = Figure().subplots()
-        plots.draw_panel(axes, runs, panel)
-        legend = axes.get_legend()
-        assert names == (legend and [text.get_text() for text in legend.get_texts()])
-        dots = {line.get_label() for line in axes.get_lines() if line.get_marker() == "o"}
-        assert dots == ({"a, validation"} if panel == "loss" else set())
-        assert axes.xaxis.get_major_formatter()(5e8) == "500M"
-    plots.draw_panel(axes := Figure().subplots(), {"a": run}, "norm", x="hours")
-    assert axes.get_xlabel() == "hours of training"
-    assert axes.xaxis.get_major_formatter()(5e8) != "500M"
-
-
-def test_smoothing_neither_lags_nor_bends_the_ends():
-    values = np.arange(800.0)
-    smoothed = plots.smooth(values)
-    assert smoothed[20:-20] == pytest.approx(values[20:-20])
-    assert smoothed[0] == pytest.approx(5) and smoothed[-1] == pytest.approx(794)

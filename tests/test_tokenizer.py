@@ -1,9 +1,11 @@
-"""The tokenizer against tiktoken; texts and shards as the loader opens them."""
+"""The tokenizer against tiktoken's own and transformers'; texts and shards as they are read."""
 
 import hashlib
-import math
 import os
 import shutil
+import subprocess
+import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,31 +13,29 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support import tokenizer
 from support.errors import UserError
-from support.tokenizer import EOT, VOCAB_SIZE, bpe_files, get_tokenizer, open_split
 from tests.conftest import ROOT, posix
-from train_gpt2 import GPT, GPTConfig
+from train_gpt2 import GPT, DataLoaderLite, GPTConfig, get_tokenizer
 
-
-def test_it_is_tiktokens_own_construction():
-    """The same ranks and split pattern as tiktoken's own "gpt2" from the same files."""
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext import openai_public
-
-    files, ours = bpe_files(), get_tokenizer()
-    ranks = data_gym_to_mergeable_bpe_ranks(str(files["vocab.bpe"]), str(files["encoder.json"]))
-    assert ours._mergeable_ranks == ranks and ours._pat_str == openai_public.r50k_pat_str
-    assert ours.n_vocab == VOCAB_SIZE and ours._special_tokens == {"<|endoftext|>": EOT}
+EOT = 50256
 
 
 @pytest.fixture(scope="module")
-def saved_tokenizer(tmp_path_factory):
+def others(tmp_path_factory):
+    """tiktoken's "gpt2", with OpenAI's files in its cache, and the tokenizer of a saved model."""
+    import tiktoken
+    from tiktoken_ext import openai_public
     from transformers import AutoTokenizer
 
-    folder = tmp_path_factory.mktemp("tokenizer")
+    cache, folder = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("model")
+    for name in ("vocab.bpe", "encoder.json"):
+        url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+        shutil.copy(ROOT / "support/gpt2" / name, cache / hashlib.sha1(url.encode()).hexdigest())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
+        theirs = tiktoken.Encoding(**openai_public.gpt2())  # checks the files
     GPT(GPTConfig(n_layer=0, n_head=1, n_embd=1)).save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    return theirs, AutoTokenizer.from_pretrained(folder)
 
 
 PIECES = ["  ", "\n\n", "\t", " the", " 1234567", "don't", "été", "日本", "🙂", " ", "'ll", "=" * 9]
@@ -45,40 +45,37 @@ strings = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=16).m
 
 @given(text=strings)
 @settings(max_examples=250, deadline=None)
-def test_saved_tokenizer_equals_tiktoken(saved_tokenizer, text):
+def test_it_equals_tiktokens_own_and_that_of_a_saved_model(others, text):
+    theirs, saved = others
     ids = get_tokenizer().encode_ordinary(text)
-    assert get_tokenizer().decode(ids) == text and EOT not in ids
+    assert ids == theirs.encode_ordinary(text) and EOT not in ids
+    assert get_tokenizer().decode(ids) == text and get_tokenizer().n_vocab == theirs.n_vocab
     if "<|endoftext|>" not in text:
-        assert saved_tokenizer.encode(text) == ids and saved_tokenizer.decode(ids) == text
+        assert saved.encode(text) == ids and saved.decode(ids) == text
 
 
-def test_damaged_vocabularies_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer, "__file__", str(tmp_path / "tokenizer.py"))
-    shutil.copytree(ROOT / "support" / "gpt2", tmp_path / "gpt2")
-    assert bpe_files.__wrapped__()["vocab.bpe"].is_relative_to(tmp_path)
-    for name, size in (("encoder.json", 1_042_301), ("vocab.bpe", 456_318)):
-        path = tmp_path / "gpt2" / name
-        assert path.stat().st_size == size
-        path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(UserError, match=rf"{name}: not GPT-2's; restore it from the repos"):
-            bpe_files.__wrapped__()
-
-
-def test_a_changed_copy_in_tiktokens_cache_is_not_used(tmp_path, monkeypatch):
-    """By default the cache is in /tmp, where others can write."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    for path in bpe_files().values():
+def test_changed_vocabularies_are_refused_and_changed_copies_not_used(tmp_path):
+    """By default tiktoken's cache is in /tmp, where others can write."""
+    shutil.copytree(ROOT / "support", tmp_path / "support")
+    code = (
+        "from support.tokenizer import get_tokenizer as g; print(g().encode_ordinary('the path'))"
+    )
+    for name in ("vocab.bpe", "encoder.json"):
+        path = tmp_path / "support/gpt2" / name
         copy = tmp_path / hashlib.sha1(str(path).encode()).hexdigest()
         copy.write_bytes(path.read_bytes()[:-999])
-    found = get_tokenizer.__wrapped__().encode_ordinary("the path")
-    assert found == get_tokenizer().encode_ordinary("the path")
+    outputs = []
+    for spoil in (lambda: None, lambda: path.write_bytes(path.read_bytes()[:-1])):
+        spoil()
+        env = os.environ | {"TIKTOKEN_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        outputs.append(done.stdout + done.stderr)
+    assert str(get_tokenizer().encode_ordinary("the path")) in outputs[0]
+    assert "UserError" in outputs[1] and "encoder.json" in outputs[1]
 
 
 letters = st.sampled_from("ab'sé世🙂1. \n\t\r\x85\u3000\x1c\xa0") | st.characters(codec="utf-8")
-
-
-def encode(text):
-    return [token for piece in tokenizer.encode(text) for token in piece.tolist()]
 
 
 @example("\n\n\x1ca", 1)  # not whitespace to GPT-2
@@ -86,41 +83,46 @@ def encode(text):
 @given(st.text(letters, max_size=60), st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
 def test_a_long_text_in_pieces_has_the_same_tokens(text, size):
+    from support import tokenizer
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "PIECE_CHARS", size)
-        assert encode(text) == get_tokenizer().encode_ordinary(text)
+        found = [token for piece in tokenizer.encode(text) for token in piece.tolist()]
+    assert found == get_tokenizer().encode_ordinary(text)
+
+
+def read_all(path: Path, tokens: int, split: str = "train") -> list[int]:
+    """The tokens of a split in order, if they are as many as that."""
+    x, y = DataLoaderLite(path, split, tokens - 1, 1, shuffle=False).next_batch()
+    loader = DataLoaderLite(path, split, tokens, 1, shuffle=False)
+    assert loader.next_batch()[0][-1] == x[0], "not as many"
+    return [*x.flatten().tolist(), int(y[-1])]
+
+
+def test_a_text_is_split_nine_to_one(tmp_path):
+    text = "".join(f"On day {i}, <|endoftext|> was only text.\n" for i in range(200))
+    (tmp_path / "a.txt").write_text(text)
+    tokens = [EOT, *get_tokenizer().encode_ordinary(text)]
+    end = len(tokens) - len(tokens) // 10
+    assert read_all(tmp_path / "a.txt", end) == tokens[:end]
+    assert read_all(tmp_path / "a.txt", len(tokens) - end, "val") == tokens[end:]
 
 
 @pytest.mark.parametrize("space", " \t")
-def test_a_million_spaces(space):
+def test_a_million_spaces(space, tmp_path):
     """tiktoken overflows its stack on a million characters of whitespace followed by text."""
     text = "start" + space * 1_000_000 + "end"
-    assert get_tokenizer().decode(encode(text)) == text
+    (tmp_path / "a.txt").write_text(text)
+    x, y = DataLoaderLite(tmp_path / "a.txt", "val", 1, 1000, shuffle=False).next_batch()
+    assert get_tokenizer().decode(x[0].tolist()) == space * 1000
+    assert y[0, 0] == x[0, 1]
 
 
 def test_printed_samples_hold_no_control_characters():
-    text = tokenizer.printable(encode("a\x1b[31mb\r\nc\0\x9b\u202ed\n世🙂"))
-    assert text == "a [31mb\nc   d\n世🙂"
+    from support import tokenizer
 
-
-def test_bytes_and_characters_of_tokens():
-    text = "naïve 日本語 🙂 "  # characters of several tokens
-    tokens = np.array([EOT, *get_tokenizer().encode_ordinary(text), EOT])
-    size = tokenizer.text_size(tokens)
-    assert size == (len(tokens), len(text.encode()), len(text))
-    assert size.nats_per_character(2.0) == pytest.approx(2.0 * len(tokens) / len(text))
-    assert size.bits_per_byte(2.0) == pytest.approx(
-        2.0 / math.log(2) * len(tokens) / len(text.encode())
-    )
-
-
-def test_text_is_split_nine_to_one(tmp_path):
-    text = "".join(f"On day {i}, <|endoftext|> was only text.\n" for i in range(200))
-    (tmp_path / "a.txt").write_text(text)
-    parts = [open_split(tmp_path / "a.txt", split)[2][0] for split in ("train", "val")]
-    tokens = [EOT, *get_tokenizer().encode_ordinary(text)]
-    assert np.concatenate(parts).tolist() == tokens
-    assert len(parts[1]) == len(tokens) // 10
+    tokens = get_tokenizer().encode_ordinary("a\x1b[31mb\r\nc\0\x9b\u202ed\n世🙂")
+    assert tokenizer.printable(tokens) == "a [31mb\nc   d\n世🙂"
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
@@ -134,13 +136,17 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
-def test_shards_are_mapped_in_the_order_of_their_names(suffix, tmp_path):
+def test_shards_are_read_in_the_order_of_their_names_and_piece_by_piece(suffix, tmp_path):
     for i in (2, 0, 1):
-        write_shard(tmp_path / f"x_train_{i:06d}{suffix}", np.arange(i, i + 9, dtype=np.uint16))
-    _, names, shards = open_split(tmp_path, "train")
-    assert names == [f"x_train_{i:06d}{suffix}" for i in range(3)]
-    assert [shard.tolist() for shard in shards] == [[*range(i, i + 9)] for i in range(3)]
-    assert all(isinstance(shard, np.memmap) for shard in shards)
+        write_shard(tmp_path / f"x_train_{i:06d}{suffix}", np.full(9, i, dtype=np.uint16))
+    loader = DataLoaderLite(tmp_path, "train", 4, 8, shuffle=False)
+    assert loader.next_batch()[0][:, 0].tolist() == [0, 1, 2, 0]
+    write_shard(tmp_path / f"x_train_000000{suffix}", np.zeros(10**7, dtype=np.uint16))  # 20 MB
+    tracemalloc.start()
+    DataLoaderLite(tmp_path, "train", 1, 1024).next_batch()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5e6
 
 
 def part_folders(root: Path) -> None:
@@ -159,29 +165,25 @@ def part_folders(root: Path) -> None:
 
 
 def test_subfolders_are_read_in_the_order_of_their_names(tmp_path):
-    part_folders(tmp_path / "all")
-    (tmp_path / "all/a_link").symlink_to("a", target_is_directory=True)
-    (tmp_path / "all/loop").symlink_to("..", target_is_directory=True)
-    (tmp_path / "all/again").symlink_to(".", target_is_directory=True)
+    root = tmp_path / "all"
+    part_folders(root)
+    (root / "a_link").symlink_to("a", target_is_directory=True)
+    (root / "loop").symlink_to("..", target_is_directory=True)
+    (root / "again").symlink_to(".", target_is_directory=True)
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "all/c.d").rename(tmp_path / "elsewhere/c")
-    (tmp_path / "all/d").symlink_to(tmp_path / "elsewhere/c", target_is_directory=True)
-    for split, name, size in (
-        ("train", "x_train_000001.npy", 100),
-        ("val", "x_val_000000.npy", 99),
-    ):
-        _, names, shards = open_split(tmp_path / "all", split)
-        assert names == [f"a/{name}", f"b/{name}", f"d/{name}", name]
-        assert [shard[0] for shard in shards] == [200, 100, 300, 0]
-        assert {len(shard) for shard in shards} == {size}
+    (root / "c.d").rename(tmp_path / "elsewhere/c")
+    (root / "d").symlink_to(tmp_path / "elsewhere/c", target_is_directory=True)
+    for split, size in (("train", 100), ("val", 99)):
+        loader = DataLoaderLite(root, split, 5, size - 1, shuffle=False)
+        assert loader.next_batch()[0][:, 0].tolist() == [200, 100, 300, 0, 200]
 
 
 def test_a_subfolder_that_is_half_made_is_named(tmp_path):
     part_folders(tmp_path)
     (tmp_path / "e").mkdir()
     (tmp_path / "e/.edufineweb_val_000000.npy.12.partial").touch()
-    with pytest.raises(UserError, match=r"e/\.edufineweb\S+partial: half written"):
-        open_split(tmp_path, "train")
+    with pytest.raises(UserError, match=r"e/\.edufineweb\S+partial.*fineweb\.py"):
+        DataLoaderLite(tmp_path, "train", 1, 1)
 
 
 @posix
@@ -189,11 +191,12 @@ def test_more_shards_than_a_process_may_open_files(tmp_path):
     import resource
 
     for i in range(90):
-        write_shard(tmp_path / f"x_train_{i:06d}.npy", np.arange(9, dtype=np.uint16))
+        write_shard(tmp_path / f"x_train_{i:06d}.npy", np.full(9, i, dtype=np.uint16))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 20, before[1]))
     try:
-        assert len(open_split(tmp_path, "train")[2]) == 90
+        x, _ = DataLoaderLite(tmp_path, "train", 90, 8, shuffle=False).next_batch()
+        assert x[:, 0].tolist() == list(range(90))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -210,34 +213,30 @@ def renamed(name):
     return lambda path: path.rename(path.with_name(name))
 
 
-SPOILED = {
-    "truncated": (".npy", rewritten(lambda b: b[:-10]), "000000.npy: not a whole shard"),
-    "foreign": (".npy", rewritten(lambda b: b"no shard" * 200), "000000.npy: not a whole shard"),
-    "dtype": (".npy", saved(np.zeros(99, np.int32)), "99 values, 1-D int32"),
-    "empty": (".npy", saved(np.zeros(0, np.uint16)), "0 values"),
-    "0-d": (".npy", saved(np.uint16(9)), "1 values, 0-D"),
-    "vocabulary": (".npy", saved(np.full(99, 50257, np.uint16)), "token 50257"),
-    "first page": (".npy", saved(np.r_[50257, [0] * 2048].astype(np.uint16)), "token 50257"),
-    "last page": (".npy", saved(np.r_[[0] * 2048, 50257].astype(np.uint16)), "token 50257"),
-    "pickle": (".npy", saved(np.array([{}], object)), "not a whole shard"),
-    "half-written": (".npy", renamed(".x.npy.1.partial"), "half written"),
-    "name": (".npy", renamed("tokens.npy"), "not named like NAME"),
-    "bin truncated": (".bin", rewritten(lambda b: b[:-2]), "its header has .* 18 tokens"),
-    "bin header": (".bin", rewritten(lambda b: b[:512]), "not a whole shard"),
-    "bin magic": (".bin", rewritten(lambda b: b"\0" * 4 + b[4:]), "its header has magic 0"),
-    "bin version": (
-        ".bin",
-        rewritten(lambda b: b[:4] + b"\2" + b[5:]),
-        "its header has .* version 2",
-    ),
-}
+SPOILED = [  # format, what is done to a shard, what the error names
+    (".npy", rewritten(lambda b: b[:-10]), r"x_train_000000\.npy"),
+    (".npy", rewritten(lambda b: b"no shard" * 200), r"x_train_000000\.npy"),
+    (".npy", saved(np.zeros(99, np.int32)), "int32"),
+    (".npy", saved(np.zeros(0, np.uint16)), r"x_train_000000\.npy"),
+    (".npy", saved(np.uint16(9)), "0-D"),
+    (".npy", saved(np.full(99, 50257, np.uint16)), "50257"),
+    (".npy", saved(np.r_[50257, [0] * 2048].astype(np.uint16)), "50257"),
+    (".npy", saved(np.r_[[0] * 2048, 50257].astype(np.uint16)), "50257"),
+    (".npy", saved(np.array([{}], object)), r"x_train_000000\.npy"),
+    (".npy", renamed(".x.npy.1.partial"), r"\.x\.npy\.1\.partial.*fineweb\.py"),
+    (".npy", renamed("tokens.npy"), r"tokens\.npy.*train_000001\.npy"),
+    (".bin", rewritten(lambda b: b[:-2]), "18"),
+    (".bin", rewritten(lambda b: b[:512]), r"x_train_000000\.bin"),
+    (".bin", rewritten(lambda b: b"\0" * 4 + b[4:]), "magic 0"),
+    (".bin", rewritten(lambda b: b[:4] + b"\2" + b[5:]), "version 2"),
+]
 
 
-@pytest.mark.parametrize("name", SPOILED)
-def test_bad_shards_are_named(tmp_path, name):
-    suffix, spoil, message = SPOILED[name]
-    path = tmp_path / f"x_train_000000{suffix}"
-    write_shard(path, np.arange(18, dtype=np.uint16))
-    spoil(path)
-    with pytest.raises(UserError, match=message):
-        open_split(tmp_path, "train")
+def test_bad_shards_are_named(tmp_path):
+    for i, (suffix, spoil, message) in enumerate(SPOILED):
+        path = tmp_path / str(i) / f"x_train_000000{suffix}"
+        path.parent.mkdir()
+        write_shard(path, np.arange(18, dtype=np.uint16))
+        spoil(path)
+        with pytest.raises(UserError, match=message):
+            DataLoaderLite(path.parent, "train", 1, 1)
