@@ -584,7 +584,7 @@ def orthogonalize(x: Tensor) -> Tensor:
     if tall:  # so that x @ x.mT below is the smaller square
         x = x.mT
     # The Frobenius norm bounds the largest singular value, so all are at most 1 now.
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         square = x @ x.mT
         polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)  # b s + c s @ s

@@ -43,8 +43,11 @@ def words(*args: object) -> list[str]:
     return [word for arg in args for word in (arg.split() if isinstance(arg, str) else [str(arg)])]
 
 
+SHAPE = words("--n-layer 2 --n-head 2 --n-embd 16")
 TINY = words(
-    "--preset shakespeare --n-layer 2 --n-head 2 --n-embd 16 --seq-len 16 --total-batch-size 128",
+    "--preset shakespeare",
+    *SHAPE,
+    "--seq-len 16 --total-batch-size 128",
     "--micro-batch-size 2 --device cpu --dtype float32 --no-compile --optimizer adamw",
     "--schedule cosine --warmup-steps 2 --max-lr 5e-3 --min-lr 5e-4 --beta2 0.95",
     "--eval-tokens 128 --eval-every 0 --sample-every 0 --save-every 0",
@@ -58,6 +61,17 @@ def seeded():
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    """A test begins as a new process does: no cache has what an earlier test computed.
+
+    The tokenizer alone stays, which never changes and takes a second to load."""
+    for name, module in list(sys.modules.items()):
+        if name == "train_gpt2" or (name.startswith("support.") and name != "support.tokenizer"):
+            for value in list(vars(module).values()):
+                getattr(value, "cache_clear", lambda: None)()
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +104,13 @@ def at_step(monkeypatch):
     return actions.__setitem__
 
 
+def tiny(*args: object) -> list[str]:
+    """TINY, then `args`. Weights that --init names have their own shape."""
+    flags = words(*args)
+    start = len(SHAPE) if "--init" in flags else 0
+    return [*TINY[:2], *TINY[2 + start :], *flags]
+
+
 def train(*args: object, curves: bool = False) -> int:
     """Runs train_gpt2.py in this process with TINY, then `args`. curves: draw curves.png."""
     import train_gpt2
@@ -100,7 +121,7 @@ def train(*args: object, curves: bool = False) -> int:
     try:
         undrawn = mock.patch("support.run_folder.draw_curves", create=True)
         with contextlib.nullcontext() if curves else undrawn:
-            return train_gpt2.main([*TINY, *words(*args)])
+            return train_gpt2.main(tiny(*args))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -156,7 +177,7 @@ def start_ranks(
     ranks = []
     for rank, output in enumerate(outputs):
         env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        arguments = (env, os.getcwd(), output, [*TINY, *words(*args)], disturb)
+        arguments = (env, os.getcwd(), output, tiny(*args), disturb)
         ranks.append(forks.Process(target=run_rank, args=arguments))
         ranks[-1].start()
     deadline, stopped = time.monotonic() + 300, False

@@ -285,6 +285,7 @@ class PretendGPU(TorchDispatchMode):
             set_device=lambda device: None,
             get_device_name=lambda *_: self.name,
             get_device_capability=lambda *_: self.capability,
+            get_arch_list=lambda: ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
             is_bf16_supported=lambda *_, **__: True,  # Old chips emulate it slowly.
             mem_get_info=lambda *_: (self.memory - self.used, self.memory),
             max_memory_allocated=lambda *_: self.peak,

@@ -18,10 +18,7 @@ def run_folder(folder, log, precisions=("float32",), reference=SHAKESPEARE, **se
 
     precisions: of its starts."""
     config = json.loads((reference / "run.json").read_text())[-1]["config"] | settings
-    entries = [
-        {"device": f"cpu (2 threads), {precision}: as requested", "config": config}
-        for precision in precisions
-    ]
+    entries = [{"dtype": precision, "config": config} for precision in precisions]
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(json.dumps(entries))
     (folder / "log.txt").write_text(log)

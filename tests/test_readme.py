@@ -14,7 +14,7 @@ import tyro
 import sample
 import train_gpt2
 from reference import check
-from tests.conftest import ROOT, TINY, words
+from tests.conftest import ROOT, TINY, tiny, words
 from train_gpt2 import GPT, GPTConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -107,7 +107,8 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
         _, script, *args = shlex.split(command)
         capsys.readouterr()
         if script == "train_gpt2.py":
-            small = [*TINY, *words(f"--dtype auto --max-steps 2 --log-dir run_{i}")]
+            small = tiny("--init")[:-1] if "--init" in args else TINY
+            small = [*small, *words(f"--dtype auto --max-steps 2 --log-dir run_{i}")]
             if "--plan" in args:
                 small = ["--device", "cpu"]
             assert train_gpt2.main([*args, *small]) == 0, command

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib.util
 import os
 import platform
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train_gpt2
 from support.errors import UserError
 from tests.conftest import (
     ROOT,
@@ -129,9 +131,11 @@ def test_a_new_run_killed_while_it_begins_loses_nothing(moment, start, at_step, 
         else:
             at_step(0, lambda: raise_error(KeyboardInterrupt())())
         start("--max-steps 2 --save-every 1 --seed 5")
-    assert list(contents(log.with_name("log_1")).values()) == first
-    start("--max-steps 2 --save-every 1 --seed 5 --resume")
+    restored = moment == "before run.json"  # then the earlier run has its name again
+    assert list(contents(log if restored else log.with_name("log_1")).values()) == first
+    start("--max-steps 2 --save-every 1 --seed 5" + (" --resume" if not restored else ""))
     assert steps_of(log) == [1, 2] and len(losses(log)) == 2
+    assert list(contents(log.with_name("log_1")).values()) == first
     assert not log.with_name("log_2").exists()
 
 
@@ -206,17 +210,36 @@ def test_a_log_of_another_program_is_not_overwritten(start, log):
     assert (log.with_name("log_1") / "log.txt").read_text() == "0 train 9.0\n"
 
 
-def test_the_script_of_the_newest_start_is_kept(start, log, monkeypatch, tmp_path):
-    repo = tmp_path / "repo"
-    repo.mkdir()
-    monkeypatch.setattr("support.run_log.ROOT", repo)
-    for steps, source in ((1, "first"), (2, "changed"), (3, "third")):
-        (repo / "train_gpt2.py").write_text(source)
+@pytest.fixture
+def defined_in(monkeypatch):
+    """defined_in(path, x): from now on a file that differs in x defines GPT."""
+
+    def define(path, x):
+        path.write_text(f"from train_gpt2 import GPT as GPT2\nclass GPT(GPT2):\n    x = {x}\n")
+        monkeypatch.setattr(train_gpt2, "GPT", GPT)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, path.stem, module)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(train_gpt2, "GPT", module.GPT)
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return define
+
+
+def test_the_code_of_the_newest_start_is_kept_under_its_name(
+    start, log, defined_in, monkeypatch, tmp_path
+):
+    fork = tmp_path / "my_fork.py"
+    for steps in (1, 2, 3):
+        defined_in(fork, steps)
         start(f"--max-steps {steps} --save-every 1 --resume")
-        assert (log / "train_gpt2.py").read_text() == source
-    (log / "train_gpt2.py").write_text("edited by the user")
+        assert (log / "my_fork.py").read_bytes() == fork.read_bytes()
+        assert starts(log)[-1]["script"] == "my_fork.py" and not (log / "train_gpt2.py").exists()
+    monkeypatch.setattr(train_gpt2, "GPT", GPT)
+    (log / "train_gpt2.py").write_text("the user's")
     start("--max-steps 4 --save-every 1 --resume")
-    assert (log / "train_gpt2.py").read_text() == "edited by the user"
+    assert (log / "train_gpt2.py").read_text() == "the user's"
 
 
 def test_the_repository_itself_is_refused(start):
@@ -308,11 +331,11 @@ def test_what_a_checkpoint_holds(start, log):
         assert done.returncode == 0 and done.stdout.count(": OK\n") == 6, done
 
 
-def test_what_run_json_says_of_a_start(start, log, tmp_path, monkeypatch):
-    """The commit, with a + if files have changed; the time in UTC; torch's own version."""
+def test_what_run_json_says_of_a_start(start, log, tmp_path, defined_in, monkeypatch):
+    """The commit, with a + if it lacks the code; the time in UTC; torch's own version."""
     repo = tmp_path / "repo"
     subprocess.run(["git", "init", "-q", repo], check=True)
-    (repo / "train_gpt2.py").write_text("a")
+    defined_in(repo / "my_fork.py", 1)
     monkeypatch.setattr("support.run_log.ROOT", repo)
 
     def entry_of(flags=""):
@@ -324,7 +347,9 @@ def test_what_run_json_says_of_a_start(start, log, tmp_path, monkeypatch):
         subprocess.run(["git", "-C", repo, *command.split()], check=True, capture_output=True)
     commit = entry_of()["git_commit"]
     assert re.fullmatch("[0-9a-f]{40}", commit)
-    (repo / "train_gpt2.py").write_text("b")
+    defined_in(repo / "not_committed.py", 1)
+    assert entry_of()["git_commit"] == commit + "+"
+    defined_in(repo / "my_fork.py", 2)
     now = datetime.now(UTC)
     with monkeypatch.context() as patch:
         patch.setenv("TZ", "Asia/Tokyo")
@@ -375,8 +400,11 @@ def test_what_a_power_cut_could_undo_is_flushed_first(start, log, monkeypatch):
 
 
 def test_a_signal_whose_save_fails_says_so(start, at_step, monkeypatch):
-    monkeypatch.setattr(torch, "save", raise_error(FULL))
-    at_step(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    def stop():
+        monkeypatch.setattr(torch, "save", raise_error(FULL))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    at_step(1, stop)
     with pytest.raises(UserError, match=r"step_000002: .*No space left.*--resume"):
         start("--max-steps 9 --save-every 9")
 
@@ -476,8 +504,8 @@ def test_arguments_that_are_not_utf8_cost_no_checkpoint(start, log, monkeypatch)
     assert "caf?" in (log / "step_000002/README.md").read_text("utf-8")
 
 
-def test_a_bug_while_saving_is_no_full_disk(start, monkeypatch):
-    monkeypatch.setattr(torch, "save", raise_error(RuntimeError("a bug")))
+def test_a_bug_while_saving_is_no_full_disk(start, at_step, monkeypatch):
+    at_step(1, lambda: monkeypatch.setattr(torch, "save", raise_error(RuntimeError("a bug"))))
     with pytest.raises(RuntimeError, match="a bug"):
         start("--max-steps 3 --save-every 1")
 

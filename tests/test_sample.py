@@ -161,11 +161,20 @@ def test_a_prompt_that_is_not_utf8_is_one_line(log_dir, monkeypatch):
             sample.main([str(log_dir), *args])
 
 
-def test_a_folder_without_a_tokenizer_is_one_line(of_another_program, tmp_path):
+def test_a_folder_without_a_tokenizer_is_one_line_unless_it_is_gpt2s(
+    of_another_program, tmp_path, capsys
+):
     folder = of_another_program
+    args = [str(folder), "ROMEO:", "--max-new-tokens", "5", "--temperature", "0"]
+    sample.main(args)
+    with_tokenizer = capsys.readouterr().out
     for name in ("vocab.json", "merges.txt"):
         (folder / name).unlink()
+    sample.main(args)
+    assert capsys.readouterr().out == with_tokenizer
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neo"}))
     with pytest.raises(UserError, match=f"{folder}.*vocab.json"):
-        sample.main([str(folder), "ROMEO:"])
+        sample.main(args)
     with pytest.raises(UserError, match=f"{tmp_path}.*config.json"):
         sample.main([str(tmp_path), "ROMEO:"])

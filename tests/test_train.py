@@ -1,5 +1,6 @@
 """Runs of a second: losses against a plain loop, for every division of a step; what they print."""
 
+import contextlib
 import json
 import math
 import re
@@ -30,6 +31,7 @@ from tests.conftest import (
     train_on_ranks,
     words,
 )
+from tests.pretend_gpu import PretendGPU
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, get_tokenizer
 
 TASKS = ROOT / "tests/hellaswag_sample.jsonl"
@@ -377,8 +379,9 @@ def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeyp
         first = capsys.readouterr().out.splitlines()[0]
         says_why = "edu_fineweb10B" in first and "python fineweb.py" in first
         assert says_why == expected and ("shakespeare" in first) == expected
-    (tmp_path / "edu_fineweb10B/crawl").mkdir(parents=True)
-    assert defaults("", capsys)["--data"].endswith("input.txt")
+    (tmp_path / "edu_fineweb10B/crawl/2013").mkdir(parents=True)
+    (tmp_path / "edu_fineweb10B/crawl/2013/edufineweb_train_000001.npy").touch()
+    assert defaults("", capsys)["--data"].endswith("input.txt"), "the data loader goes less deep"
     (tmp_path / "edu_fineweb10B/crawl/edufineweb_train_000001.npy").touch()
     assert defaults("", capsys)["--data"] == "edu_fineweb10B"
     assert defaults("--preset gpt3", capsys)["--seq-len"] == "2048"
@@ -386,9 +389,10 @@ def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeyp
     assert [7 * 2**19, 7, 2**19] in map(numbers, capsys.readouterr().out.splitlines())
 
 
-def test_only_a_large_run_on_a_gpu_compiles_by_default(monkeypatch, capsys):
-    for gpu in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+@pytest.mark.skipif(sys.platform != "linux", reason="the stand-in was tried on Linux only")
+@pytest.mark.parametrize("gpu", [False, True])
+def test_only_a_large_run_on_a_gpu_compiles_by_default(gpu, capsys):
+    with PretendGPU() if gpu else contextlib.nullcontext():
         for flags in ("--preset gpt2", "--preset small", "--preset gpt2 --device cuda"):
             assert defaults(flags, capsys)["--compile"] == str(gpu), flags
         for flags in ("--preset shakespeare", "--preset gpt2 --device cpu"):
