@@ -968,10 +968,10 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         # ---- End of the update -------------------------------------------------------------------
 
         meter.end_step(began, steps_left=config.max_steps - step - 1)
-        if step == saved["step"] and config.save_every:
-            check_saving(optimizers)  # now that the first update has made their state
         print0(f"step {step:5d}/{config.max_steps} {meter.line(loss, lr, norm)}")
         run.log(step, train=loss, lr=lr, norm=norm, **meter.speed)
+        if step == saved["step"] and config.save_every:
+            check_saving(optimizers)  # now that the first update has made their state
         step += 1
 
     # ---- The last lines

@@ -375,8 +375,9 @@ def load_gpt(folder: Path, device: torch.device, code: str = "") -> nn.Module | 
     if "fingerprint" not in raw:
         return None
     path = Path(code) if code else find_code(folder)
+    model_class = load_gpt_class(path)
     try:
-        model = load_gpt_class(path).from_pretrained(folder)
+        model = model_class.from_pretrained(folder)
     except UserError as error:
         if not code and raw.get("model_type") != FORK_TYPE:
             return None

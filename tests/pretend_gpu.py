@@ -82,10 +82,14 @@ class OnGPU(torch.Tensor):
 
 
 class PretendGPU(TorchDispatchMode):
-    """kind: cuda or mps. name and capability are what torch.cuda says. memory: in bytes"""
+    """kind: cuda or mps. name and capability are what torch.cuda says. memory: in bytes. count: of
+    GPUs, of which the first one works."""
 
-    def __init__(self, kind="cuda", name="NVIDIA A100-SXM4-80GB", capability=(8, 0), memory=80e9):
+    def __init__(
+        self, kind="cuda", name="NVIDIA A100-SXM4-80GB", capability=(8, 0), memory=80e9, count=1
+    ):
         super().__init__()
+        self.count = count
         self.device = torch.device(kind, 0)
         self.name, self.capability, self.memory = name, capability, int(memory)
         self.used = self.peak = 0  # bytes
@@ -280,7 +284,7 @@ class PretendGPU(TorchDispatchMode):
             is_available=lambda: True,
             is_initialized=lambda: True,
             _lazy_init=lambda: None,
-            device_count=lambda: 1,
+            device_count=lambda: self.count,
             current_device=lambda: 0,
             set_device=lambda device: None,
             get_device_name=lambda *_: self.name,

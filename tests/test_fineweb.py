@@ -424,6 +424,21 @@ def test_no_text_of_a_json_dataset_is_changed_since_another_value_is_none():
         assert shard_tokens(f"out_{i}") == expected_tokens(["d"])
 
 
+def test_a_csv_file_is_read_where_a_long_has_32_bits(monkeypatch):
+    """As on Windows."""
+    field_size_limit = sys.modules["csv"].field_size_limit
+
+    def limit(size):
+        if size >= 2**31:
+            raise OverflowError("Python int too large to convert to C long")
+        return field_size_limit(size)
+
+    monkeypatch.setattr("csv.field_size_limit", limit)
+    write("a.csv", b"text\na\n" + b"b" * 200_000)
+    make("--input", "a.csv", "--out", "out")
+    assert shard_tokens("out") == expected_tokens(["a", "b" * 200_000])
+
+
 MISTAKES = {  # a command, and what its line names
     "--input none.txt": "--input none.txt",
     "--input in": "--input in",
@@ -436,6 +451,8 @@ MISTAKES = {  # a command, and what its line names
     "--dataset a/b --pretokenized 1": "--pretokenized",
     "--input a.txt --dataset a/b": "--input",
     "--split test --input a.txt": "--split",
+    "--name sample-100BT --input a.txt": "--name sample-100BT",
+    "--name sample-100BT --dataset a/b": "--name sample-100BT",
     "--max-shards -1": "--max-shards -1",
     "--verify": "edu_fineweb10B",
 }

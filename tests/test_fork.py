@@ -384,6 +384,40 @@ class RandomGPT(GPT):
         self.ln_f.register_forward_hook(lambda module, inputs, output: F.dropout(output, 0.2))
 
 
+class ForgetfulMomentum(torch.optim.SGD):
+    """Its state holds a function, which no checkpoint can."""
+
+    def __init__(self, params, *args, **kwargs):
+        super().__init__(params, lr=0.1, momentum=0.9)
+
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["rule"] = lambda x: x
+
+
+def test_an_optimizer_that_cannot_be_saved_ends_the_first_step(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.optim, "AdamW", ForgetfulMomentum)
+    args = ["--max-steps 9 --save-every 9 --data", text, "--log-dir", tmp_path / "log"]
+    with pytest.raises(UserError, match=r"ForgetfulMomentum.*--save-every 0"):
+        train(*args)
+    assert len(losses(tmp_path / "log")) == 1
+
+
+@dataclass
+class WithOffset(train_gpt2.TrainConfig):
+    offset: float = -0.5
+
+
+def test_a_flag_of_a_fork_may_have_a_negative_default(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt2, "TrainConfig", WithOffset)
+    log = tmp_path / "log"
+    for flags in ("", "--offset -2.5"):
+        train("--max-steps 0 --data", text, "--log-dir", log, flags)
+        entry = json.loads((log / "run.json").read_text())[-1]
+        assert entry["config"]["offset"] == (-2.5 if flags else -0.5)
+
+
 REFUSED = {  # what is replaced, and what the line names
     "logits": ("GPT", HeadInLogits, "logits"),
     "tuple": ("GPTConfig", OtherConfig, "windows"),

@@ -101,12 +101,58 @@ def test_the_micro_batch_is_what_fits(run, tmp_path):
     assert size(80e9) == 8 and 1 <= size(200e6) < 8
 
 
+def test_a_resumed_run_keeps_its_micro_batch_where_that_is_of_use(run, tmp_path, capsys):
+    """One that was given stays anywhere, a chosen one on a card of the same name and memory."""
+
+    def sizes(folder, *starts):
+        for step, (flags, gpu) in enumerate(starts, start=1):
+            more = f"--save-every 1 --resume --max-steps {step} --seq-len 64 {flags}"
+            run(folder, more, "--total-batch-size 512", gpu=gpu)
+        return [entry["config"]["micro_batch_size"] for entry in run_entries(tmp_path / folder)]
+
+    def small():
+        return PretendGPU(memory=200e6)
+
+    first, again = sizes(
+        "chosen", ("--micro-batch-size 0", small()), ("--micro-batch-size 0", small())
+    )
+    assert first == again < 8 and "rounding" not in capsys.readouterr().out
+    for other in (PretendGPU(), PretendGPU(name="NVIDIA H200"), None):
+        run(
+            "chosen",
+            "--save-every 3 --resume --max-steps 3 --seq-len 64 --total-batch-size 512",
+            "--micro-batch-size 0",
+            gpu=other,
+        )
+        assert run_entries(tmp_path / "chosen")[-1]["config"]["micro_batch_size"] == 8
+        (note,) = [line for line in capsys.readouterr().out.splitlines() if "rounding" in line]
+        assert f" {first} " in note and "A100" in note
+        shutil.rmtree(tmp_path / "chosen/step_000003")
+    given = sizes(
+        "given", ("--micro-batch-size 2", small()), ("--micro-batch-size 0", PretendGPU())
+    )
+    assert given == [2, 2]
+
+
 @pytest.mark.parametrize(
     "flags, memory", [("--micro-batch-size 4", 50e6), ("--micro-batch-size 0", 20e6)]
 )
 def test_out_of_memory_is_one_line_with_a_remedy(flags, memory, run):
     with pytest.raises(UserError, match=r"^[^\n]*--low-memory[^\n]*$"):
         run("log", flags, "--total-batch-size 512 --seq-len 64", gpu=PretendGPU(memory=memory))
+
+
+def test_what_a_machine_has_too_much_or_too_little_of_is_said(run, capsys):
+    """GPUs that stay idle without torchrun, and one for which torch has no kernels."""
+    run("two", "--max-steps 1", gpu=PretendGPU(count=2))
+    note = capsys.readouterr().out.splitlines()[0]
+    assert "torchrun --standalone --nproc_per_node=2 " in note
+    with (
+        PretendGPU(name="Tesla V100-SXM2-16GB", capability=(7, 0)),
+        pytest.raises(UserError) as old,
+    ):
+        train("--device cuda")
+    assert "V100" in str(old.value) and "CUDA 12.6" in str(old.value)
 
 
 def test_more_processes_than_gpus_are_one_line(run, monkeypatch):

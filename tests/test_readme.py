@@ -29,6 +29,8 @@ NOT_RUN = {  # how a command begins -> why it is not run
     "torchrun ": "needs GPUs; tests/test_resume.py starts it on the CPU",
     "python hellaswag.py": "downloads; tests/test_hellaswag.py has local tasks",
     "python bench": "takes minutes; see tests/test_bench.py and tests/test_sweep.py",
+    "python train_erf.py": "is a fork; tests/test_fresh.py trains it",
+    "python sample.py log --code": "of that fork",
     "lm_eval ": "not installed; docs/after.md says where it was run",
     "vllm ": "needs a GPU",
     "hf ": "needs the Hub",

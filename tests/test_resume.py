@@ -340,7 +340,8 @@ def after_step(steps, act, replace=setattr):
         return get_lr(step, config)
 
     def disturbed(*args, **options):
-        if not torch.is_grad_enabled() and place[0] == steps:
+        batch = not torch.is_grad_enabled() and args[1].numel() > 1
+        if batch and place[0] == steps:
             act(place[1])
             place[1] += 1
         return cross_entropy(*args, **options)

@@ -397,3 +397,12 @@ def test_only_a_large_run_on_a_gpu_compiles_by_default(gpu, capsys):
             assert defaults(flags, capsys)["--compile"] == str(gpu), flags
         for flags in ("--preset shakespeare", "--preset gpt2 --device cpu"):
             assert defaults(flags, capsys)["--compile"] == "False", flags
+
+
+def test_a_validation_split_of_separators_is_named(tmp_path):
+    for name, tokens in (("val_000000", [50256] * 200), ("train_000001", range(1000))):
+        np.save(tmp_path / f"a_{name}.npy", np.array(tokens, dtype=np.uint16))
+    args = ["--max-steps 1 --data", tmp_path, "--log-dir", tmp_path / "log"]
+    with pytest.raises(UserError, match=f"{tmp_path}.*--eval-every 0"):
+        train(*args, "--eval-every 1")
+    assert train(*args) == 0
