@@ -1,5 +1,6 @@
 """Device and precision: what the machine has, how to use it, and how fast it could be."""
 
+import copy
 import ctypes
 import functools
 import os
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from support.cli import print0, warn
@@ -96,10 +97,20 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: don't shrink the heap
 
 
-def can_compile(device: torch.device) -> bool:
-    """True if torch.compile works here; otherwise prints why not and how to mend it."""
+def can_compile(model: nn.Module, shape: tuple[int, int], autocast: torch.autocast) -> bool:
+    """True if torch.compile works here for a copy of a GPT, forward and backward.
+
+    Otherwise prints why not and how to mend it. shape: (B, T) of the run"""
+    device = model.wte.weight.device
+    idx = torch.zeros(shape, dtype=torch.int64, device=device)
+    trial = copy.deepcopy(model)
+    gpu = [device.index] if device.type == "cuda" else []
     try:
-        torch.compile(lambda x: x.cos() + 1)(torch.ones(8, device=device))
+        for part in [*trial.h, trial.loss]:
+            part.compile(dynamic=False)
+        with torch.random.fork_rng(gpu), autocast:  # dropout must not advance the training RNG
+            loss = trial(idx, idx.clone())
+        loss.backward()
     except Exception as error:
         problem = first_line(error)
         if re.search(r"compiler|CalledProcessError|Python\.h", str(error)):

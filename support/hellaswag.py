@@ -206,7 +206,7 @@ def score(
 
 def gpt_logits(model: Any) -> LogitsAt:
     """What score() takes, for a GPT of train_gpt2.py: the head only where it counts."""
-    return lambda tokens, row, column: model.logits(model.hidden(tokens)[row, column])
+    return lambda tokens, row, column: model.lm_head(model.hidden(tokens)[row, column])
 
 
 def accuracy(model: Any, tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:
