@@ -141,7 +141,7 @@ def print_plan(config: Any, model: Any) -> None:
     rows = {
         "device": device_line,
         "parameters": f"{model.num_parameters():,} ({in_blocks:,} in the blocks)",
-        "FLOPs per token": f"{flops:,} (6 N + 12 L C T, N without position embeddings)",
+        "FLOPs per token": f"{flops:,} (6 N + 12 L C T, N weights of linear layers)",
         "tokens": f"{tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
         "epochs": epochs,
         "FLOPs": f"{flops * tokens:.3e}",
