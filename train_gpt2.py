@@ -769,8 +769,14 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
     # A checkpoint records its micro-batch, since another one would change rounding.
     micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved["micro_batch"])
-    B = config.micro_batch_size = micro_batch["size"]
     T = config.seq_len
+    if config.compile:
+        shape = (micro_batch["size"], T)
+        compiles = ranks.gather(devices.can_compile(model, shape, ranks.device, autocast))
+        config.compile = all(compiles)
+        if not config.compile:  # which takes more memory
+            micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved["micro_batch"])
+    B = config.micro_batch_size = micro_batch["size"]
     # No remainder: choose_micro_batch() raises an error for a B that leaves one.
     grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
     model.to(ranks.device)
@@ -812,7 +818,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     if config.low_memory:  # a block keeps only its input, and is computed again when needed
         for block in model.h:
             block.forward = partial(recompute, block.forward, use_reentrant=False)
-    if config.compile and devices.can_compile(model, (B, T), autocast):
+    if config.compile:
         # All blocks share one code, and all batches of a run have one shape.
         for part in [*model.h, model.loss]:
             part.compile(dynamic=False)

@@ -97,13 +97,14 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: don't shrink the heap
 
 
-def can_compile(model: nn.Module, shape: tuple[int, int], autocast: torch.autocast) -> bool:
-    """True if torch.compile works here for a copy of a GPT, forward and backward.
+def can_compile(
+    model: nn.Module, shape: tuple[int, int], device: torch.device, autocast: torch.autocast
+) -> bool:
+    """True if torch.compile works on a device for a copy of a GPT, forward and backward.
 
     Otherwise prints why not and how to mend it. shape: (B, T) of the run"""
-    device = model.wte.weight.device
     idx = torch.zeros(shape, dtype=torch.int64, device=device)
-    trial = copy.deepcopy(model)
+    trial = copy.deepcopy(model).to(device)
     gpu = [device.index] if device.type == "cuda" else []
     try:
         for part in [*trial.h, trial.loss]:
