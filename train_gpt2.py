@@ -161,7 +161,7 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Tokens (B, T) -> logits (B, T, V), or with targets (B, T) their mean cross-entropy (nats).
+        """Tokens (B, T) -> logits (B, T, V), or with targets (B, T) their mean cross-entropy.
 
         The loss comes without logits, which would take more memory than the model."""
         x = self.hidden(idx)  # (B, T, C)
@@ -754,6 +754,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     model = new_model(config, checkpoint)
     if config.save_every and ranks.rank == 0:
         huggingface.check_before_training(model)  # a fork's checkpoints may be unreadable
+    if config.low_memory:  # a block keeps only its input, and is computed again when needed
+        for block in model.h:
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
     # --dtype auto may time matmuls on a CPU, so rank 0 decides for all. chosen: the device, the
     # precision and the reason, to print.
     dtype, chosen = ranks.on_rank_0(
@@ -815,9 +818,6 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     precision = str(dtype).removeprefix("torch.")
     software = devices.gpu_software(ranks.device, dtype)
     run.begin(model, step, device=chosen, dtype=precision, **software)
-    if config.low_memory:  # a block keeps only its input, and is computed again when needed
-        for block in model.h:
-            block.forward = partial(recompute, block.forward, use_reentrant=False)
     if config.compile:
         # All blocks share one code, and all batches of a run have one shape.
         for part in [*model.h, model.loss]:

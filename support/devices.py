@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from support.cli import print0, warn
-from support.errors import UserError, first_line
+from support.errors import UserError, first_line, is_out_of_memory
 
 
 def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torch.device:
@@ -113,6 +113,8 @@ def can_compile(
             loss = trial(idx, idx.clone())
         loss.backward()
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         problem = first_line(error)
         if re.search(r"compiler|CalledProcessError|Python\.h", str(error)):
             compiler = "g++" if device.type == "cpu" else "gcc"
