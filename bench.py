@@ -121,7 +121,7 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
     model = GPT(replace(shape, vocab_size=50_304) if "padded" in changes else shape).to(device)
 
     def loss_function(x: Tensor, y: Tensor) -> Tensor:
-        logits, _ = model(x)  # (B, T, V): those of all tokens
+        logits = model(x)  # (B, T, V): those of all tokens
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     if "compile" in changes:

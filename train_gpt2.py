@@ -104,55 +104,27 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))  # each token on its own
 
 
-def lm_head(x: Tensor, wte: Tensor) -> Tensor:
-    """The head. Its weight is the token embedding. (…, C), (V, C) -> logits (…, V)"""
-    return F.linear(x, wte)
+class LinearCrossEntropy(nn.Module):
+    """F.cross_entropy(F.linear(x, weight), targets), faster.
+
+    A matrix product is faster where the weight has a multiple of 64 rows. So rows of zeros are
+    added to a copy of it, and 50,257 become 50,304. A bias of -inf takes the added logits out: they
+    get probability 0. Label smoothing would make them count, and be infinite. It can be had with
+    F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten(), label_smoothing=0.1)."""
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """x (…, C), weight (V, C), targets (…), of which -100 is ignored -> float32 scalar"""
+        added = -weight.size(0) % 64
+        bias = F.pad(x.new_zeros(weight.size(0)), (0, added), value=-math.inf)
+        logits = F.linear(x.flatten(0, -2), F.pad(weight, (0, 0, 0, added)), bias)
+        return F.cross_entropy(logits.float(), targets.flatten())
 
 
-def cross_entropy(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats over the targets that are not -100; 0 if there are none.
-
-    x (…, C) is the input of the head, wte (V, C), targets (…) -> float32 scalar"""
-    V = wte.size(0)
-    if V % 64:
-        # Matmuls are faster with a multiple of 64 rows, so add zeros: 50,257 become 50,304. The
-        # weights themselves keep GPT-2's shape.
-        wte = F.pad(wte, (0, 0, 0, -V % 64))
-    logits = lm_head(x.flatten(0, -2), wte)  # (N, V or more)
-    # Set the added columns to -inf: the softmax gives them probability 0, and so gradient 0.
-    # no_grad is safe here, since the backward pass of a matmul doesn't use its output. index_fill_
-    # writes these columns alone; logits[:, V:] = -math.inf would copy all, once compiled.
-    # (A loss that they'd make infinite, as with label smoothing, needs logits[:, :V].)
-    added = torch.arange(V, wte.size(0), device=x.device)
-    with torch.no_grad():
-        logits.index_fill_(1, added, -math.inf)
-    targets = targets.flatten()  # (N,)
-    total = F.cross_entropy(logits.float(), targets, reduction="sum")
-    return total / (targets != -100).sum().clamp(min=1)
-
-
-def training_loss(x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
-    """What training minimizes: change it here. Validation and HellaSwag stay plain cross-entropy.
-
-    It must be a mean over tokens. x (…, C), wte (V, C), targets (…) -> float32 scalar"""
-    return cross_entropy(x, wte, targets)
-
-
-def in_chunks(loss_function: Any, x: Tensor, wte: Tensor, targets: Tensor) -> Tensor:
-    """loss_function(x, wte, targets), with the logits of only 1,024 tokens in memory at a time.
-
-    The backward pass computes them again."""
-    if targets.numel() <= 1024:
-        return loss_function(x, wte, targets)
-    x_parts = x.flatten(0, -2).split(1024)
-    target_parts = targets.flatten().split(1024)
-    total = torch.zeros((), device=x.device)
-    for part, target in zip(x_parts, target_parts, strict=True):
-        loss = recompute(loss_function, part, wte, target, use_reentrant=False)
-        total = total + loss * (target != -100).sum()
-    return total / (targets != -100).sum().clamp(min=1)
-
-
+# What a fork should know. Each nn.Linear and nn.Embedding starts with std 0.02, a linear layer
+# called c_proj with less, and any other parameter as it is made. Muon takes the weights of the
+# linear layers in the blocks, except those called router. Weight decay acts on the weights of
+# nn.Linear and nn.Embedding. A setting of the model is a field of GPTConfig, and of TrainConfig if
+# it is to be a flag. A checkpoint records what its model computes, and other code refuses it.
 class GPT(nn.Module):
     """GPT-2 with GPT-2's parameter names. Linear weights are torch's (out, in); Hugging Face stores
     them as (in, out)."""
@@ -160,38 +132,23 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # tokens; also the head
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # tokens
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.prepare()  # train() calls it again, to compile or to save memory
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight  # GPT-2 ties the two
+        self.loss = LinearCrossEntropy()
 
-        # std 0.02, biases 0, LayerNorms 1 and 0. Residual projections are scaled down, or the
-        # variance of the residual stream would grow with depth (section 2.3).
-        for name, parameter in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
-            elif parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-
-    def prepare(self, compiled: bool = False, low_memory: bool = False) -> None:
-        """Chooses how to compute. That changes results only by rounding.
-
-        low_memory: a block keeps only its input, and is computed again in the backward pass. The
-        loss never needs all logits at once, except compiled for a GPU without low_memory."""
-        self.low_memory = low_memory
-        self.training_loss = partial(in_chunks, training_loss)
-        self.cross_entropy = partial(in_chunks, cross_entropy)
-        if not compiled:
-            return
-        for block in self.h:  # one by one, since the same code serves all of them
-            block.compile(dynamic=False)  # all batches of a run have one shape
-        # Compiled for a GPU, a loss is fastest as one graph with the logits of all tokens.
-        if self.wte.weight.device.type != "cpu" and not low_memory:
-            self.training_loss = torch.compile(training_loss, dynamic=False)
-            self.cross_entropy = torch.compile(cross_entropy, dynamic=False)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                # Projections onto the residual stream are scaled down. Otherwise its variance would
+                # grow with depth (section 2.3).
+                residual = name.endswith("c_proj")
+                scale = 1 / math.sqrt(2 * config.n_layer) if residual else 1.0
+                nn.init.normal_(module.weight, std=0.02 * scale)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def hidden(self, idx: Tensor) -> Tensor:
         """Tokens (B, T) -> the input of the head (B, T, C)"""
@@ -200,34 +157,17 @@ class GPT(nn.Module):
             raise UserError(f"{T} tokens, but the model's context is {self.config.block_size}")
         x = self.wte(idx) + self.wpe(torch.arange(T, device=idx.device))  # (B, T, C)
         for block in self.h:
-            if self.low_memory and torch.is_grad_enabled():
-                x = recompute(block, x, use_reentrant=False)
-                torch.clear_autocast_cache()  # or 16-bit copies of all weights pile up
-            else:
-                x = block(x)
+            x = block(x)
         return self.ln_f(x)
 
-    @property
-    def head_weight(self) -> Tensor:
-        """The weight of the head (V, C), tied to the token embedding."""
-        return self.wte.weight
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Tokens (B, T) -> logits (B, T, V), or with targets (B, T) their mean cross-entropy.
 
-    def logits(self, x: Tensor) -> Tensor:
-        """The head. (…, C) -> (…, V)"""
-        return lm_head(x, self.head_weight)
-
-    def forward(
-        self, idx: Tensor, targets: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """idx (B, T) -> (logits (B, T, V), None), or with targets (B, T) -> (None, training loss)
-
-        With targets it returns no logits: to keep those of all tokens would take more memory than
-        the model.
-        """
+        The loss comes without logits, which would take more memory than the model."""
         x = self.hidden(idx)  # (B, T, C)
         if targets is None:
-            return self.logits(x), None
-        return None, self.training_loss(x, self.head_weight, targets)
+            return self.lm_head(x)
+        return self.loss(x, self.lm_head.weight, targets)
 
     @torch.no_grad()
     def generate(
@@ -242,7 +182,8 @@ class GPT(nn.Module):
 
         temperature 0: always the likeliest token. top_k 0: all tokens."""
         block_size = self.config.block_size
-        k = min(top_k or self.config.vocab_size, self.config.vocab_size)
+        V = min(self.config.vocab_size, VOCAB_SIZE)  # more have no text
+        k = min(top_k or V, V)
         if temperature == 0:
             k = 1
             temperature = 1.0
@@ -251,7 +192,7 @@ class GPT(nn.Module):
             T = window.size(1)
             # Zeros may follow, since a GPU is slow to start at each new length.
             x = self.hidden(devices.padded(window, block_size))[:, T - 1]  # (B, C)
-            logits = self.logits(x).float() / temperature  # (B, V)
+            logits = self.lm_head(x)[:, :V].float() / temperature  # (B, V)
             # Draw one of the k likeliest tokens, in proportion to its probability.
             logits, candidates = logits.topk(k)  # (B, k) each
             p = logits.softmax(-1)
@@ -267,17 +208,18 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> int:
         """Training FLOPs per token: 6 N + 12 L C T (PaLM, Chowdhery et al. 2022, appendix B).
 
-        N is without position embeddings, which no matmul uses. Recomputation does not count."""
-        N = sum(p.numel() for name, p in self.named_parameters() if name != "wpe.weight")
+        N counts the weights of the linear layers. Recomputation does not count."""
+        modules = self.named_modules(remove_duplicate=False)  # a block that is used twice counts so
+        N = sum(m.weight.numel() for _, m in modules if isinstance(m, nn.Linear))
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
     def from_pretrained(cls, name: str | Path, strict: bool = True, **changes: Any) -> "GPT":
         """A GPT-2 from a folder or the Hub (`gpt2`, …), in float32 and evaluation mode.
 
-        changes: fields of GPTConfig, instead of those in config.json. Each saved model comes with a
-        fingerprint: some logits that its code computes from fixed weights. If this code computes
-        others, that is a UserError, or with strict=False a printed note."""
+        The fields of GPTConfig in `changes` take the place of those in config.json. If the weights
+        were trained with other mathematics than this code has, that is a UserError, or with
+        strict=False a printed note."""
         with torch.device("cpu"):  # also where models are made on the meta device, as for --plan
             return huggingface.read_pretrained(cls, GPTConfig, name, strict, changes)
 
@@ -645,23 +587,24 @@ class Muon(torch.optim.Optimizer):
 def configure_optimizers(
     model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32
 ) -> list[torch.optim.Optimizer]:
-    """AdamW for everything; with --optimizer muon, Muon for the matrices inside the blocks.
+    """AdamW for everything; with --optimizer muon, Muon for the linear layers inside the blocks.
 
     dtype: of the run's matmuls. AdamW's betas are GPT-3's (Brown et al. 2020, appendix B)."""
     optimizers = []
-    by_adamw = dict(model.named_parameters())
+    parameters = list(model.parameters())
     if config.optimizer == "muon":
-        names = [name for name, p in by_adamw.items() if name.startswith("h.") and p.dim() == 2]
-        matrices = [by_adamw.pop(name) for name in names]
+        linears = [module for module in model.h.named_modules() if isinstance(module[1], nn.Linear)]
+        by_muon = {linear.weight for name, linear in linears if not name.endswith("router")}
+        matrices = [p for p in parameters if p in by_muon]
+        parameters = [p for p in parameters if p not in by_muon]
         # In bfloat16, as its authors run it, if the run is; float16 has too few exponents.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
-    # Weight decay is for matrices and embeddings, not for biases and LayerNorms, which are 1-D.
-    decayed = [p for p in by_adamw.values() if p.dim() >= 2]
-    others = [p for p in by_adamw.values() if p.dim() < 2]
+    # Weight decay is for matrices and embeddings, not for biases and LayerNorms.
+    decayed = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [p for p in parameters if p in decayed], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p not in decayed], "weight_decay": 0.0},
     ]
     # fused: one kernel for all parameters, on a CPU several times as fast as a loop over them
     betas = (0.9, config.beta2)
@@ -710,7 +653,7 @@ def validation_loss(
         n = min(B, sequences - first)
         y[n:] = -100
         with autocast:
-            loss = model.cross_entropy(model.hidden(x), model.head_weight, y)
+            loss = model(x, y)
         losses[i] = n * loss
     # Read the losses only now: a read waits for the device.
     return ranks.sum(sum(losses.tolist())) / sequences
@@ -768,7 +711,7 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     T, V = model.config.block_size, model.config.vocab_size
     if config.seq_len > T:
         raise UserError(f"--seq-len {config.seq_len}: the context of --init {config.init} is {T}")
-    if V != VOCAB_SIZE:  # (no need to pad it for faster matmuls: cross_entropy() does)
+    if V < VOCAB_SIZE:
         problem = f"a vocabulary of {V}, but the tokenizer's is {VOCAB_SIZE}"
         raise UserError(f"--init {config.init}: {problem}")
     return model
@@ -809,18 +752,32 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     model = new_model(config, checkpoint)
     if config.save_every and ranks.rank == 0:
         huggingface.check_before_training(model)  # a fork's checkpoints may be unreadable
+    if config.low_memory:  # a block keeps only its input, and is computed again when needed
+        for block in model.h:
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
     # --dtype auto may time matmuls on a CPU, so rank 0 decides for all. chosen: the device, the
     # precision and the reason, to print.
     dtype, chosen = ranks.on_rank_0(
         devices.choose_precision, config.dtype, ranks.device, model.num_parameters(), saved["dtype"]
     )
-    autocast = torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32)
+    autocast = torch.autocast(
+        ranks.device.type,
+        dtype=dtype,
+        enabled=dtype != torch.float32,
+        cache_enabled=not config.low_memory,  # it would keep 16-bit copies of all weights
+    )
     if ranks.device.type == "cuda" and dtype != torch.float32:
         torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
     # A checkpoint records its micro-batch, since another one would change rounding.
     micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved["micro_batch"])
-    B = config.micro_batch_size = micro_batch["size"]
     T = config.seq_len
+    if config.compile:
+        shape = (micro_batch["size"], T)
+        compiles = ranks.gather(devices.can_compile(model, shape, ranks.device, autocast))
+        config.compile = all(compiles)
+        if not config.compile:  # which takes more memory
+            micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved["micro_batch"])
+    B = config.micro_batch_size = micro_batch["size"]
     # No remainder: choose_micro_batch() raises an error for a B that leaves one.
     grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
     model.to(ranks.device)
@@ -859,11 +816,14 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     precision = str(dtype).removeprefix("torch.")
     software = devices.gpu_software(ranks.device, dtype)
     run.begin(model, step, device=chosen, dtype=precision, **software)
-    model.prepare(config.compile and devices.can_compile(ranks.device), config.low_memory)
+    if config.compile:
+        # All blocks share one code, and all batches of a run have one shape.
+        for part in [*model.h, model.loss]:
+            part.compile(dynamic=False)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast) if ranks.world_size > 1 else model
     flops = model.flops_per_token(T)
     meter = console.Meter(config.total_batch_size, flops, ranks, dtype, saved["elapsed"])
-    console.announce(config, chosen, model, loader, meter, checkpoint)
+    console.announce(config, chosen, model, optimizers, loader, meter, checkpoint)
     signals.collect_stop_signals()  # a run that is asked to stop saves first
 
     # ---- The loop
@@ -925,7 +885,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             # nobody reads this attribute.)
             ddp_model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with autocast:  # the backward pass takes the precisions of the forward pass
-                _, micro_loss = ddp_model(x, y)
+                micro_loss = ddp_model(x, y)
             # DDP averages over ranks, but the gradients of micro-steps add up: divide by their
             # number to get the gradient of the mean loss. The scaler keeps float16 gradients
             # from vanishing.

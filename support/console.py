@@ -69,7 +69,13 @@ class Meter:
 
 
 def announce(
-    config: Any, chosen: str, model: Any, loader: Any, meter: Meter, checkpoint: Path | None
+    config: Any,
+    chosen: str,
+    model: Any,
+    optimizers: list[torch.optim.Optimizer],
+    loader: Any,
+    meter: Meter,
+    checkpoint: Path | None,
 ) -> None:
     """Prints what is about to be trained.
 
@@ -82,6 +88,12 @@ def announce(
     print0(
         f"model: {model.num_parameters():,} parameters, {meter.flops / 1e6:,.0f} MFLOP per token"
     )
+    shares = []
+    for optimizer in optimizers:
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        size = sum(p.numel() for p in tensors)
+        shares.append(f"{type(optimizer).__name__} for {len(tensors)} tensors of {size:,}")
+    print0(f"optimizers: {'; '.join(shares)} parameters")
     print0(f"speed: MFU 100 % = {meter.peak_flops / 1e12:,.3g} TFLOP/s per device ({meter.source})")
     print0(f"data: {shown(config.data)}, {loader.total_tokens:,} training tokens")
     epochs = f"{config.max_steps / steps_per_epoch:.3f} epochs"

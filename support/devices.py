@@ -1,5 +1,6 @@
 """Device and precision: what the machine has, how to use it, and how fast it could be."""
 
+import copy
 import ctypes
 import functools
 import os
@@ -10,11 +11,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from support.cli import print0, warn
-from support.errors import UserError, first_line
+from support.errors import UserError, first_line, is_out_of_memory
 
 
 def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torch.device:
@@ -97,11 +98,24 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: don't shrink the heap
 
 
-def can_compile(device: torch.device) -> bool:
-    """True if torch.compile works here; otherwise prints why not and how to mend it."""
+def can_compile(
+    model: nn.Module, shape: tuple[int, int], device: torch.device, autocast: torch.autocast
+) -> bool:
+    """True if torch.compile works on a device for a copy of a GPT, forward and backward.
+
+    Otherwise prints why not and how to mend it. shape: (B, T) of the run"""
+    idx = torch.zeros(shape, dtype=torch.int64, device=device)
+    trial = copy.deepcopy(model).to(device)
+    gpu = [device.index] if device.type == "cuda" else []
     try:
-        torch.compile(lambda x: x.cos() + 1)(torch.ones(8, device=device))
+        for part in [*trial.h, trial.loss]:
+            part.compile(dynamic=False)
+        with torch.random.fork_rng(gpu), autocast:  # dropout must not advance the training RNG
+            loss = trial(idx, idx.clone())
+        loss.backward()
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         problem = first_line(error)
         if re.search(r"compiler|CalledProcessError|Python\.h", str(error)):
             compiler = "g++" if device.type == "cpu" else "gcc"

@@ -27,7 +27,7 @@ from support.files import atomic_path, sha256
 from support.ranks import Ranks
 from support.run_log import ROOT
 from support.signals import until_stopped
-from support.tokenizer import get_tokenizer
+from support.tokenizer import VOCAB_SIZE, get_tokenizer
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
@@ -209,7 +209,7 @@ def gpt_logits(model: Any) -> LogitsAt:
 
     def logits_at(tokens: Tensor, row: Tensor, column: Tensor) -> Tensor:
         x = model.hidden(padded(tokens, model.config.block_size))  # (B, T, C)
-        return model.logits(x[row, column])
+        return model.lm_head(x[row, column])[:, :VOCAB_SIZE]  # more have no text
 
     return logits_at
 

@@ -1,19 +1,18 @@
 """Hugging Face: GPT-2's files written and read, models from the Hub or by transformers.
 
-In a Hugging Face GPT-2 parameter names begin with `transformer.` (not in OpenAI's uploads), and
-linear layers are Conv1D, whose weights are (in, out).
+In a Hugging Face GPT-2 parameter names begin with `transformer.`, and linear layers are Conv1D,
+whose weights are (in, out).
 
-A fork whose weights or mathematics are not GPT-2's must not pass for one, or other programs would
-run another model than was trained. Its config.json has FORK_TYPE as model_type, which transformers
-refuses, and its weights are stored as they are.
+Weights mean nothing without the mathematics that trained them. So every config.json that this
+project writes has a *fingerprint*: some logits of a small model with fixed weights. Code that
+computes other logits refuses the weights. A model whose fingerprint is not that of transformers'
+GPT-2 must not pass for one, or other programs would run another model than was trained. Its
+config.json has FORK_TYPE as model_type, which transformers refuses, and its weights are stored as
+they are."""
 
-Every config.json has a fingerprint of the mathematics that the weights were trained with. So no
-other code runs them: neither one fork's weights by another fork, nor a fork's by the original."""
-
+import copy
 import functools
 import json
-import math
-import re
 import tempfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support import files
@@ -32,161 +30,136 @@ from support.code import find_code, load_gpt_class
 from support.errors import UserError, first_line
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files
 
-GPT2_MATHS = {  # a model that differs in any of these isn't GPT-2
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "n_inner": None,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "tie_word_embeddings": True,
-    "add_cross_attention": False,
-}
-SHAPE = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # of a GPT-2, in config.json
-THEIR_NAMES = {"block_size": "n_positions"}  # the one setting with another name there
 FORK_TYPE = "gpt2-repro-fork"
-CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # weights that are stored transposed
+THEIR_NAMES = {"block_size": "n_positions"}  # the one setting with another name there
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored transposed
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model")
+CHANNELS = 4  # per head, of the small models
 
 # --------------------------------------------------------------------------------------------------
-# What does this code compute? The arguments are a class like GPT and its config, a GPTConfig.
-
-
-def is_gpt2(model: nn.Module) -> bool:
-    """True if parameters and mathematics of a GPT are those of transformers' GPT-2.
-
-    What acts only in training is not seen."""
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    return shapes == gpt2_shapes(model.config) and computes_gpt2(type(model), model.config)
+# What does this code compute? model_class is a class like GPT, config its GPTConfig.
 
 
 @functools.cache
-def gpt2_shapes(config: Any) -> dict[str, torch.Size]:
-    """The names and shapes of GPT-2's parameters."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        theirs = our_layout(transformers_gpt2(config).state_dict())
-    return {name: tensor.shape for name, tensor in theirs.items()}
+def small_model(model_class: type[nn.Module], config: Any) -> nn.Module:
+    """A model with the depth, the heads and the context of config, but few channels, in float64.
 
-
-@functools.cache
-def computes_gpt2(model_class: type[nn.Module], config: Any) -> bool:
-    """True if two small models compute GPT-2's logits and cross-entropy.
-
-    They have two heads, 8 channels and all layers; one has the whole context, the other the whole
-    vocabulary."""
-    small = replace(config, n_head=2, n_embd=8)
-    sizes = {"vocab_size": 97}, {"vocab_size": VOCAB_SIZE, "block_size": 16}
-    try:
-        return all(computes_as_theirs(model_class, replace(small, **size)) for size in sizes)
-    except Exception:  # a fork that takes only its own sizes
-        return False
+    Its weights are drawn by NumPy's PCG64, whose raw numbers stay the same in all versions. They
+    depend on the names of the parameters, and none is zero."""
+    small = replace(config, n_embd=CHANNELS * config.n_head, vocab_size=VOCAB_SIZE)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        model = model_class(small).double().eval()
+    with torch.no_grad():
+        for seed, (_, parameter) in enumerate(sorted(model.named_parameters())):
+            raw = np.random.PCG64(seed).random_raw(parameter.numel())
+            uniform = ((raw >> 11) + 0.5) / 2**53 - 0.5  # from -0.5 to 0.5
+            parameter.copy_(torch.from_numpy(uniform).view_as(parameter))
+    return model
 
 
 @torch.no_grad()
-def computes_as_theirs(model_class: type[nn.Module], config: Any) -> bool:
-    """Compares with transformers in float64, for random weights and tokens."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        theirs = transformers_gpt2(config).double().eval()
-        ours = model_class(config).double().eval()
-        for parameter in theirs.parameters():
-            nn.init.normal_(parameter, std=0.3)
-        idx = torch.randint(config.vocab_size, (1, config.block_size))
-    idx[0, config.block_size // 2] = config.vocab_size - 1  # <|endoftext|> of the whole vocabulary
-    ours.load_state_dict(our_layout(theirs.state_dict()))
-    expected = theirs(idx).logits  # (1, T, V)
-    logits, _ = ours(idx)
-    targets = idx.roll(-1)
-    loss = ours.cross_entropy(ours.hidden(idx), ours.head_weight, targets).item()
-    expected_loss = F.cross_entropy(expected[0], targets[0]).item()
-    same_loss = math.isclose(loss, expected_loss, rel_tol=1e-5)  # it is in float32
-    return same_loss and bool((logits - expected).abs().max() < 1e-9 * expected.std())
+def some_logits(model: nn.Module, T: int) -> list[float]:
+    """Four logits in the middle of T tokens, and four at the end, of a small model of any kind."""
+    idx = torch.arange(T)[None] * 7919 % VOCAB_SIZE
+    idx[0, T // 2] = EOT
+    logits = model(idx)
+    logits = getattr(logits, "logits", logits)[0]  # (T, V); transformers returns an object
+    return logits[[T // 2, T - 1], :4].flatten().tolist()
 
 
-def transformers_gpt2(config: Any) -> nn.Module:
-    """A GPT-2 of transformers with the shape of a GPTConfig."""
+@functools.cache
+def fingerprint(model_class: type[nn.Module], config: Any) -> list[float]:
+    """Eight logits that tell the mathematics of this code from others'."""
+    try:
+        model = small_model(model_class, config)
+        logits = some_logits(model, config.block_size)
+        twice = [some_logits(model, min(config.block_size, 16)) for _ in range(2)]
+    except Exception as error:
+        problem = f"a small copy of this model cannot be evaluated ({first_line(error)})"
+        raise UserError(f"{problem}; it must work with {CHANNELS} channels per head") from None
+    if not same(*twice):
+        raise UserError("this model's results are random in evaluation: switch dropout off there")
+    return logits
+
+
+def same(a: list[float], b: list[float], tolerance: float = 1e-6) -> bool:
+    """True for fingerprints of the same mathematics.
+
+    Parts of a fork may be computed in float32, whose rounding varies from chip to chip."""
+    return np.allclose(a, b, rtol=0, atol=tolerance * np.abs(a).max())
+
+
+@functools.cache
+def is_gpt2(model_class: type[nn.Module], config: Any) -> bool:
+    """True if names, shapes and mathematics are those of transformers' GPT-2.
+
+    What acts only in training is not seen."""
     # Imported here, since it takes seconds.
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Config, GPT2LMHeadModel
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Config
 
-    settings = {THEIR_NAMES.get(name, name): value for name, value in asdict(config).items()}
-    shape = {name: settings[name] for name in SHAPE}
-    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=None))
+    shape = {"n_layer": config.n_layer, "n_head": config.n_head, "n_positions": config.block_size}
+    return same_as_transformers(model_class, config, GPT2Config(**shape))
+
+
+def same_as_transformers(model_class: type[nn.Module], config: Any, their_config: Any) -> bool:
+    """True if transformers computes this code's fingerprint with a GPT2Config."""
+    from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+
+    ours = small_model(model_class, config)
+    small = copy.deepcopy(their_config)
+    if small.n_inner == 4 * small.n_embd:
+        small.n_inner = None  # which means the same, for any width
+    small.n_embd, small.vocab_size = CHANNELS * config.n_head, VOCAB_SIZE
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        theirs = GPT2LMHeadModel(small).double().eval()
+    try:
+        theirs.load_state_dict(their_layout(ours.state_dict()))
+    except RuntimeError:  # other names or shapes
+        return False
+    expected = some_logits(theirs, config.block_size)
+    return same(fingerprint(model_class, config), expected, tolerance=1e-9)
+
+
+def their_layout(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our parameters as those of a Hugging Face GPT-2."""
+    theirs = {}
+    for name, tensor in state.items():
+        theirs_name = name if name == "lm_head.weight" else f"transformer.{name}"
+        theirs[theirs_name] = tensor.mT if name.endswith(CONV1D) and tensor.dim() == 2 else tensor
+    return theirs
 
 
 def our_layout(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The parameters of a Hugging Face GPT-2 under our names, linear weights as (out, in)."""
     ours = {}
     for name, tensor in state.items():
-        name = name.removeprefix("transformer.")
-        if not name.endswith((".attn.bias", ".attn.masked_bias", "lm_head.weight")):  # masks; wte
-            ours[name] = tensor.t() if CONV1D.search(name) and tensor.dim() == 2 else tensor
-    return ours
-
-
-@functools.cache
-@torch.no_grad()
-def fingerprint(model_class: type[nn.Module], config: Any) -> list[float]:
-    """Four logits of a small model with fixed weights, to tell its mathematics from others'.
-
-    UserError if its loss is made of other logits: it would train one head and sample from another.
-    """
-    # The smallest size that a fork accepts; the last one is the model's own.
-    for size in ({"n_head": 2, "n_embd": 8}, {"n_embd": 4 * config.n_head}, {}):
-        try:
-            with torch.random.fork_rng(devices=[]):
-                model = model_class(replace(config, **size)).double().eval()
-            for i, parameter in enumerate(model.parameters()):
-                numbers = torch.arange(parameter.numel()) * 7919 + i * 104_729
-                parameter.copy_((numbers % 1000 / 500 - 1).view_as(parameter))  # from -1 to 1
-            for module in model.modules():
-                if isinstance(module, nn.Embedding):
-                    module.weight.mul_(0.02)  # so that the first LayerNorm's eps counts
-            idx = torch.arange(config.block_size) * 7919 % config.vocab_size
-            idx[config.block_size // 2] = config.vocab_size - 1  # <|endoftext|>
-            x = 50 * model.hidden(idx[None])[0, -1:]  # (1, C), large, so that a cap counts
-            logits = model.logits(x)[0]  # (V,)
-            loss = model.cross_entropy(x, model.head_weight, idx[-1:])  # about 11, in float32
-            if abs(loss - F.cross_entropy(logits, idx[-1])) > 1e-3:
-                raise ValueError("logits() is not lm_head() with head_weight, as the loss is")
-            return logits[[0, 1, -2, -1]].tolist()
-        except Exception as error:
-            problem = error
-    raise UserError(f"this model cannot be evaluated: {first_line(problem)}")
-
-
-def same_fingerprint(a: list[float], b: list[float]) -> bool:
-    """True for the same mathematics. Parts of a fork may be in float32, whose rounding varies."""
-    return np.allclose(a, b, rtol=0, atol=5e-6 * np.abs(a).max())
+        ours_name = name.removeprefix("transformer.")
+        ours[ours_name] = tensor.mT if name.endswith(CONV1D) and tensor.dim() == 2 else tensor
+    return ours | {"lm_head.weight": ours["wte.weight"]}
 
 
 def check_before_training(model: nn.Module) -> None:
     """UserError if a checkpoint of a fork's model could not be loaded into a new one.
 
     Hours later would be too late. Also asks whether it is a GPT-2, which takes seconds, once."""
-    is_gpt2(model)
-    found = []
-    for seed in range(2):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            found.append(fingerprint.__wrapped__(type(model), model.config))
-    if not same_fingerprint(*found):
-        raise UserError("this model's results are random in evaluation: switch dropout off there")
+    fingerprint(type(model), model.config)
+    is_gpt2(type(model), model.config)
+    problem = "checkpoints of this model could not be read"
     try:
         saved = json.loads(json.dumps(asdict(model.config)))
         with torch.device("meta"):
-            copy = type(model)(type(model.config)(**saved))
-        hash(copy.config)  # no list, which JSON makes of a tuple
+            new = type(model)(type(model.config)(**saved))
+        hash(new.config)  # no list, which JSON makes of a tuple
     except Exception as error:
-        problem = f"{model.config} does not make it again ({first_line(error)})"
-        raise UserError(f"checkpoints of this model could not be read: {problem}") from None
+        cause = f"{model.config} does not make it again ({first_line(error)})"
+        raise UserError(f"{problem}: {cause}") from None
     ours, theirs = (
         {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in m.state_dict().items()}
-        for m in (model, copy)
+        for m in (model, new)
     )
     if ours != theirs:
         different = sorted({name for name, _ in ours.items() ^ theirs.items()})
-        problem = f"a new one with its config has other {', '.join(different)}"
-        raise UserError(f"checkpoints of this model could not be read: {problem}")
+        raise UserError(f"{problem}: a new one with its config has other {', '.join(different)}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -196,33 +169,36 @@ def check_before_training(model: nn.Module) -> None:
 def write_pretrained(model: nn.Module, folder: Path) -> None:
     """Writes config.json, model.safetensors and GPT-2's tokenizer. model: a GPT"""
     folder.mkdir(parents=True, exist_ok=True)
-    gpt2 = is_gpt2(model)
+    gpt2 = is_gpt2(type(model), model.config)
     settings = asdict(model.config)
-    eot = EOT if settings["vocab_size"] == VOCAB_SIZE else None  # None: another vocabulary
+    has_tokenizer = settings["vocab_size"] >= VOCAB_SIZE
+    eot = EOT if has_tokenizer else None
     config = {
-        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2" if gpt2 else FORK_TYPE,
+        "architectures": ["GPT2LMHeadModel" if gpt2 else "GPT"],
         "dtype": "float32",
-        "n_ctx": settings["block_size"],
         "bos_token_id": eot,
         "eos_token_id": eot,
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
     }
-    config |= GPT2_MATHS if gpt2 else {"model_type": FORK_TYPE, "architectures": ["GPT"]}
+    if gpt2:  # the defaults of transformers, but other programs read them here
+        config |= {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+        config["n_ctx"] = settings["block_size"]
     config |= {THEIR_NAMES.get(name, name): value for name, value in settings.items()}
     config["fingerprint"] = fingerprint(type(model), model.config)
     files.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    if eot:
+    if has_tokenizer:
         write_tokenizer(folder, settings["block_size"])
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        if not gpt2:  # cloned: safetensors refuses tensors that share memory
-            weights[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
-            continue
-        if CONV1D.search(name):
-            tensor = tensor.t()
-        weights[f"transformer.{name}"] = tensor.cpu().contiguous()
+    weights = model.state_dict()
+    if gpt2:
+        weights = their_layout(weights)
+        del weights["lm_head.weight"]  # it is the token embedding
+    # Clones, since safetensors refuses tensors that share memory, as a fork's may.
+    weights = {
+        name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in weights.items()
+    }
     with files.atomic_path(folder / "model.safetensors") as partial:
         safetensors.torch.save_file(weights, partial, metadata={"format": "pt"})
         # safetensors creates it with mode 0600
@@ -260,27 +236,33 @@ def read_pretrained(
     were trained with other mathematics; otherwise only print a note."""
     folder = model_folder(name)
     raw = read_config(folder)
-    theirs = {f.name: THEIR_NAMES.get(f.name, f.name) for f in fields(config_class)}
     fork = raw.get("model_type") == FORK_TYPE
-    if not fork:
-        check_is_gpt2s(folder, raw, theirs)
-    settings = {name: raw[key] for name, key in theirs.items() if key in raw}
-    model = model_class(config_class(**settings | changes))
+    theirs = None
+    if "fingerprint" in raw:
+        state = read_weights(folder)
+    else:  # another program's
+        theirs = load_by_transformers(folder, torch.float32)
+        if theirs.config.model_type != "gpt2":
+            raise UserError(f"{folder}: not a GPT-2, but a {theirs.config.model_type}")
+        raw, state = theirs.config.to_dict(), theirs.state_dict()
     try:
-        model.load_state_dict(read_weights(folder, fork))
-    except RuntimeError as error:
+        keys = {
+            field.name: THEIR_NAMES.get(field.name, field.name) for field in fields(config_class)
+        }
+        settings = {name: raw[key] for name, key in keys.items() if key in raw}
+        model = model_class(config_class(**settings | changes))
+        model.load_state_dict(state if fork else our_layout(state))
+    except Exception as error:  # of a constructor, or other names and shapes
         problem = f"{' '.join(str(error).split()):.300}"
-        kind = "a fork's weights: load it with that fork; here they" if fork else "weights"
-        raise UserError(f"{name}: {kind} do not match config.json: {problem}") from None
-    saved = raw.get("fingerprint")
-    if saved is None and not fork:  # not saved by this project
-        same = is_gpt2(model)
+        kind = "a fork's weights do not fit this code" if fork else "the weights do not fit"
+        raise UserError(f"{name}: {kind}: {problem}") from None
+    if theirs is not None:
+        known = same_as_transformers(model_class, model.config, theirs.config)
     else:
-        found = fingerprint(model_class, model.config)
-        same = saved is not None and same_fingerprint(found, saved)
-        # A fork may differ from GPT-2 by less than a fingerprint shows.
-        same = same and not (fork and is_gpt2(model))
-    if not same:
+        known = same(fingerprint(model_class, model.config), raw["fingerprint"])
+        # A fork may differ from GPT-2 by less than the rounding that is allowed to forks.
+        known = known and not (fork and is_gpt2(model_class, model.config))
+    if not known:
         problem = f"{name}: trained with other mathematics than this code has"
         if strict:
             raise UserError(f"{problem}; load it with the code that saved it")
@@ -299,40 +281,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def check_is_gpt2s(folder: Path, raw: dict[str, Any], names: dict[str, str]) -> None:
-    """UserError unless config.json is a GPT-2's. names: of the settings that may differ."""
-    for key, expected in GPT2_MATHS.items():
-        value = raw.get(key, expected if key != "model_type" else None)
-        same = value == expected or (key == "n_inner" and value == 4 * raw.get("n_embd", 0))
-        if not same and key not in names:
-            raise UserError(f"{folder}: not a GPT-2: config.json has {key} = {value!r}")
-    for key in SHAPE:
-        if type(raw.get(key)) is not int or raw[key] < 1:
-            raise UserError(f"{folder}: config.json needs {key}, a whole number from 1")
-    if raw["n_embd"] % raw["n_head"]:
-        raise UserError(f"{folder}: config.json has an n_embd that n_head does not divide")
-
-
-def read_weights(folder: Path, fork: bool) -> dict[str, Tensor]:
-    """A folder's parameters under our names and in our layout.
-
-    fork: a fork saved them, with its own names and layout."""
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder, under the names that they have there."""
     state: dict[str, Tensor] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:
             state |= safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
             raise UserError(f"{path}: damaged ({first_line(error)})") from None
-    if not fork:
-        head = state.get("lm_head.weight")
-        state = our_layout(state)
-        if "wte.weight" not in state:
-            raise UserError(f"{folder}: no model.safetensors of a GPT-2 here")
-        if head is not None and not torch.equal(head, state["wte.weight"]):
-            raise UserError(f"{folder}: not a GPT-2: its head is not tied to its token embedding")
-        for name, tensor in state.items():
-            if not tensor.is_floating_point() or not tensor.isfinite().all():
-                raise UserError(f"{folder}: {name} is not all finite floating-point numbers")
     return state
 
 
@@ -385,35 +341,48 @@ def load_gpt(folder: Path, device: torch.device, code: str = "") -> nn.Module | 
         advice = f"--code {shown(kept)} runs that file instead of {shown(path)}"
         raise UserError(f"{error}; {advice}") from None
     V = model.config.vocab_size
-    if V != VOCAB_SIZE:
+    if V < VOCAB_SIZE:
         raise UserError(f"{folder}: a vocabulary of {V} tokens, but GPT-2's has {VOCAB_SIZE}")
     return model.to(device)
+
+
+def load_by_transformers(folder: Path, dtype: torch.dtype | str) -> Any:
+    """A causal language model by transformers. dtype: of the weights; auto: as they are saved."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True
+        )
+    except Exception as error:  # from transformers, safetensors: no common base
+        raise UserError(f"{folder}: model cannot be loaded ({first_line(error)})") from None
+    missing = [*found["missing_keys"], *found["mismatched_keys"]]
+    if missing:  # transformers draws them at random
+        raise UserError(f"{folder}: its files lack weights ({missing[0]})")
+    return model.eval()
 
 
 def load_causal_lm(
     folder: Path, device: torch.device, dtype: torch.dtype | str = "auto"
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) by transformers. dtype: of the weights; auto: as they are saved."""
+    """(model, tokenizer) by transformers. dtype: that of load_by_transformers()"""
     import transformers
 
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     # Without these files transformers 5 makes an empty tokenizer.
     has_tokenizer = any(list(folder.glob(name)) for name in TOKENIZER_FILES)
     raw = read_config(folder)
     gpt2s = raw.get("model_type") == "gpt2" and raw.get("vocab_size", VOCAB_SIZE) == VOCAB_SIZE
     if not has_tokenizer and not gpt2s:
         raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
-    part = "model"
+    model = load_by_transformers(folder, dtype).to(device)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        model = model.to(device).eval()
-        part = "tokenizer"
         with tempfile.TemporaryDirectory() as gpt2:
             if not has_tokenizer:
                 write_tokenizer(Path(gpt2), model.config.n_positions)
             source = folder if has_tokenizer else gpt2
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # from transformers, safetensors, tokenizers: no common base
-        raise UserError(f"{folder}: {part} cannot be loaded ({first_line(error)})") from None
+    except Exception as error:  # from transformers, tokenizers: no common base
+        raise UserError(f"{folder}: tokenizer cannot be loaded ({first_line(error)})") from None
     return model, tokenizer

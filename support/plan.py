@@ -42,8 +42,7 @@ def estimate_memory(config: Any, model: Any, B: int, device_type: str, dtype: to
     and its padded copy (12 V C); the logits.
 
     A CPU: the process itself, and the larger of two moments, both with weights and moments: in the
-    loss, activations and the logits of a chunk; at the end of the backward pass, all gradients and
-    one block.
+    loss, activations and logits; at the end of the backward pass, all gradients and one block.
 
     Compared with live tensors and with peaks: bench/memory/README.md."""
     T = config.seq_len
@@ -56,14 +55,12 @@ def estimate_memory(config: Any, model: Any, B: int, device_type: str, dtype: to
     if device_type == "cpu":
         process = (peak_memory() or 0.32e9) + 0.12e9  # so far, and what training loads
         gaps = 0 if config.low_memory else 0.4 * stored
-        logits = 12 * V * B * T if B * T <= 1024 else 16 * V * 1024
-        in_loss = stored + gaps + 12 * V * C + logits
+        in_loss = stored + gaps + 12 * V * C + 12 * V * B * T
         at_end = 4 * N + 8 * V * C + block
         return process + 12 * N + max(in_loss, at_end)
-    # Compiled, the gradient of the logits takes their place; otherwise there are a chunk's logits,
-    # their gradient, and what is between, in float32.
-    compiled = config.compile and not config.low_memory
-    logits = B * T * V * dtype.itemsize if compiled else 16 * V * min(1024, B * T)
+    # Compiled, the gradient of the logits takes their place. Otherwise there are the logits, their
+    # gradient, and what is between, in float32.
+    logits = B * T * V * (dtype.itemsize if config.compile else 16)
     return 16 * N + 12 * V * C + stored + 16 * B * T * C + logits
 
 
@@ -144,7 +141,7 @@ def print_plan(config: Any, model: Any) -> None:
     rows = {
         "device": device_line,
         "parameters": f"{model.num_parameters():,} ({in_blocks:,} in the blocks)",
-        "FLOPs per token": f"{flops:,} (6 N + 12 L C T, N without position embeddings)",
+        "FLOPs per token": f"{flops:,} (6 N + 12 L C T, N weights of linear layers)",
         "tokens": f"{tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
         "epochs": epochs,
         "FLOPs": f"{flops * tokens:.3e}",

@@ -114,6 +114,6 @@ def settle_buckets(
         for _ in range(2):
             ddp_model.zero_grad(set_to_none=True)
             with autocast:
-                _, loss = ddp_model(x, x)
+                loss = ddp_model(x, x.clone())  # two tensors, or torch.compile makes another graph
             loss.backward()
     ddp_model.zero_grad(set_to_none=False)

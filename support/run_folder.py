@@ -192,7 +192,9 @@ class RunFolder:
         with contextlib.suppress(OSError):  # a log that can't be flushed must not end the run
             fsync(self.path / "log.txt")  # on disk it must not end before the checkpoint
         folder = checkpoint_path(self.path, state["step"])
-        card = model_card(self.entries[-1], state["step"], huggingface.is_gpt2(model))
+        card = model_card(
+            self.entries[-1], state["step"], huggingface.is_gpt2(type(model), model.config)
+        )
         return checkpoints.write_checkpoint(folder, model.save_pretrained, state, card)
 
     def best(self) -> tuple[int | None, float]:
@@ -223,7 +225,7 @@ class RunFolder:
         if step == 0:
             return  # no checkpoint
         kind = "in Hugging Face format"
-        if not huggingface.is_gpt2(model):
+        if not huggingface.is_gpt2(type(model), model.config):
             kind = "not GPT-2's model any more: only this code loads it"
         print0(f"model: {self.path}/step_{step:06d}/, {kind}")
         best, loss = self.best()
@@ -231,7 +233,11 @@ class RunFolder:
             advice = "the loss rose afterwards: train for fewer steps, or on more text"
             print0(f"best: {self.path}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
         command = ["python", shown(ROOT / "sample.py"), str(self.path), self.config.sample_prompt]
-        if self.script and not huggingface.is_gpt2(model) and find_code(self.path) != self.script:
+        if (
+            self.script
+            and not huggingface.is_gpt2(type(model), model.config)
+            and find_code(self.path) != self.script
+        ):
             command += ["--code", shown(self.script)]
         print0(f"sample: {shlex.join(command)}")
 
