@@ -135,7 +135,7 @@ def our_layout(state: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         ours_name = name.removeprefix("transformer.")
         ours[ours_name] = tensor.mT if name.endswith(CONV1D) and tensor.dim() == 2 else tensor
-    return ours | {"lm_head.weight": ours["wte.weight"]}
+    return {"lm_head.weight": ours["wte.weight"]} | ours
 
 
 def check_before_training(model: nn.Module) -> None:
@@ -169,7 +169,9 @@ def check_before_training(model: nn.Module) -> None:
 def write_pretrained(model: nn.Module, folder: Path) -> None:
     """Writes config.json, model.safetensors and GPT-2's tokenizer. model: a GPT"""
     folder.mkdir(parents=True, exist_ok=True)
-    gpt2 = is_gpt2(type(model), model.config)
+    weights = model.state_dict()
+    names = small_model(type(model), model.config).state_dict().keys()
+    gpt2 = is_gpt2(type(model), model.config) and weights.keys() == names
     settings = asdict(model.config)
     has_tokenizer = settings["vocab_size"] >= VOCAB_SIZE
     eot = EOT if has_tokenizer else None
@@ -191,7 +193,6 @@ def write_pretrained(model: nn.Module, folder: Path) -> None:
     files.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if has_tokenizer:
         write_tokenizer(folder, settings["block_size"])
-    weights = model.state_dict()
     if gpt2:
         weights = their_layout(weights)
         del weights["lm_head.weight"]  # it is the token embedding
@@ -240,10 +241,10 @@ def read_pretrained(
     theirs = None
     if "fingerprint" in raw:
         state = read_weights(folder)
+    elif raw.get("model_type") != "gpt2":
+        raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}")
     else:  # another program's
         theirs = load_by_transformers(folder, torch.float32)
-        if theirs.config.model_type != "gpt2":
-            raise UserError(f"{folder}: not a GPT-2, but a {theirs.config.model_type}")
         raw, state = theirs.config.to_dict(), theirs.state_dict()
     try:
         keys = {
@@ -251,7 +252,13 @@ def read_pretrained(
         }
         settings = {name: raw[key] for name, key in keys.items() if key in raw}
         model = model_class(config_class(**settings | changes))
-        model.load_state_dict(state if fork else our_layout(state))
+        state = state if fork else our_layout(state)
+        model.load_state_dict(state)
+        for key, tensor in model.state_dict().items():
+            if not torch.equal(tensor, state[key].to(tensor.dtype)):
+                raise ValueError(
+                    f"{key} is tied to another tensor here, or has values that are NaN"
+                )
     except Exception as error:  # of a constructor, or other names and shapes
         problem = f"{' '.join(str(error).split()):.300}"
         kind = "a fork's weights do not fit this code" if fork else "the weights do not fit"
@@ -284,7 +291,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder, under the names that they have there."""
     state: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
+    paths = sorted(folder.glob("model*.safetensors"))
+    if not paths:
+        raise UserError(f"{folder}: no weights here (model.safetensors is missing)")
+    for path in paths:
         try:
             state |= safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:

@@ -252,13 +252,7 @@ def error_line(capsys: pytest.CaptureFixture, name: str, *args: object) -> str:
 def logits_of(model: Callable, idx: object) -> object:
     """The logits (B, T, V) of our GPT, or of one of transformers."""
     output = model(idx)
-    return getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
-
-
-def mean_loss(model, idx, targets):
-    """The loss of a GPT's forward pass."""
-    found = model(idx, targets)
-    return found[1] if isinstance(found, tuple) else found
+    return getattr(output, "logits", output)
 
 
 def numbers(line: str) -> list[float]:

@@ -213,15 +213,11 @@ class UntiedGPT(GPT):
 
     def __init__(self, config):
         super().__init__(config)
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.dropout = nn.Dropout(0.25)
         self.register_buffer("flags", torch.tensor([True, False]))
         self.register_buffer("table", torch.arange(8.0), persistent=False)
         self.ln_f.register_forward_hook(self.last)
-
-    @property
-    def head_weight(self):
-        return self.head.weight
 
     def last(self, module, inputs, output):
         modes.add((self.training, torch.is_grad_enabled()))
@@ -246,21 +242,23 @@ def test_every_tensor_of_another_model_is_saved_as_it_is(text, tmp_path, monkeyp
     assert read_log(tmp_path / "resumed", "train") == read_log(tmp_path / "straight", "train")
     model = UntiedGPT.from_pretrained(checkpoint)
     before = UntiedGPT.from_pretrained(tmp_path / "straight/step_000002")
-    assert (model.head.weight - before.head.weight).abs().mean() > 1e-4, "not trained"
+    assert (model.lm_head.weight - before.lm_head.weight).abs().mean() > 1e-4, "not trained"
     assert model.flags.tolist() == [True, False] and model.table.sum() == 28
 
 
 class TiedGPT(GPT):
-    """With a module for the head, tied as in nanoGPT."""
+    """Another module for the head, tied as well."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size)
         self.lm_head.weight = self.wte.weight
 
-    @property
-    def head_weight(self):
-        return 1.5 * self.lm_head.weight
+    def forward(self, idx, targets=None):
+        logits = self.lm_head(self.hidden(idx))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class CountingGPT(GPT):
@@ -345,17 +343,6 @@ def test_a_run_is_not_resumed_by_code_that_trains_otherwise(fork, text, tmp_path
         train(*args, "--max-steps 2 --resume")
 
 
-class HeadInLogits(GPT):
-    """The loss knows nothing of its head."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-
-    def logits(self, x):
-        return self.lm_head(x)
-
-
 @dataclass(frozen=True)
 class OtherConfig(GPTConfig):
     windows: tuple[int, ...] = (4, 8)
@@ -364,6 +351,24 @@ class OtherConfig(GPTConfig):
 @dataclass(frozen=True)
 class Padded(GPTConfig):
     vocab_size: int = 50304
+
+
+def test_a_larger_vocabulary_trains_resumes_samples_and_scores(text, tmp_path, monkeypatch, capsys):
+    """The added tokens have no text and are never sampled, however likely they are."""
+    monkeypatch.setattr(train_gpt2, "GPTConfig", Padded)
+    log = tmp_path / "log"
+    args = [SMALL, "--save-every 2 --hellaswag-every 2 --hellaswag-data", TASKS, "--data", text]
+    for steps in ("--max-steps 2", "--max-steps 4 --resume"):
+        train(*args, steps, "--log-dir", log)
+    train(*args, "--max-steps 4 --log-dir", tmp_path / "straight")
+    assert read_log(log, "train") == read_log(tmp_path / "straight", "train")
+    model = GPT.from_pretrained(log / "step_000004")
+    assert model.wte.weight.shape == (50304, 32)
+    with torch.no_grad():
+        model.wte.weight[50257:] = 100 * model.wte.weight.abs().max()
+        model.ln_f.bias.fill_(1)
+    assert model.generate(torch.tensor([[50256]]), 20).max() < 50257
+    assert json.loads((log / "step_000004/config.json").read_text())["model_type"] == "gpt2"
 
 
 class GrowingGPT(GPT):
@@ -419,9 +424,7 @@ def test_a_flag_of_a_fork_may_have_a_negative_default(text, tmp_path, monkeypatc
 
 
 REFUSED = {  # what is replaced, and what the line names
-    "logits": ("GPT", HeadInLogits, "logits"),
     "tuple": ("GPTConfig", OtherConfig, "windows"),
-    "vocabulary": ("GPTConfig", Padded, "50304"),
     "growing": ("GPT", GrowingGPT, r"extra\.weight"),
     "random": ("GPT", RandomGPT, "dropout"),
 }

