@@ -86,7 +86,7 @@ def same(a: list[float], b: list[float], tolerance: float = 1e-6) -> bool:
     """True for fingerprints of the same mathematics.
 
     Parts of a fork may be computed in float32, whose rounding varies from chip to chip."""
-    return np.allclose(a, b, rtol=0, atol=tolerance * np.abs(a).max())
+    return len(a) == len(b) and np.allclose(a, b, rtol=0, atol=tolerance * np.abs(a).max())
 
 
 @functools.cache
