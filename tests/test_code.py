@@ -1,7 +1,9 @@
 """Which file a run keeps, and whose code a trained model is computed with."""
 
 import hashlib
+import importlib.util
 import json
+import sys
 
 import pytest
 
@@ -32,6 +34,38 @@ def test_code_in_a_log_folder_is_never_run_by_itself(log, capsys):
         assert capsys.readouterr().out.startswith("a")
     with pytest.raises(SystemError, match="it ran"):
         sample.main([str(log), "a", "--device", "cpu", "--code", str(trap)])
+
+
+FORK = """
+import torch
+from train_gpt2 import GPT as GPT2
+
+class GPT(GPT2):
+    def hidden(self, idx):
+        return torch.tanh(super().hidden(idx))
+"""
+
+
+def test_a_fork_that_has_changed_since_is_refused_and_its_copy_is_named(
+    text, tmp_path, monkeypatch, capsys
+):
+    fork = tmp_path / "my_fork.py"
+    fork.write_text(FORK)
+    spec = importlib.util.spec_from_file_location("my_fork", fork)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "my_fork", module)
+    spec.loader.exec_module(module)
+    log = tmp_path / "log"
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt2, "GPT", module.GPT)
+        train("--max-steps 1 --save-every 1 --data", text, "--log-dir", log)
+    args = [str(log), "a", "--max-new-tokens", "1", "--device", "cpu"]
+    with pytest.raises(UserError, match=f"--code {log}/my_fork.py"):
+        sample.main(args)
+    for file in (fork, log / "my_fork.py"):
+        capsys.readouterr()
+        sample.main([*args, "--code", str(file)])
+        assert capsys.readouterr().out.startswith("a")
 
 
 @pytest.mark.parametrize("script", [sample, hellaswag])

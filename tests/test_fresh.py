@@ -4,7 +4,6 @@ The other tests run in a few warm processes, where what one test has imported, c
 hides what the next one would meet."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -39,9 +38,6 @@ def start(folder, *args, status=0):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == status, done
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done
-    if status == 2:
-        (line,) = done.stderr.splitlines()
-        assert line.startswith("error: "), line
     return done.stdout + done.stderr
 
 
@@ -54,20 +50,15 @@ def test_a_first_run_and_what_follows(clone):
     out = start(clone, "train_gpt2.py", flags, "--max-steps 3 --resume --eval-every 3")
     assert "resumed from log/step_000002" in out and len(losses(clone / "log")) == 3
     assert "validation loss: " in out
-    parameters = {
-        re.search(r"([\d,]+) parameters|parameters: ([\d,]+)", text).group(0).split(": ")[-1]
-        for text in (
-            start(clone, "train_gpt2.py --plan --preset shakespeare --init log/step_000003"),
-            start(clone, "train_gpt2.py --plan", flags),
-        )
-    }
-    assert len(parameters) == 1, "the plan of given weights is of their shape"
+    parameters = re.search("model: ([0-9,]+) parameters", out)[1]
+    plan = start(clone, "train_gpt2.py --plan --preset shakespeare --init log/step_000003")
+    assert f"parameters: {parameters} " in plan, "not the shape of the given weights"
     out = start(clone, "reference/check.py log", status=1)
     assert "--data shards" in out, "it has no reference"
 
 
 def test_a_fork_under_its_own_name(clone):
-    """The file that trained is kept, named, and found again; a changed one is not taken for it."""
+    """The file that trained is kept, named, and found again."""
     for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -q -m a"):
         subprocess.run(["git", *shlex.split(command)], cwd=clone, check=True)
     fork = clone / "train_erf.py"
@@ -84,11 +75,6 @@ def test_a_fork_under_its_own_name(clone):
     assert start(clone, *map(Path, shlex.split(command)), "--max-new-tokens 2 --device cpu")
     out = start(clone, "hellaswag.py -m log -d cpu --limit 2 --data", TASKS)
     assert out.splitlines()[-1].startswith("2 acc: ")
-    fork.write_text(fork.read_text(encoding="utf-8") + "# changed since\n", encoding="utf-8")
-    refused = start(clone, "sample.py log a --device cpu", status=2)
-    kept = re.search(r"--code (\S+)", refused)[1]
-    assert os.path.samefile(clone / kept, clone / "log/train_erf.py")
-    assert start(clone, "sample.py log a --device cpu --max-new-tokens 2 --code", kept)
 
 
 def test_bench(clone):
