@@ -17,6 +17,7 @@ from total_batch_size tokens, which the ranks share equally; each rank accumulat
 micro-steps of B * T tokens. Step s is logged with the weights after s updates: the loss of step 0
 is the untrained model's."""
 
+import copy
 import hashlib
 import json
 import math
@@ -717,6 +718,18 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     return model
 
 
+def choose_execution(model: GPT, config: TrainConfig) -> None:
+    """Compiles a model, or lets it compute blocks twice to save memory, as the settings say."""
+    if config.compile:
+        # All blocks share one compiled code. All batches of a run have the same shape.
+        for part in [*model.h, model.loss]:
+            part.forward = torch.compile(part.forward, dynamic=False)
+    if config.low_memory:
+        # A block keeps only its input. The backward pass computes the block again.
+        for block in model.h:
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
+
+
 def wrap_in_ddp(
     model: GPT, B: int, T: int, ranks: Ranks, autocast: torch.autocast
 ) -> DistributedDataParallel:
@@ -752,9 +765,6 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     model = new_model(config, checkpoint)
     if config.save_every and ranks.rank == 0:
         huggingface.check_before_training(model)  # a fork's checkpoints may be unreadable
-    if config.low_memory:  # a block keeps only its input, and is computed again when needed
-        for block in model.h:
-            block.forward = partial(recompute, block.forward, use_reentrant=False)
     # --dtype auto may time matmuls on a CPU, so rank 0 decides for all. chosen: the device, the
     # precision and the reason, to print.
     dtype, chosen = ranks.on_rank_0(
@@ -772,9 +782,11 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved["micro_batch"])
     T = config.seq_len
     if config.compile:
+        trial = copy.deepcopy(model).to(ranks.device)
+        choose_execution(trial, config)
         shape = (micro_batch["size"], T)
-        compiles = ranks.gather(devices.can_compile(model, shape, ranks.device, autocast))
-        config.compile = all(compiles)
+        config.compile = all(ranks.gather(devices.can_compile(trial, shape, autocast)))
+        del trial
         if not config.compile:  # which takes more memory
             micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved["micro_batch"])
     B = config.micro_batch_size = micro_batch["size"]
@@ -816,10 +828,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     precision = str(dtype).removeprefix("torch.")
     software = devices.gpu_software(ranks.device, dtype)
     run.begin(model, step, device=chosen, dtype=precision, **software)
-    if config.compile:
-        # All blocks share one code, and all batches of a run have one shape.
-        for part in [*model.h, model.loss]:
-            part.compile(dynamic=False)
+    choose_execution(model, config)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast) if ranks.world_size > 1 else model
     flops = model.flops_per_token(T)
     meter = console.Meter(config.total_batch_size, flops, ranks, dtype, saved["elapsed"])
