@@ -137,8 +137,8 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight  # GPT-2 ties the two
+        # On the meta device it has no weight of its own: GPT-2 ties it to the embedding, below.
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.loss = LinearCrossEntropy()
 
         for name, module in self.named_modules():
@@ -146,10 +146,11 @@ class GPT(nn.Module):
                 # Projections onto the residual stream are scaled down. Otherwise its variance would
                 # grow with depth (section 2.3).
                 residual = name.endswith("c_proj")
-                scale = 1 / math.sqrt(2 * config.n_layer) if residual else 1.0
-                nn.init.normal_(module.weight, std=0.02 * scale)
+                std = 0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02
+                nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        self.lm_head.weight = self.wte.weight
 
     def hidden(self, idx: Tensor) -> Tensor:
         """Tokens (B, T) -> the input of the head (B, T, C)"""
