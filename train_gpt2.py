@@ -162,11 +162,16 @@ class GPT(nn.Module):
             x = block(x)
         return self.ln_f(x)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, at: tuple | None = None
+    ) -> Tensor:
         """Tokens (B, T) -> logits (B, T, V), or with targets (B, T) their mean cross-entropy.
 
-        The loss comes without logits, which would take more memory than the model."""
+        The loss comes without logits, which would take more memory than the model. `at` is an index
+        of positions in (B, T), where the logits of all are not needed."""
         x = self.hidden(idx)  # (B, T, C)
+        if at is not None:
+            x = x[at]
         if targets is None:
             return self.lm_head(x)
         return self.loss(x, self.lm_head.weight, targets)
@@ -193,8 +198,8 @@ class GPT(nn.Module):
             window = idx[:, -block_size:]  # what fits in the context
             T = window.size(1)
             # Zeros may follow, since a GPU is slow to start at each new length.
-            x = self.hidden(devices.padded(window, block_size))[:, T - 1]  # (B, C)
-            logits = self.lm_head(x)[:, :V].float() / temperature  # (B, V)
+            longer = devices.padded(window, block_size)
+            logits = self(longer, at=(slice(None), T - 1))[:, :V].float() / temperature  # (B, V)
             # Draw one of the k likeliest tokens, in proportion to its probability.
             logits, candidates = logits.topk(k)  # (B, k) each
             p = logits.softmax(-1)
@@ -402,7 +407,7 @@ class TrainConfig:
     device: str = "auto"  # auto, cpu, cuda or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls
     compile: bool = False  # use torch.compile; presets but shakespeare do so on a CUDA GPU
-    low_memory: bool = False  # recompute blocks in the backward pass, and don't keep all logits
+    low_memory: bool = False  # recompute blocks in the backward pass
     deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
 
     # Evaluation

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import sys
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -21,19 +22,33 @@ def file_of(model_class: type[nn.Module]) -> Path | None:
     return None
 
 
+def recorded(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """(the log folder of the run that trained the model in a folder, its last entry in run.json)"""
+    for log_dir in (folder, folder.parent):
+        with contextlib.suppress(UserError):  # another program's run.json
+            for entry in run_entries(log_dir)[-1:]:
+                return log_dir, entry
+    return folder, {}
+
+
 def find_code(folder: Path) -> Path:
     """The file whose GPT the model in a folder is.
 
     That is the file that run.json records, if this clone still has it as it was. (The copy in the
     log folder is never taken: a folder from elsewhere could bring any code.) Otherwise it is
     train_gpt2.py."""
-    for log_dir in (folder, folder.parent):
-        with contextlib.suppress(UserError):  # another program's run.json
-            for entry in run_entries(log_dir)[-1:]:
-                path = ROOT / Path(entry.get("script") or "").name
-                if path.is_file() and sha256(path) == entry.get("script_sha256"):
-                    return path
+    _, entry = recorded(folder)
+    path = ROOT / Path(entry.get("script") or "").name
+    if path.is_file() and sha256(path) == entry.get("script_sha256"):
+        return path
     return ROOT / "train_gpt2.py"
+
+
+def kept_code(folder: Path) -> Path | None:
+    """The copy of that file in the log folder; None if there is none."""
+    log_dir, entry = recorded(folder)
+    path = log_dir / Path(entry.get("script") or "").name
+    return path if path.is_file() else None
 
 
 def load_gpt_class(path: Path) -> type[nn.Module]:

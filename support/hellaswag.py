@@ -208,8 +208,8 @@ def gpt_logits(model: Any) -> LogitsAt:
     """What score() takes, for a GPT of train_gpt2.py: the head only where it counts."""
 
     def logits_at(tokens: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        x = model.hidden(padded(tokens, model.config.block_size))  # (B, T, C)
-        return model.lm_head(x[row, column])[:, :VOCAB_SIZE]  # more have no text
+        longer = padded(tokens, model.config.block_size)
+        return model(longer, at=(row, column))[:, :VOCAB_SIZE]  # more have no text
 
     return logits_at
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from support import files
 from support.checkpoints import list_checkpoints
 from support.cli import print0, shown
-from support.code import find_code, load_gpt_class
+from support.code import find_code, kept_code, load_gpt_class
 from support.errors import UserError, first_line
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files
 
@@ -52,7 +52,7 @@ def small_model(model_class: type[nn.Module], config: Any) -> nn.Module:
     with torch.no_grad():
         for seed, (_, parameter) in enumerate(sorted(model.named_parameters())):
             raw = np.random.PCG64(seed).random_raw(parameter.numel())
-            uniform = ((raw >> 11) + 0.5) / 2**53 - 0.5  # from -0.5 to 0.5
+            uniform = ((raw >> 11) + 0.5) / 2**54 - 0.25  # from -0.25 to 0.25
             parameter.copy_(torch.from_numpy(uniform).view_as(parameter))
     return model
 
@@ -77,23 +77,24 @@ def fingerprint(model_class: type[nn.Module], config: Any) -> list[float]:
     except Exception as error:
         problem = f"a small copy of this model cannot be evaluated ({first_line(error)})"
         raise UserError(f"{problem}; it must work with {CHANNELS} channels per head") from None
-    if not same(*twice):
+    if not same(*twice, ROUNDED):
         raise UserError("this model's results are random in evaluation: switch dropout off there")
     return logits
 
 
-def same(a: list[float], b: list[float], tolerance: float = 1e-6) -> bool:
-    """True for fingerprints of the same mathematics.
+# How far fingerprints of the same mathematics differ, relative to the largest number. Parts of a
+# fork may be computed in float32, whose rounding varies from chip to chip.
+EXACT, ROUNDED = 1e-9, 1e-6
 
-    Parts of a fork may be computed in float32, whose rounding varies from chip to chip."""
+
+def same(a: list[float], b: list[float], tolerance: float) -> bool:
     return len(a) == len(b) and np.allclose(a, b, rtol=0, atol=tolerance * np.abs(a).max())
 
 
 @functools.cache
 def is_gpt2(model_class: type[nn.Module], config: Any) -> bool:
-    """True if names, shapes and mathematics are those of transformers' GPT-2.
-
-    What acts only in training is not seen."""
+    """True if names, shapes and mathematics are those of transformers' GPT-2, with no other tensors
+    tied than the head and the embedding. What acts only in training is not seen."""
     # Imported here, since it takes seconds.
     from transformers.models.gpt2.modeling_gpt2 import GPT2Config
 
@@ -116,8 +117,10 @@ def same_as_transformers(model_class: type[nn.Module], config: Any, their_config
         theirs.load_state_dict(their_layout(ours.state_dict()))
     except RuntimeError:  # other names or shapes
         return False
+    if len(list(ours.parameters())) != len(list(theirs.parameters())):  # tied ones count once
+        return False
     expected = some_logits(theirs, config.block_size)
-    return same(fingerprint(model_class, config), expected, tolerance=1e-9)
+    return same(fingerprint(model_class, config), expected, EXACT)
 
 
 def their_layout(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -239,7 +242,7 @@ def read_pretrained(
     raw = read_config(folder)
     fork = raw.get("model_type") == FORK_TYPE
     theirs = None
-    if "fingerprint" in raw:
+    if is_ours(raw):
         state = read_weights(folder)
     elif raw.get("model_type") != "gpt2":
         raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}")
@@ -256,9 +259,8 @@ def read_pretrained(
         model.load_state_dict(state)
         for key, tensor in model.state_dict().items():
             if not torch.equal(tensor, state[key].to(tensor.dtype)):
-                raise ValueError(
-                    f"{key} is tied to another tensor here, or has values that are NaN"
-                )
+                kind = "has NaN" if tensor.isnan().any() else "is tied to another tensor here"
+                raise ValueError(f"{key} {kind}")
     except Exception as error:  # of a constructor, or other names and shapes
         problem = f"{' '.join(str(error).split()):.300}"
         kind = "a fork's weights do not fit this code" if fork else "the weights do not fit"
@@ -266,15 +268,25 @@ def read_pretrained(
     if theirs is not None:
         known = same_as_transformers(model_class, model.config, theirs.config)
     else:
-        known = same(fingerprint(model_class, model.config), raw["fingerprint"])
-        # A fork may differ from GPT-2 by less than the rounding that is allowed to forks.
-        known = known and not (fork and is_gpt2(model_class, model.config))
+        found = fingerprint(model_class, model.config)
+        known = same(found, raw["fingerprint"], EXACT)
+        if fork and not known:  # a fork may differ from GPT-2 by less than from its own rounding
+            known = same(found, raw["fingerprint"], ROUNDED)
+            known = known and not is_gpt2(model_class, model.config)
     if not known:
         problem = f"{name}: trained with other mathematics than this code has"
         if strict:
             raise UserError(f"{problem}; load it with the code that saved it")
         print0(f"note: {problem}")
     return model.eval()
+
+
+def is_ours(raw: dict[str, Any]) -> bool:
+    """True for a config.json as this project has written it.
+
+    Where transformers has saved the model since, it has written its version, and may have changed
+    settings that a fingerprint does not know of."""
+    return "fingerprint" in raw and "transformers_version" not in raw
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -338,7 +350,7 @@ def load_gpt(folder: Path, device: torch.device, code: str = "") -> nn.Module | 
     code: the file that defines it; "" finds it (support/code.py). A GPT-2 that this code would
     compute otherwise, since train_gpt2.py has been changed, is for transformers as well."""
     raw = read_config(folder)
-    if "fingerprint" not in raw:
+    if not is_ours(raw):
         return None
     path = Path(code) if code else find_code(folder)
     model_class = load_gpt_class(path)
@@ -347,7 +359,7 @@ def load_gpt(folder: Path, device: torch.device, code: str = "") -> nn.Module | 
     except UserError as error:
         if not code and raw.get("model_type") != FORK_TYPE:
             return None
-        kept = next(folder.parent.glob("*.py"), Path("FILE"))  # by the run that trained it
+        kept = kept_code(folder) or Path("FILE")
         advice = f"--code {shown(kept)} runs that file instead of {shown(path)}"
         raise UserError(f"{error}; {advice}") from None
     V = model.config.vocab_size

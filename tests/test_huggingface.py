@@ -267,6 +267,10 @@ def softcap(model):
     model.lm_head.register_forward_hook(hook)
 
 
+def tied_blocks(model):
+    model.h[1] = model.h[0]
+
+
 FORKS = {
     "GELU": other_gelu,
     "epsilon": changed_gpt(other_epsilons),
@@ -274,6 +278,7 @@ FORKS = {
     "third block": changed_gpt(other_third_block),
     "window": changed_gpt(window),
     "softcap": changed_gpt(softcap),
+    "tied blocks": changed_gpt(tied_blocks),
     "more parameters": lambda code: {"MLP": lambda c: torch.nn.Linear(c.n_embd, c.n_embd)},
 }
 
