@@ -178,6 +178,19 @@ def test_an_error_of_torch_gets_its_cause(text, tmp_path, monkeypatch):
         train(*flags, 4)
 
 
+def test_deterministic_is_known_to_torch_before_the_ranks_meet(text, tmp_path, monkeypatch):
+    """NCCL's choice of algorithms depends on it, once."""
+    events = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", events.append)
+    monkeypatch.setattr(dist, "rendezvous", lambda *a, **k: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", mock.Mock(side_effect=RuntimeError("NCCL")))
+    for name, value in RANK.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError):
+        train("--deterministic --data", text, "--log-dir", tmp_path / "log")
+    assert events == [True]
+
+
 NO_RANKS = [
     {"RANK": "0"},
     {"WORLD_SIZE": "2"},

@@ -61,6 +61,18 @@ def test_training_equals_the_cpus(flags, run):
     assert found == pytest.approx(run("cpu", flags), abs=1e-6)
 
 
+def test_precisions_differ_by_rounding_alone(run, tmp_path):
+    """In training with two optimizers, whose gradients are both unscaled, and in validation."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        flags = f"--dtype {dtype} --optimizer muon --eval-every 3"
+        run(dtype, flags, gpu=PretendGPU())
+    for dtype in ("bfloat16", "float16"):
+        for stream, tolerance in (("train", 3e-2), ("val", 3e-2), ("norm", 0.1)):
+            found, exact = (losses(tmp_path / name, stream) for name in (dtype, "float32"))
+            assert found == pytest.approx(exact, abs=tolerance), (dtype, stream)
+            assert found[0] != exact[0], f"{stream} was not computed in {dtype}"
+
+
 def test_a_step_waits_twice_for_the_device(run):
     """It waits for the loss, and for the norm, which is ready by then."""
 
@@ -99,6 +111,11 @@ def test_the_micro_batch_is_what_fits(run, tmp_path):
         return run_entries(tmp_path / f"{memory}")[0]["config"]["micro_batch_size"]
 
     assert size(80e9) == 8 and 1 <= size(200e6) < 8
+    shared = PretendGPU(memory=80e9)
+    shared.used = int(80e9 - 200e6)  # by another process
+    run("shared", automatic, gpu=shared)
+    found = run_entries(tmp_path / "shared")[0]["config"]["micro_batch_size"]
+    assert found == size(200e6), "not what is free"
 
 
 def test_a_resumed_run_keeps_its_micro_batch_where_that_is_of_use(run, tmp_path, capsys):
@@ -180,6 +197,17 @@ def test_evaluations_equal_the_cpus(run, tmp_path, capsys):
     for stream in ("train", "val", "hella"):
         expected = pytest.approx(losses(tmp_path / "cpu", stream), abs=1e-6)
         assert losses(tmp_path / "gpu", stream) == expected, stream
+
+
+def test_scoring_waits_as_often_for_one_task_as_for_many(run, tmp_path, capsys):
+    run("log", LONG, "--save-every 3", gpu=PretendGPU())
+    waits = []
+    for count in (1, 4):  # of a batch of eight
+        with PretendGPU() as gpu:
+            args = ["-d cuda -m", tmp_path / "log", "--data", tasks(tmp_path, count)]
+            hellaswag.main(words(*args))
+        waits.append(gpu.waits.total())
+    assert waits[0] == waits[1]
 
 
 def tasks(folder, count):
@@ -269,10 +297,17 @@ def test_scoring_and_sampling(tmp_path, capsys):
 def test_rungs_of_the_benchmark(rung, capsys):
     small = words("--n-layer 1 --n-embd 16 --n-head 2 --seq-len 16 --total-batch-size 32")
     small += words("--micro-batch-size 2")
-    with PretendGPU() as gpu:
-        bench.main([*words("--steps 1 --rung", rung, "--"), *small])
-    row = json.loads(capsys.readouterr().out)
-    assert row["rung"] == rung and "cuda" in row["device"] and 0 < row["peak_memory"] <= gpu.memory
+    waits = []
+    for steps in (1, 3):
+        with PretendGPU() as gpu:
+            bench.main([*words("--steps", steps, "--rung", rung, "--"), *small])
+        waits.append(gpu.waits)
+        row = json.loads(capsys.readouterr().out)
+        assert row["rung"] == rung and "cuda" in row["device"]
+        assert 0 < row["peak_memory"] <= gpu.memory
+    # Each of two steps waits for its end, or its time would mean nothing. The plain rungs also wait
+    # for the copies of inputs and targets, and ours for the loss.
+    assert (waits[1] - waits[0]).total() == 2 * (2 if rung == "ours" else 3)
 
 
 def test_it_refuses_what_a_gpu_refuses():
