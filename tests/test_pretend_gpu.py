@@ -130,9 +130,9 @@ def test_a_resumed_run_keeps_its_micro_batch_where_that_is_of_use(run, tmp_path,
     def small():
         return PretendGPU(memory=200e6)
 
-    first, again = sizes(
-        "chosen", ("--micro-batch-size 0", small()), ("--micro-batch-size 0", small())
-    )
+    choose, busy = "--micro-batch-size 0", small()
+    busy.used = 2_000_000  # the same card, of which another program uses a little
+    first, again = sizes("chosen", (choose, small()), (choose, busy))
     assert first == again < 8 and "rounding" not in capsys.readouterr().out
     for other in (PretendGPU(), PretendGPU(name="NVIDIA H200"), None):
         run(
@@ -197,6 +197,18 @@ def test_evaluations_equal_the_cpus(run, tmp_path, capsys):
     for stream in ("train", "val", "hella"):
         expected = pytest.approx(losses(tmp_path / "cpu", stream), abs=1e-6)
         assert losses(tmp_path / "gpu", stream) == expected, stream
+
+
+def test_validation_waits_for_its_copies_alone(run):
+    """Its losses are read at the end, together."""
+
+    def waits(batches):
+        gpu = PretendGPU()
+        flags = f"--max-steps 0 --eval-every 1 --eval-tokens {32 * batches}"
+        run(f"{batches}", flags, gpu=gpu)
+        return gpu.waits.total()
+
+    assert waits(6) - waits(2) == 4
 
 
 def test_scoring_waits_as_often_for_one_task_as_for_many(run, tmp_path, capsys):
