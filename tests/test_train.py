@@ -405,3 +405,18 @@ def test_a_validation_split_of_separators_is_named(tmp_path):
     with pytest.raises(UserError, match=f"{tmp_path}.*--eval-every 0"):
         train(*args, "--eval-every 1")
     assert train(*args) == 0
+
+
+def test_training_and_every_evaluation_have_the_precision_of_the_run(text, tmp_path, monkeypatch):
+    """Validation, HellaSwag and samples compute without gradients."""
+    gelu, seen = torch.nn.functional.gelu, set()
+
+    def noting(x, **options):
+        seen.add((torch.is_grad_enabled(), x.dtype))
+        return gelu(x, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "gelu", noting)
+    args = ["--dtype bfloat16 --max-steps 1 --seq-len 64 --eval-every 1 --sample-every 1"]
+    args += ["--hellaswag-every 1 --hellaswag-data", ROOT / "tests/hellaswag_sample.jsonl"]
+    train(*args, "--data", text, "--log-dir", tmp_path)
+    assert seen == {(True, torch.bfloat16), (False, torch.bfloat16)}
