@@ -242,37 +242,38 @@ def read_pretrained(
     raw = read_config(folder)
     fork = raw.get("model_type") == FORK_TYPE
     theirs = None
-    if is_ours(raw):
-        state = read_weights(folder)
-    elif raw.get("model_type") != "gpt2":
-        raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}")
-    else:  # another program's
+    if not is_ours(raw):  # another program's
+        if raw.get("model_type") != "gpt2":
+            raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}")
         theirs = load_by_transformers(folder, torch.float32)
-        raw, state = theirs.config.to_dict(), theirs.state_dict()
+        raw = theirs.config.to_dict()
+    keys = {field.name: THEIR_NAMES.get(field.name, field.name) for field in fields(config_class)}
+    settings = {name: raw[key] for name, key in keys.items() if key in raw} | changes
+    kind = "a fork's weights do not fit this code" if fork else "the weights do not fit"
     try:
-        keys = {
-            field.name: THEIR_NAMES.get(field.name, field.name) for field in fields(config_class)
-        }
-        settings = {name: raw[key] for name, key in keys.items() if key in raw}
-        model = model_class(config_class(**settings | changes))
+        config = config_class(**settings)
+        # Before the weights are read, since the logits of a long context take memory as well.
+        if theirs is not None:
+            known = same_as_transformers(model_class, config, theirs.config)
+        else:
+            found = fingerprint(model_class, config)
+            known = same(found, raw["fingerprint"], EXACT)
+            if fork and not known:  # a fork may differ from GPT-2 by less than its own rounding
+                known = same(found, raw["fingerprint"], ROUNDED)
+                known = known and not is_gpt2(model_class, config)
+    except Exception as error:  # of a constructor
+        raise UserError(f"{name}: {kind}: {' '.join(str(error).split()):.300}") from None
+    state = read_weights(folder) if theirs is None else theirs.state_dict()
+    try:
+        model = model_class(config)
         state = state if fork else our_layout(state)
         model.load_state_dict(state)
         for key, tensor in model.state_dict().items():
             if not torch.equal(tensor, state[key].to(tensor.dtype)):
-                kind = "has NaN" if tensor.isnan().any() else "is tied to another tensor here"
-                raise ValueError(f"{key} {kind}")
-    except Exception as error:  # of a constructor, or other names and shapes
-        problem = f"{' '.join(str(error).split()):.300}"
-        kind = "a fork's weights do not fit this code" if fork else "the weights do not fit"
-        raise UserError(f"{name}: {kind}: {problem}") from None
-    if theirs is not None:
-        known = same_as_transformers(model_class, model.config, theirs.config)
-    else:
-        found = fingerprint(model_class, model.config)
-        known = same(found, raw["fingerprint"], EXACT)
-        if fork and not known:  # a fork may differ from GPT-2 by less than from its own rounding
-            known = same(found, raw["fingerprint"], ROUNDED)
-            known = known and not is_gpt2(model_class, model.config)
+                problem = "has NaN" if tensor.isnan().any() else "is tied to another tensor here"
+                raise ValueError(f"{key} {problem}")
+    except Exception as error:  # other names and shapes
+        raise UserError(f"{name}: {kind}: {' '.join(str(error).split()):.300}") from None
     if not known:
         problem = f"{name}: trained with other mathematics than this code has"
         if strict:
