@@ -6,25 +6,27 @@
     python train_gpt2.py --resume                            # continues the run in log/
     python train_gpt2.py --help                              # every flag, its default and unit
 
-From top to bottom: the model, the data, the settings, the optimizers, evaluation, and train(),
-which is a run from set-up to its last line. Its weight update is between two marked lines. support/
-holds the plumbing: files, processes, devices. Bad input raises UserError, whose one line says what
-is wrong and how to fix it. A *fork* is a copy of this file with a changed model (docs/forking.md).
+From top to bottom, this file has the model, the data loader, the settings, the optimizers, the
+evaluations, and train(), which is a run from set-up to its last line. The update of the weights is
+between two marked lines. Files, processes and devices are handled in support/. Wrong input raises
+UserError, which is printed as one line. A copy of this file with a changed model is called a fork
+(docs/forking.md).
 
 Shapes: B batch (sequences per micro-batch), T time (tokens per sequence), C channels (n_embd =
-n_head * head size), nh heads, hs head size, V vocabulary (50,257). A *step* updates the weights
-from total_batch_size tokens, which the ranks share equally; each rank accumulates gradients over
-micro-steps of B * T tokens. Step s is logged with the weights after s updates: the loss of step 0
-is the untrained model's."""
+n_head * head size), nh heads, hs head size, V vocabulary (50,257). A step is one update of the
+weights from total_batch_size tokens. The ranks share them equally, and each rank adds up the
+gradients of several micro-steps of B * T tokens. What is logged for step s was computed with the
+weights after s updates, so the loss of step 0 is that of the untrained model."""
 
-import copy
 import hashlib
+import itertools
 import json
 import math
+import sys
 import time
-from argparse import ArgumentParser
-from dataclasses import asdict, dataclass, fields
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal
@@ -38,9 +40,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
 from support import cli, console, devices, hellaswag, huggingface, plan, signals, tokenizer
-from support.checkpoints import check_saving, load_optimizers, save_optimizers
-from support.cli import print0
+from support.checkpoints import OptimizerStates, RandomStates
+from support.cli import print0, print_line
 from support.errors import RunError, UserError, explain
+from support.muon import Muon
 from support.ranks import Ranks, settle_buckets
 from support.run_folder import ROOT, RunFolder
 from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
@@ -106,29 +109,29 @@ class Block(nn.Module):
 
 
 class LinearCrossEntropy(nn.Module):
-    """F.cross_entropy(F.linear(x, weight), targets), faster.
+    """The same as F.cross_entropy(F.linear(x, weight), targets), but faster.
 
     A matrix product is faster where the weight has a multiple of 64 rows. So rows of zeros are
-    added to a copy of it, and 50,257 become 50,304. A bias of -inf takes the added logits out: they
-    get probability 0. Label smoothing would make them count, and be infinite. It can be had with
-    F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten(), label_smoothing=0.1)."""
+    added to a copy of it, and 50,257 become 50,304. A bias of -inf gives the added logits
+    probability 0. Label smoothing would make them count, and its loss would be infinite. For that,
+    write F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten(), label_smoothing=0.1)."""
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """x (…, C), weight (V, C), targets (…), of which -100 is ignored -> float32 scalar"""
+        """x (…, C), weight (V, C), targets (…) -> float32 scalar. Targets of -100 do not count."""
         added = -weight.size(0) % 64
         bias = F.pad(x.new_zeros(weight.size(0)), (0, added), value=-math.inf)
         logits = F.linear(x.flatten(0, -2), F.pad(weight, (0, 0, 0, added)), bias)
         return F.cross_entropy(logits.float(), targets.flatten())
 
 
-# What a fork should know. Each nn.Linear and nn.Embedding starts with std 0.02, a linear layer
-# called c_proj with less, and any other parameter as it is made. Muon takes the weights of the
-# linear layers in the blocks, except those called router. Weight decay acts on the weights of
-# nn.Linear and nn.Embedding. A setting of the model is a field of GPTConfig, and of TrainConfig if
-# it is to be a flag. A checkpoint records what its model computes, and other code refuses it.
+# What to know before you change the model. The weights of nn.Linear and nn.Embedding start with a
+# standard deviation of 0.02, those of a layer called c_proj with less, and any other parameter as
+# you make it. Only nn.Linear and nn.Embedding decay. Muon takes the linear layers in the blocks,
+# except those called router. A setting of the model is a field of GPTConfig, and also of
+# TrainConfig if it is to be a flag. Code that computes something else refuses a checkpoint.
 class GPT(nn.Module):
-    """GPT-2 with GPT-2's parameter names. Linear weights are torch's (out, in); Hugging Face stores
-    them as (in, out)."""
+    """GPT-2. Parameters have the names of Hugging Face's GPT-2. Linear weights are (out, in) as in
+    torch. Hugging Face stores them as (in, out)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -137,16 +140,17 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # On the meta device it has no weight of its own: GPT-2 ties it to the embedding, below.
+        # The meta device gives it no weight of its own, since it shares the embedding's, below.
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.loss = LinearCrossEntropy()
 
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                # Projections onto the residual stream are scaled down. Otherwise its variance would
-                # grow with depth (section 2.3).
-                residual = name.endswith("c_proj")
-                std = 0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02
+                std = 0.02
+                if name.endswith("c_proj"):
+                    # These add to the residual stream, twice per block. Its variance would grow
+                    # with depth if they were not scaled down (section 2.3).
+                    std /= math.sqrt(2 * config.n_layer)
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
@@ -167,8 +171,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Tokens (B, T) -> logits (B, T, V), or with targets (B, T) their mean cross-entropy.
 
-        The loss comes without logits, which would take more memory than the model. `at` is an index
-        of positions in (B, T), where the logits of all are not needed."""
+        `at` is an index of (B, T). It selects the positions whose logits are needed, such as the
+        last one in generate()."""
         x = self.hidden(idx)  # (B, T, C)
         if at is not None:
             x = x[at]
@@ -185,11 +189,11 @@ class GPT(nn.Module):
         top_k: int = 50,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continues idx (B, T) with samples of the top_k tokens. -> (B, T + max_new_tokens)
+        """Continues idx (B, T) with samples of the top_k likeliest tokens. (B, T + max_new_tokens)
 
-        temperature 0: always the likeliest token. top_k 0: all tokens."""
+        With temperature 0 it always takes the likeliest token. With top_k 0 it may take any."""
         block_size = self.config.block_size
-        V = min(self.config.vocab_size, VOCAB_SIZE)  # more have no text
+        V = min(self.config.vocab_size, VOCAB_SIZE)  # a larger vocabulary has tokens without text
         k = min(top_k or V, V)
         if temperature == 0:
             k = 1
@@ -197,10 +201,9 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             window = idx[:, -block_size:]  # what fits in the context
             T = window.size(1)
-            # Zeros may follow, since a GPU is slow to start at each new length.
+            # A GPU is slow to start at each new length, so zeros may follow. No token sees them.
             longer = devices.padded(window, block_size)
             logits = self(longer, at=(slice(None), T - 1))[:, :V].float() / temperature  # (B, V)
-            # Draw one of the k likeliest tokens, in proportion to its probability.
             logits, candidates = logits.topk(k)  # (B, k) each
             p = logits.softmax(-1)
             if not p.isfinite().all():
@@ -215,7 +218,7 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> int:
         """Training FLOPs per token: 6 N + 12 L C T (PaLM, Chowdhery et al. 2022, appendix B).
 
-        N counts the weights of the linear layers. Recomputation does not count."""
+        N counts the weights of the linear layers. What low_memory computes twice counts once."""
         modules = self.named_modules(remove_duplicate=False)  # a block that is used twice counts so
         N = sum(m.weight.numel() for _, m in modules if isinstance(m, nn.Linear))
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
@@ -224,45 +227,40 @@ class GPT(nn.Module):
     def from_pretrained(cls, name: str | Path, strict: bool = True, **changes: Any) -> "GPT":
         """A GPT-2 from a folder or the Hub (`gpt2`, …), in float32 and evaluation mode.
 
-        The fields of GPTConfig in `changes` take the place of those in config.json. If the weights
-        were trained with other mathematics than this code has, that is a UserError, or with
-        strict=False a printed note."""
-        with torch.device("cpu"):  # also where models are made on the meta device, as for --plan
+        `changes` replace fields of GPTConfig that config.json has. If the weights were trained by
+        code that computes something else, this raises UserError, or with strict=False prints a
+        note."""
+        with torch.device("cpu"):  # --plan makes its models on the meta device
             return huggingface.read_pretrained(cls, GPTConfig, name, strict, changes)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes a Hugging Face GPT-2 with its tokenizer. If a fork's model is no GPT-2, the saved
-        config.json says so."""
+        """Writes a Hugging Face GPT-2 with its tokenizer. If the model has been changed and is no
+        GPT-2 any more, config.json says so."""
         huggingface.write_pretrained(self, Path(folder))
 
 
 # --------------------------------------------------------------------------------------------------
-# Data: token order and the data loader (support/tokenizer.py opens shards)
+# Data. support/tokenizer.py opens shards and .txt files.
 
-SHARDS_FOLDER = "edu_fineweb10B"
-
-
-@lru_cache(maxsize=3)  # DataLoaderLite.read needs three at a time: shards, sequences, offsets
-def permutation(n: int, *seed: int) -> np.ndarray:
-    """A permutation of 0 … n-1 from `seed` alone; NumPy's own may change with its version."""
-    return np.random.PCG64(seed).random_raw(n).argsort(kind="stable")
+SHARDS_FOLDER = "edu_fineweb10B"  # where fineweb.py writes its shards
 
 
 class DataLoaderLite:
-    """Batches of next-token pairs from the shards of a split, epoch after epoch.
+    """Batches of sequences and their targets, epoch after epoch.
 
-    Each epoch visits the shards in random order. A shard is a circle of tokens: it is cut into
-    sequences of T from some offset on, and they are read in random order. A shard of 10 tokens with
-    T = 3 and offset 5 becomes, for example,
+    An epoch reads the shards in random order, and the sequences of each shard in random order. The
+    next epoch cuts the shards into other sequences, since it begins at another token below T. This
+    is better for a small text that is read many times (bench/order). Two shards of 14 and 11 tokens
+    with T = 4 have, for example, these sequences:
 
-        8 9 0 | 5 6 7 | 1 2 3    without token 4
+        epoch 0    shard 1: 1-4            shard 0: 5-8, 1-4
+        epoch 1    shard 0: 2-5, 6-9       shard 1: 2-5
 
-    So no token is an input twice in an epoch, and fewer than T tokens of a shard are left out. The
-    next epoch has another offset. Without shuffle, shards and their sequences come in order, from
-    the first token on; no sequence joins the end of a shard to its beginning.
+    No token is an input twice in an epoch, and fewer than 2 T tokens of a shard are left out.
 
-    In each micro-step the ranks take the next B sequences each, in rank order. So a step has the
-    same tokens for any number of ranks and any B, and one position is the whole state."""
+    The order depends only on the seed. The ranks take the next B sequences each, in turn. So a step
+    has the same tokens for any number of ranks and any B, and a run can be resumed from the number
+    of sequences that were read."""
 
     def __init__(
         self,
@@ -274,67 +272,83 @@ class DataLoaderLite:
         world_size: int = 1,
         seed: int = 1337,
         shuffle: bool = True,
+        device: torch.device | str = "cpu",
     ):
-        """data: a folder of shards, also in subfolders, or a .txt file. split: train or val."""
+        """`data` is a folder of shards, or a .txt file. `split` is train or val. Batches are put on
+        `device`."""
         self.B = B  # sequences per batch
         self.T = T  # tokens per sequence
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
-        self.shuffle = shuffle
-        self.pin_memory = False  # True: batches can be copied to a GPU while it computes
-        self.position = 0  # number of the first sequence of the next micro-step, over all epochs
-        # The files, their names in `data`, and their tokens, 1-D uint16, memory-mapped.
+        self.shuffle = shuffle  # False: everything in order, from the first token on
+        self.device = torch.device(device)
+        # The tokens of a shard are memory-mapped, so only what is read is loaded.
         self.paths, self.names, self.shards = tokenizer.open_split(Path(data), split)
         self.total_tokens = sum(len(shard) for shard in self.shards)
-        # Sequences of each shard. Without shuffle it is no circle, so one token is only a target.
-        only_target = 0 if shuffle else 1
-        self.counts = np.array([(len(shard) - only_target) // T for shard in self.shards])
-        self.sequences_per_epoch = int(self.counts.sum())
+        self.counts = [self.count_sequences(len(shard)) for shard in self.shards]
+        self.sequences_per_epoch = sum(self.counts)
         if self.sequences_per_epoch == 0:
             size = f"{self.total_tokens} {split} tokens"
             raise UserError(f"{data}: {size}, too few for a sequence of {T} and its target")
+        self.go_to(0)
 
-    def read(self, first: int, count: int) -> np.ndarray:
-        """`count` sequences from number `first` on, with the last target. (count, T + 1) int64"""
+    def count_sequences(self, tokens: int) -> int:
+        """The number of sequences that are read from a shard in each epoch."""
+        count = (tokens - 1) // self.T  # the last token can only be a target
+        if self.shuffle and count > 1:
+            count = tokens // self.T - 1  # so many fit wherever the epoch begins
+        return count
+
+    def places(self, first_epoch: int = 0) -> Iterator[tuple[int, int]]:
+        """Yields the shard and the first token of each sequence, epoch after epoch."""
+        first_tokens = self.order(self.T, np.random.PCG64(self.seed))
+        for epoch in itertools.count(first_epoch):
+            random = np.random.PCG64((self.seed, epoch))
+            first_token = first_tokens[epoch % self.T] if self.shuffle else 0
+            for shard in self.order(len(self.shards), random):
+                count = self.counts[shard]
+                last_possible = len(self.shards[shard]) - 1 - count * self.T
+                for i in self.order(count, random):
+                    yield shard, min(first_token, last_possible) + i * self.T
+
+    def order(self, n: int, random: np.random.PCG64) -> Sequence[int]:
+        """The numbers from 0 to n - 1, in random order if shuffle is on."""
+        # NumPy promises that raw numbers stay the same in later versions. Its shuffle() may change.
+        return random.random_raw(n).argsort(kind="stable").tolist() if self.shuffle else range(n)
+
+    def read(self, places: Iterable[tuple[int, int]]) -> np.ndarray:
+        """The sequences at these places, each with its last target. (n, T + 1) uint16"""
         rows = []
-        for number in range(first, first + count):
-            epoch, number = divmod(number, self.sequences_per_epoch)
-            order = np.arange(len(self.shards))
-            if self.shuffle:
-                order = permutation(len(self.shards), self.seed, epoch)
-            # Find the shard, and the number of the sequence in it.
-            ends = self.counts[order].cumsum()
-            place = int(np.searchsorted(ends, number, side="right"))
-            shard = int(order[place])
-            number -= int(ends[place] - self.counts[shard])
-            offset = 0
-            if self.shuffle:
-                # Each epoch has a new order of the shard's sequences, and the next of its T
-                # offsets, whose order is drawn once. The seeds differ: (seed, epoch) for the order
-                # of the shards, here (seed, epoch, shard + 1) and (seed, 0, 0, shard + 1); + 1
-                # because to NumPy (a, b, 0) is the same as (a, b).
-                number = permutation(int(self.counts[shard]), self.seed, epoch, shard + 1)[number]
-                offset = permutation(self.T, self.seed, 0, 0, shard + 1)[epoch % self.T]
-            start = offset + number * self.T
-            tokens = self.shards[shard].take(np.arange(start, start + self.T + 1), mode="wrap")
+        for shard, start in places:
+            tokens = self.shards[shard][start : start + self.T + 1]
             tokenizer.check_tokens(tokens, self.paths[shard])
             rows.append(tokens)
-        return np.stack(rows).astype(np.int64)
+        return np.stack(rows)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next inputs and targets of this rank, (B, T) int64 each."""
-        tokens = self.read(self.position + self.rank * self.B, self.B)
-        self.position += self.world_size * self.B  # past the batches of all ranks
-        x = torch.from_numpy(tokens[:, :-1].copy())
-        y = torch.from_numpy(tokens[:, 1:].copy())  # the targets are the inputs shifted by one
-        return (x.pin_memory(), y.pin_memory()) if self.pin_memory else (x, y)
+        of_all_ranks = list(itertools.islice(self.upcoming, self.world_size * self.B))
+        self.sequences_read += len(of_all_ranks)
+        mine = of_all_ranks[self.rank * self.B :][: self.B]
+        tokens = torch.from_numpy(self.read(mine).astype(np.int64))  # (B, T + 1)
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory()  # the copy then does not wait for running kernels
+        tokens = tokens.to(self.device, non_blocking=tokens.is_pinned())
+        # The target of each token is the token after it.
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def go_to(self, sequences_read: int) -> None:
+        """Continues as if so many sequences had been read, by all ranks together."""
+        self.sequences_read = sequences_read
+        epoch, in_epoch = divmod(sequences_read, self.sequences_per_epoch)
+        self.upcoming = itertools.islice(self.places(epoch), in_epoch, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what the order of the sequences depends on."""
+        """How many sequences were read, and what their order depends on."""
         shards = [(name, len(shard)) for name, shard in zip(self.names, self.shards, strict=True)]
         return {
-            "position": self.position,
+            "sequences_read": self.sequences_read,
             "T": self.T,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -342,76 +356,46 @@ class DataLoaderLite:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Moves to a saved position in the same data. UserError for other data."""
+        """Continues from a saved state. UserError if the order of the data has changed."""
         for key, value in self.state_dict().items():
-            if key != "position" and state[key] != value:
-                difference = f"{key} {value}, was {state[key]}"
+            saved = state.get(key, "another order of the data")
+            if key != "sequences_read" and saved != value:
+                difference = f"{key} {value}, was {saved}"
                 raise UserError(f"the data differ from the checkpoint's ({difference})")
-        self.position = state["position"]
+        self.go_to(state["sequences_read"])
 
 
 # --------------------------------------------------------------------------------------------------
-# Configuration
+# Settings. Every field is a flag, and its comment is printed by --help.
 
 
 @dataclass
-class TrainConfig:
-    """Trains a GPT-2 from scratch or given weights. Flags override the values of the preset."""
+class RunConfig:
+    """How to run. All of this may change when a run is resumed."""
 
-    # A field is a flag: tyro prints these comments as --help, under headings like this one.
-
-    # Run
-
-    # values of the flags; auto: gpt2 if edu_fineweb10B/ holds shards, else shakespeare
+    # values of the other flags; auto is gpt2 if edu_fineweb10B/ holds shards, else shakespeare
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "small", "shakespeare"] = "auto"
-    log_dir: str = "log"  # folder of the run; that of an earlier one is renamed
-    init: str = "scratch"  # scratch, a Hub name (gpt2, gpt2-medium, …), or the folder of a GPT-2
+    data: str = SHARDS_FOLDER  # folder of token shards, also in subfolders, or .txt file
+    log_dir: str = "log"  # folder of the run; that of an earlier run is renamed
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
-    max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
-    seed: int = 1337  # seed of the initial weights and of the data order
     plan: bool = False  # print estimated FLOPs, memory and time, and exit
 
-    # Data
-
-    data: str = SHARDS_FOLDER  # folder of token shards, also in subfolders, or .txt file
-    shuffle: bool = True  # another random order of shards and of their sequences in every epoch
-    total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
-    micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
-    seq_len: int = 1024  # tokens per sequence (T)
-
-    # Model
-
-    n_layer: int = 12  # number of blocks
-    n_head: int = 12  # number of attention heads
-    n_embd: int = 768  # number of channels (C)
-
-    # Optimizer
-
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the blocks
-    weight_decay: float = 0.1  # decoupled weight decay of matrices
-    grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
-    beta2: float = 0.95  # AdamW's decay rate of squared gradients
-    skip_bad_steps: int = 0  # number of non-finite updates to skip before aborting
-
-    # Schedule
-
-    # after the warm-up; wsd: constant, then a linear warm-down
-    schedule: Literal["cosine", "wsd"] = "cosine"
-    warmup_steps: int = 715  # steps of linear warm-up; 715 are GPT-3's 375 million tokens
-    warmdown_steps: int = 5000  # steps of the linear warm-down to min_lr at the end of wsd
+    # The length of the run, and what a run that diverges may need.
+    max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
     max_lr: float = 6e-4  # learning rate at the end of the warm-up
     min_lr: float = 6e-5  # what the learning rate falls to
+    warmdown_steps: int = 5000  # steps of the linear warm-down to min_lr at the end of wsd
+    grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
 
-    # Device
-
+    # What only changes speed and rounding.
     device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
+    micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
     compile: bool = False  # use torch.compile; presets but shakespeare do so on a CUDA GPU
     low_memory: bool = False  # recompute blocks in the backward pass
     deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
 
-    # Evaluation
-
+    # Evaluations and samples.
     eval_every: int = 250  # steps between validation losses; 0: never
     eval_tokens: int = 10_485_760  # tokens per validation loss (at most the whole split)
     hellaswag_every: int = 250  # steps between HellaSwag evaluations; 0: never
@@ -419,95 +403,96 @@ class TrainConfig:
     sample_every: int = 250  # steps between samples; 0: never
     sample_prompt: str = "Hello, I'm a language model,"  # prompt of the samples
 
-    # Checkpoints
-
+    # Checkpoints and logs.
     save_every: int = 1000  # steps between checkpoints; 0: never
     keep_checkpoints: int = 3  # number of recent checkpoints to keep, plus the best; 0: all
     keep_every: int = 0  # never delete checkpoints at multiples of this many steps; 0: none
-
-    # Logging
-
     tensorboard: bool = False  # also log to TensorBoard, in log_dir/tensorboard/
     wandb: bool = False  # also log to Weights & Biases
 
 
-SHAPE = ("n_layer", "n_head", "n_embd")  # of a model; 0: that of the weights that --init names
+@dataclass
+class TrainConfig(RunConfig):
+    """Trains a GPT-2 from scratch or given weights. Flags override the values of the preset."""
+
+    # What to train. None of this may change when a run is resumed, and the same is true of a field
+    # that a fork adds here.
+    init: str = "scratch"  # scratch, a Hub name (gpt2, gpt2-medium, …), or the folder of a GPT-2
+    seed: int = 1337  # seed of the initial weights and of the data order
+    shuffle: bool = True  # another random order of shards and of their sequences in every epoch
+    total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
+    seq_len: int = 1024  # tokens per sequence (T)
+    n_layer: int = 12  # number of blocks
+    n_head: int = 12  # number of attention heads
+    n_embd: int = 768  # number of channels (C)
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the blocks
+    weight_decay: float = 0.1  # decoupled weight decay of matrices
+    beta2: float = 0.95  # AdamW's decay rate of squared gradients
+    # after the warm-up; wsd: constant, then a linear warm-down
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup_steps: int = 715  # steps of linear warm-up; 715 are GPT-3's 375 million tokens
+
 
 # fmt: off
-SHAKESPEARE = dict(  # two minutes on two cores
-    data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=32,
-    # 3.4 million parameters, of which the token embedding has 3.2
-    n_layer=4, n_head=4, n_embd=64,
-    # the best found that takes no longer: bench/recipes
-    optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
-    warmdown_steps=450, beta2=0.995,
-    # a compiler may be missing, and takes a minute
-    compile=False, eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300,
-    sample_prompt="ROMEO:", save_every=200,
-)
-SMALL = dict(  # 30 million parameters, 197 million tokens: one T4
-    max_steps=3000, total_batch_size=65_536, seq_len=512, n_layer=6, n_head=6, n_embd=384,
-    max_lr=1e-3, min_lr=1e-4, warmup_steps=150, eval_tokens=1_048_576, hellaswag_every=0,
-    save_every=250,
-)
-GPT2_FAST = dict(  # chosen on small models; max_lr also from other people's search (bench/recipes)
-    optimizer="muon", schedule="wsd", max_steps=9_536, warmup_steps=476, warmdown_steps=4_768,
-    max_lr=6e-3, min_lr=0.0,
-)
+# A preset replaces some of the defaults above. Flags, in turn, replace values of the preset.
 PRESETS = {
-    "gpt2": {},  # the defaults of TrainConfig
-    "gpt2-fast": GPT2_FAST,
-    "gpt3": dict(seq_len=2048),  # GPT-3 Small's context
-    "small": SMALL,
-    "shakespeare": SHAKESPEARE,
-}
-# What may change on resume. All else must not, also a setting that a fork adds.
-MAY_CHANGE = {
-    "preset", "log_dir", "resume", "max_steps", "plan", "data", "micro_batch_size",
-    "skip_bad_steps", "warmdown_steps", "device", "dtype", "compile", "low_memory",
-    "deterministic", "eval_every", "eval_tokens", "hellaswag_every", "hellaswag_data",
-    "sample_every", "sample_prompt", "save_every", "keep_checkpoints", "keep_every", "tensorboard",
-    "wandb",
+    # GPT-2 small on 10 billion tokens. The values are GPT-3's (Brown et al. 2020, table 2.1 and
+    # appendix B), as in build-nanogpt. They are the defaults above.
+    "gpt2": {},
+    # The same model on half the tokens, with Muon. The values were chosen on small models, the
+    # learning rate also by what others have found (bench/recipes).
+    "gpt2-fast": dict(
+        max_steps=9_536, optimizer="muon", schedule="wsd", max_lr=6e-3, min_lr=0.0,
+        warmup_steps=476, warmdown_steps=4_768,
+    ),
+    # The same as gpt2, with the context of GPT-3 Small.
+    "gpt3": dict(seq_len=2048),
+    # A model of 30 million parameters on 197 million tokens, for one T4. The values follow
+    # nanoGPT's advice that smaller models take a higher learning rate.
+    "small": dict(
+        max_steps=3000, total_batch_size=65_536, seq_len=512, n_layer=6, n_head=6, n_embd=384,
+        max_lr=1e-3, min_lr=1e-4, warmup_steps=150, eval_tokens=1_048_576, hellaswag_every=0,
+        save_every=250,
+    ),
+    # A model of 3.4 million parameters on Shakespeare, for two minutes on two CPU cores. Of the
+    # values tried, these reach the lowest loss in that time (bench/recipes). It does not compile,
+    # which would take another minute.
+    "shakespeare": dict(
+        data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=32,
+        n_layer=4, n_head=4, n_embd=64, compile=False,
+        optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
+        warmdown_steps=450, beta2=0.995,
+        eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300,
+        sample_prompt="ROMEO:", save_every=200,
+    ),
 }
 # fmt: on
 
 
 def read_config(args: list[str] | None = None) -> TrainConfig:
-    """The command line as a TrainConfig: the values of the preset, overridden by the flags.
+    """Reads the command line. A UserError names everything that is wrong with it."""
+    words = sys.argv[1:] if args is None else args
+    # The command line is read twice. The first time finds --preset and --device, and which flags
+    # of the model's shape are given. The defaults of the second time depend on them.
+    shape = {"n_layer": 0, "n_head": 0, "n_embd": 0}
+    no_help = [word for word in words if word not in ("-h", "--help")]  # the second time prints it
+    given = cli.parse_args(TrainConfig, no_help, default=TrainConfig(**shape))
+    preset = given.preset
+    if preset == "auto":
+        preset = "gpt2" if tokenizer.holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
+        if preset == "shakespeare" and given.data == SHARDS_FOLDER:
+            missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
+            print0(f"{missing}: the shakespeare preset")
+    defaults = {"compile": devices.uses_cuda(given.device)} | PRESETS[preset]
+    if given.init != "scratch":
+        defaults |= shape  # given weights have their own, which new_model() enters
+    config = cli.parse_args(TrainConfig, words, default=TrainConfig(**defaults))
 
-    One UserError names every error that can be detected from the flags."""
-    # tyro reads all flags, but needs the defaults first, and those depend on two of the flags. Of
-    # the model's shape it cannot tell whether it was given, or is a default.
-    # (nargs="?": if their value is missing, tyro is to say so.)
-    first = ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", nargs="?", default="auto")
-    first.add_argument("--device", nargs="?", default="auto")
-    for name in SHAPE:
-        first.add_argument(cli.flag(name), f"--{name}", nargs="?")  # tyro takes both spellings
-    given, _ = first.parse_known_args(args)
-    if given.preset == "auto":
-        shards = tokenizer.holds_shards(Path(SHARDS_FOLDER))
-        given.preset = "gpt2" if shards else "shakespeare"
-    on_gpu = devices.uses_cuda(given.device)
-    defaults = TrainConfig(**{"compile": on_gpu} | PRESETS.get(given.preset, {}))
-    config = cli.parse_args(TrainConfig, args, default=defaults)
-
-    # Collect every problem, to report all of them at once.
-    problems = []
-    positive = {"total_batch_size", "seq_len", "eval_tokens", *SHAPE}
-    for name, default in asdict(TrainConfig()).items():
-        value = getattr(config, name)
-        if isinstance(value, int | float) and default >= 0:  # a fork's may be negative
-            minimum = 1 if name in positive else 0
-            exponent = 20 if name in SHAPE else 63  # more, and a matrix has too many bytes
-            if not minimum <= value < 2**exponent:  # nan is in no interval
-                bounds = f"at least {minimum} and below 2**{exponent}"
-                problems.append(f"{cli.flag(name)} {value}: must be {bounds}")
-    if config.init != "scratch":  # given weights have their own shape, which new_model() enters
-        for name in SHAPE:
-            if getattr(given, name) is None:
-                setattr(config, name, 0)
-    elif config.n_head > 0 and config.n_embd % config.n_head:
+    at_least_1 = {"total_batch_size", "seq_len", "eval_tokens"}
+    if config.init == "scratch":
+        at_least_1 |= shape.keys()
+    problems = cli.range_problems(config, TrainConfig(), at_least_1)
+    if config.init == "scratch" and config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.beta2 >= 1:
         problems.append(f"--beta2 {config.beta2}: must be below 1")
@@ -521,82 +506,15 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
 
 
 # --------------------------------------------------------------------------------------------------
-# Optimizers and schedule
-
-
-def orthogonalize(x: Tensor) -> Tensor:
-    """Brings the singular values of each matrix near 1 (0.7 to 1.2). (L, rows, columns)
-
-    Five steps of a Newton-Schulz iteration, x -> a x + b x^3 + c x^5 (Jordan et al. 2024)."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    tall = x.size(1) > x.size(2)
-    if tall:  # so that x @ x.mT below is the smaller square
-        x = x.mT
-    # The Frobenius norm bounds the largest singular value, so all are at most 1 now.
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):
-        square = x @ x.mT
-        polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)  # b s + c s @ s
-        x = torch.baddbmm(x, polynomial, x, beta=a)  # a x + polynomial @ x
-    return x.mT if tall else x
-
-
-def orthogonalize_on_all_ranks(x: Tensor) -> Tensor:
-    """orthogonalize(), of which each rank does a share. All ranks have the same x."""
-    if not dist.is_initialized():
-        return orthogonalize(x)
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    share = math.ceil(len(x) / world_size)  # matrices per rank
-    padded = F.pad(x, (0, 0, 0, 0, 0, share * world_size - len(x)))  # with matrices of zeros
-    mine = orthogonalize(padded[rank * share : (rank + 1) * share]).contiguous()
-    dist.all_gather(list(padded.split(share)), mine)  # writes into `padded`
-    return padded[: len(x)]
-
-
-class Muon(torch.optim.Optimizer):
-    """The momentum of each matrix's gradient is made nearly orthogonal, so that an update moves
-    equally far in all directions (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
-
-    An update is as large as AdamW's, so that one learning rate and one weight decay serve both (Liu
-    et al. 2025, "Muon is Scalable for LLM Training", section 2.2): this is torch.optim.Muon with
-    adjust_lr_fn="match_rms_adamw", in batches of matrices with one shape. dtype: of its matmuls."""
-
-    def __init__(self, matrices: list[Tensor], lr: float, weight_decay: float, dtype: torch.dtype):
-        shapes = sorted({p.shape for p in matrices})
-        groups = [{"params": [p for p in matrices if p.shape == shape]} for shape in shapes]
-        super().__init__(groups, dict(lr=lr, weight_decay=weight_decay))
-        self.dtype = dtype
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:  # L matrices of one shape
-            lr = group["lr"]
-            matrices = [p for p in group["params"] if p.grad is not None]  # None: frozen, unused
-            if not matrices:
-                continue
-            updates = []
-            for p in matrices:
-                state = self.state[p]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                momentum = state["momentum_buffer"].lerp_(p.grad, 0.05)
-                updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov's
-            x = torch.stack(updates).to(self.dtype)  # (L, rows, columns)
-            # The entries of an orthogonal matrix have a root mean square of
-            # 1 / sqrt(max(rows, columns)), AdamW's updates one of about 0.2.
-            size = 0.2 * math.sqrt(max(x.shape[1:]))
-            for p, update in zip(matrices, orthogonalize_on_all_ranks(x), strict=True):
-                p.mul_(1 - lr * group["weight_decay"])
-                p.add_(update, alpha=-lr * size)
+# Optimizers and learning rate. Muon is in support/muon.py.
 
 
 def configure_optimizers(
     model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32
 ) -> list[torch.optim.Optimizer]:
-    """AdamW for everything; with --optimizer muon, Muon for the linear layers inside the blocks.
+    """AdamW. With --optimizer muon, Muon takes over the linear layers inside the blocks.
 
-    dtype: of the run's matmuls. AdamW's betas are GPT-3's (Brown et al. 2020, appendix B)."""
+    A group of parameters with a learning rate other than max_lr keeps this ratio to the others."""
     optimizers = []
     parameters = list(model.parameters())
     if config.optimizer == "muon":
@@ -604,113 +522,143 @@ def configure_optimizers(
         by_muon = {linear.weight for name, linear in linears if not name.endswith("router")}
         matrices = [p for p in parameters if p in by_muon]
         parameters = [p for p in parameters if p not in by_muon]
-        # In bfloat16, as its authors run it, if the run is; float16 has too few exponents.
+        # bfloat16 is precise enough for Muon. The range of float16 is too small.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
-    # Weight decay is for matrices and embeddings, not for biases and LayerNorms.
+    # Matrices and embeddings decay. Biases and LayerNorms do not.
     decayed = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
     groups = [
         {"params": [p for p in parameters if p in decayed], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p not in decayed], "weight_decay": 0.0},
     ]
+    betas = (0.9, config.beta2)  # GPT-3 has 0.9 and 0.95 (Brown et al. 2020, appendix B)
     # fused: one kernel for all parameters, on a CPU several times as fast as a loop over them
-    betas = (0.9, config.beta2)
     optimizers.append(torch.optim.AdamW(groups, config.max_lr, betas, eps=1e-8, fused=True))
     return optimizers
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
-    """Learning rate of update `step` (from 0): linear warm-up to max_lr, then down to min_lr.
+    """The learning rate of an update. It rises to max_lr in the warm-up, then falls to min_lr.
 
-    cosine is GPT-3's (Brown et al. 2020, appendix B). wsd ends in a linear warm-down; before it
-    nothing depends on max_steps: runs can be extended (Hägele et al. 2024, arXiv:2405.18392)."""
+    cosine is GPT-3's schedule (Brown et al. 2020, appendix B). wsd stays at max_lr until its
+    warm-down, so until then a run can be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
-    # share: of the way from min_lr up to max_lr
+    # height is 1 at max_lr and 0 at min_lr.
     if config.schedule == "wsd":
-        # 1 until the warm-down begins, then down to 0 at max_steps
         warmdown = min(config.warmdown_steps, config.max_steps - config.warmup_steps)
-        share = min((config.max_steps - step) / max(warmdown, 1), 1.0)
+        height = min((config.max_steps - step) / max(warmdown, 1), 1.0)
     else:
-        # half a period of the cosine, from 1 to 0
         progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
-        share = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.min_lr + share * (config.max_lr - config.min_lr)
+        height = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr + height * (config.max_lr - config.min_lr)
 
 
 # --------------------------------------------------------------------------------------------------
-# Evaluation (HellaSwag: support/hellaswag.py)
+# Evaluation. HellaSwag is in support/hellaswag.py.
 
 
 @torch.no_grad()
 def validation_loss(
-    model: GPT, loader: DataLoaderLite, sequences: int, ranks: Ranks, autocast: torch.autocast
+    model: GPT, sequences: np.ndarray, B: int, ranks: Ranks, autocast: torch.autocast
 ) -> float:
-    """Mean cross-entropy in nats over the first `sequences` sequences of a split.
+    """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them.
 
-    The ranks share them. Neither B nor the number of ranks changes the result. On a stop signal it
-    returns early, and train() drops the result."""
-    B = loader.B
-    firsts = range(ranks.rank * B, sequences, ranks.world_size * B)
-    losses = torch.zeros(len(firsts), device=ranks.device)  # sums over the batches of this rank
-    for i, first in enumerate(signals.until_stopped(firsts)):
-        tokens = torch.from_numpy(loader.read(first, B)).to(ranks.device)  # (B, T + 1)
+    Neither B nor the number of ranks changes the result. Raises Stopped after a stop signal."""
+    losses = [torch.zeros((), device=ranks.device)]  # the sum of each batch
+    for start in ranks.share(range(0, len(sequences), B)):
+        rows = sequences[start : start + B]
+        n = len(rows)
+        # The last batch is filled up to the shape that is compiled. The added rows do not count.
+        rows = np.pad(rows.astype(np.int64), ((0, B - n), (0, 0)))
+        tokens = torch.from_numpy(rows).to(ranks.device)  # (B, T + 1)
         x, y = tokens[:, :-1], tokens[:, 1:].clone()
-        # All batches have the shape that is compiled; past the last sequence no target counts.
-        n = min(B, sequences - first)
         y[n:] = -100
         with autocast:
-            loss = model(x, y)
-        losses[i] = n * loss
-    # Read the losses only now: a read waits for the device.
-    return ranks.sum(sum(losses.tolist())) / sequences
+            losses.append(n * model(x, y))
+    # To read a loss is to wait for the device, so all are read at the end.
+    return ranks.sum(sum(torch.stack(losses).tolist())) / len(sequences)
 
 
-def print_samples(
-    model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocast, last: bool
-) -> None:
-    """Prints continuations of `prompt`: four short ones from each rank.
-
-    After the last step, two longer ones from rank 0."""
-    if last and ranks.rank > 0:
-        return
-    samples = 2 if last else 4
-    length = 64 if last else 32  # tokens
-    generator = torch.Generator(device=ranks.device)  # separate from the training RNG
+def print_samples(model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocast) -> None:
+    """Prints two continuations of the prompt from each rank."""
+    # Samples have random numbers of their own, so they do not change how training goes on.
+    generator = torch.Generator(device=ranks.device)
     generator.manual_seed(42 + ranks.rank)
     tokens = get_tokenizer().encode_ordinary(prompt) or [EOT]
-    idx = torch.tensor([tokens] * samples, device=ranks.device)
+    idx = torch.tensor([tokens] * 2, device=ranks.device)
     try:
-        with autocast, torch.compiler.set_stance("force_eager"):  # don't compile one-off shapes
-            idx = model.generate(idx, length, generator=generator)
-    except RunError as error:  # the model has diverged, which is for the next update to say
-        print0(f"rank {ranks.rank}: no samples: {error}", every_rank=True)
+        with autocast, torch.compiler.set_stance("force_eager"):  # each length would be compiled
+            idx = model.generate(idx, 64, generator=generator)
+    except RunError as error:  # The model has diverged. The next update ends the run.
+        print_line(f"rank {ranks.rank}: no samples: {error}")
         return
     for i, tokens in enumerate(idx.tolist()):
         text = indent(tokenizer.printable(tokens), "  ")
-        print0(f"rank {ranks.rank} sample {i}:\n{text}", every_rank=True)
+        print_line(f"rank {ranks.rank} sample {i}:\n{text}")
+
+
+class Evaluations:
+    """Validation loss, HellaSwag and samples, each at its own steps and after the last one."""
+
+    def __init__(self, config: TrainConfig, model: GPT, ranks: Ranks, autocast: torch.autocast):
+        self.config = config
+        self.model = model
+        self.ranks = ranks
+        self.autocast = autocast
+        self.tasks = []
+        self.results = {}  # the latest value of each evaluation
+        if config.eval_every:
+            loader = DataLoaderLite(config.data, "val", 1, config.seq_len, shuffle=False)
+            count = min(config.eval_tokens // config.seq_len, loader.sequences_per_epoch)
+            self.sequences = loader.read(itertools.islice(loader.places(), count))  # (N, T + 1)
+            self.text = tokenizer.text_size(self.sequences[:, 1:].ravel())
+            if self.text.bytes == 0:
+                problem = "the validation split has no text, only separators of documents"
+                raise UserError(f"{config.data}: {problem}; --eval-every 0 trains without it")
+        if config.hellaswag_every:
+            context = model.config.block_size
+            self.tasks = hellaswag.load_tasks(config.hellaswag_data, context, ranks)
+
+    def run(self, step: int, log: Callable[..., None]) -> None:
+        """Makes the evaluations that are due after `step` updates, and logs their results."""
+        config, model, ranks, autocast = self.config, self.model, self.ranks, self.autocast
+        results = {}
+        model.eval()  # turns off dropout, which a fork may have
+        if is_due(config.eval_every, step, config):
+            loss = validation_loss(model, self.sequences, config.micro_batch_size, ranks, autocast)
+            results = {"val": loss, "bpb": self.text.bits_per_byte(loss)}
+        if self.tasks and is_due(config.hellaswag_every, step, config):
+            results["hella"] = hellaswag.accuracy(model, self.tasks, ranks, autocast)
+        self.results |= results
+        log(step, **results)
+        if step > 0 and is_due(config.sample_every, step, config):
+            print_samples(model, config.sample_prompt, ranks, autocast)
+        model.train()
+
+
+def is_due(every: int, step: int, config: TrainConfig) -> bool:
+    """True at each multiple of `every`, and at the end of the run. With 0 it is never true."""
+    return every > 0 and (step % every == 0 or step == config.max_steps)
 
 
 # --------------------------------------------------------------------------------------------------
-# The run
+# Training
 
 
 def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
-    """The model to train: from a checkpoint, from --init, or from scratch.
+    """The model to train: that of a checkpoint, or of --init, or a new one.
 
-    Given weights have their own shape, which becomes that of `config`."""
-    shape = {name: getattr(config, name) for name in SHAPE}
-    # The fields that a fork has added to both configurations, such as dropout.
-    in_both = {field.name for field in fields(GPTConfig)} & asdict(config).keys()
-    added = {name: getattr(config, name) for name in in_both - shape.keys()}
+    A given model has its own shape, which is entered in `config`."""
+    flags = {f.name: getattr(config, f.name) for f in fields(GPTConfig) if hasattr(config, f.name)}
     if checkpoint is None and config.init == "scratch":
-        model = GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
+        model = GPT(GPTConfig(block_size=config.seq_len, **flags))
     else:
-        # A checkpoint must come from this code's mathematics; --init takes others, and says so.
-        strict = checkpoint is not None
         weights = checkpoint or config.init
-        model = GPT.from_pretrained(weights, strict, **added)
-        for name, wanted in shape.items():  # from now on the settings are those of the weights
+        shape = {name: flags.pop(name) for name in ("n_layer", "n_head", "n_embd")}
+        # The weights of a checkpoint must come from this code. Those of --init need not.
+        model = GPT.from_pretrained(weights, strict=checkpoint is not None, **flags)
+        for name, wanted in shape.items():
             found = getattr(model.config, name)
             if wanted not in (0, found):
                 raise UserError(f"{cli.flag(name)} {wanted}: the model {weights} has {found}")
@@ -736,251 +684,182 @@ def choose_execution(model: GPT, config: TrainConfig) -> None:
             block.forward = partial(recompute, block.forward, use_reentrant=False)
 
 
-def wrap_in_ddp(
-    model: GPT, B: int, T: int, ranks: Ranks, autocast: torch.autocast
-) -> DistributedDataParallel:
-    """The model in DDP, which averages the gradients of the ranks."""
+def wrap_in_ddp(model: GPT, B: int, T: int, ranks: Ranks, autocast: torch.autocast) -> nn.Module:
+    """The model in DDP, which averages the gradients of the ranks. One rank alone needs no DDP."""
+    if ranks.world_size == 1:
+        return model
     torch._dynamo.config.optimize_ddp = False  # it splits graphs, but ours are single blocks
     ddp_model = DistributedDataParallel(
         model,
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # avoids a copy of the gradients
+        gradient_as_bucket_view=True,  # saves a copy of the gradients
     )
-    # DDP chooses the order in which it sums gradients in its first passes. A resumed run must sum
-    # as before, so let it choose now.
+    # DDP chooses in its first passes in which order it sums gradients. It chooses now, so that a
+    # resumed run sums in the same order from its first update on.
     settle_buckets(ddp_model, B, T, autocast)
     return ddp_model
 
 
-def is_due(every: int, step: int, last: bool) -> bool:
-    """True at multiples of `every` steps and after the last one; 0: never."""
-    return every > 0 and (last or step % every == 0)
-
-
 def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
-    """A run, on each of its ranks. Returns the exit status: 0, or 130 / 143 after a stop signal."""
-    # ---- Where to start: with --resume at the newest checkpoint, otherwise at step 0
-    unknown = {name for name in SHAPE if not getattr(config, name)}  # until the weights are read
-    # None and the state at step 0, if there is none
-    checkpoint, saved = run.find_start(MAY_CHANGE | unknown)
-    step = saved["step"]  # updates so far
-    skipped = saved["skipped"]  # of which so many were left out, as not finite
-
-    # ---- Model, precision, and sequences per micro-batch
+    """Trains a model. Every rank calls this. Returns the exit status."""
+    # ---- Where to start: from a checkpoint with --resume, otherwise from new or given weights
+    checkpoint, saved = run.find_start()  # None and {} if there is no checkpoint
     torch.manual_seed(config.seed)
     model = new_model(config, checkpoint)
+    run.check_settings(may_change=RunConfig)
     if config.save_every and ranks.rank == 0:
-        huggingface.check_before_training(model)  # a fork's checkpoints may be unreadable
-    # --dtype auto may time matmuls on a CPU, so rank 0 decides for all. chosen: the device, the
-    # precision and the reason, to print.
-    dtype, chosen = ranks.on_rank_0(
-        devices.choose_precision, config.dtype, ranks.device, model.num_parameters(), saved["dtype"]
+        huggingface.check_before_training(model)  # an error if nobody could load its checkpoints
+
+    # ---- Precision, and sequences per micro-batch. A resumed run keeps both if it can.
+    # The speed of a CPU may be measured for this, so rank 0 chooses for all ranks.
+    dtype, device_line = ranks.on_rank_0(
+        devices.choose_precision,
+        config.dtype,
+        ranks.device,
+        model.num_parameters(),
+        saved.get("dtype"),
     )
     autocast = torch.autocast(
         ranks.device.type,
         dtype=dtype,
         enabled=dtype != torch.float32,
-        cache_enabled=not config.low_memory,  # it would keep 16-bit copies of all weights
+        cache_enabled=not config.low_memory,  # the cache is a 16-bit copy of all weights
     )
     if ranks.device.type == "cuda" and dtype != torch.float32:
-        torch.set_float32_matmul_precision("high")  # TF32 for matmuls that remain in float32
-    # A checkpoint records its micro-batch, since another one would change rounding.
-    micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved["micro_batch"])
-    T = config.seq_len
-    if config.compile:
-        trial = copy.deepcopy(model).to(ranks.device)
-        choose_execution(trial, config)
-        shape = (micro_batch["size"], T)
-        config.compile = all(ranks.gather(devices.can_compile(trial, shape, autocast)))
-        del trial
-        if not config.compile:  # which takes more memory
-            micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved["micro_batch"])
+        torch.set_float32_matmul_precision("high")  # TF32 for the matmuls that stay in float32
+    micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved.get("micro_batch"))
     B = config.micro_batch_size = micro_batch["size"]
-    # No remainder: choose_micro_batch() raises an error for a B that leaves one.
+    T = config.seq_len
     grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
     model.to(ranks.device)
     torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
 
-    # ---- Data
+    # ---- Data, optimizers, and what else a checkpoint holds besides the weights
+    place = (ranks.rank, ranks.world_size)
     loader = DataLoaderLite(
-        config.data, "train", B, T, ranks.rank, ranks.world_size, config.seed, config.shuffle
+        config.data, "train", B, T, *place, config.seed, config.shuffle, ranks.device
     )
-    loader.pin_memory = ranks.device.type == "cuda"
-    if config.eval_every:
-        val_loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)
-        val_sequences = min(config.eval_tokens // T, val_loader.sequences_per_epoch)
-        val_targets = val_loader.read(0, val_sequences)[:, 1:]
-        val_size = tokenizer.text_size(val_targets.ravel())  # in tokens, bytes and characters
-        if val_size.bytes == 0:
-            problem = "the validation split has no text, only separators of documents"
-            raise UserError(f"{config.data}: {problem}; --eval-every 0 trains without it")
-    tasks = None
-    if config.hellaswag_every:
-        context = model.config.block_size
-        tasks = hellaswag.prepare_for_training(config.hellaswag_data, context, ranks)
-
-    # ---- Optimizers, and the state of the checkpoint
+    evaluations = Evaluations(config, model, ranks, autocast)
     optimizers = configure_optimizers(model, config, dtype)
+    # The scaler keeps small float16 gradients from becoming 0. Other precisions need none.
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
-    if checkpoint is not None:
-        loader.load_state_dict(saved["loader"])
-        load_optimizers(optimizers, model, saved["optimizers"])
-        if saved["scaler"]:  # only float16 has one
-            scaler.load_state_dict(saved["scaler"])
-        if ranks.rank < len(saved["random"]):  # there may be more ranks than before
-            devices.set_random_state(ranks.device, saved["random"][ranks.rank])
+    progress = console.Progress(config, model, ranks, dtype)
+    parts = {
+        "progress": progress,
+        "loader": loader,
+        "optimizers": OptimizerStates(optimizers, model),
+        "scaler": scaler,
+        "random": RandomStates(ranks),
+    }
+    for name, part in parts.items():
+        if saved.get(name):  # a scaler that is not enabled has no state
+            part.load_state_dict(saved[name])
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    ratios = [group["lr"] / config.max_lr for group in groups]  # 1, unless a fork has others
 
-    # ---- All checks are done: now change the folder, and compile
-    precision = str(dtype).removeprefix("torch.")
+    # ---- All checks are done, so the folder of the run may change
+    chosen = {"dtype": str(dtype).removeprefix("torch."), "micro_batch": micro_batch}
     software = devices.gpu_software(ranks.device, dtype)
-    run.begin(model, step, device=chosen, dtype=precision, **software)
+    run.begin(model, progress.step, device=device_line, dtype=chosen["dtype"], **software)
     choose_execution(model, config)
-    ddp_model = wrap_in_ddp(model, B, T, ranks, autocast) if ranks.world_size > 1 else model
-    flops = model.flops_per_token(T)
-    meter = console.Meter(config.total_batch_size, flops, ranks, dtype, saved["elapsed"])
-    console.announce(config, chosen, model, optimizers, loader, meter, checkpoint)
-    signals.collect_stop_signals()  # a run that is asked to stop saves first
+    ddp_model = wrap_in_ddp(model, B, T, ranks, autocast)
+    console.announce(config, device_line, model, optimizers, loader, progress, checkpoint)
+    signals.collect_stop_signals()  # so that a run which is asked to stop can save first
+    first_step = progress.step
 
-    # ---- The loop
-    stopping = False
-    while True:
-        last = step == config.max_steps
-        # Save before evaluating, which may fail.
-        due = step > 0 and is_due(config.save_every, step, last)
-        if due or (stopping and config.save_every):
-            state = {
-                "step": step,
-                "skipped": skipped,
-                "elapsed": meter.elapsed,
-                "dtype": precision,
-                "micro_batch": micro_batch,
-                "config": asdict(config),
-                "loader": loader.state_dict(),
-                "optimizers": save_optimizers(optimizers, model),
-                "scaler": scaler.state_dict(),
-                "random": ranks.gather(devices.random_state(ranks.device)),
-            }
-            run.save(model, state, required=last or stopping)  # else a full disk is only a warning
-        if stopping:
-            break
+    try:  # until a stop signal raises Stopped, in an evaluation or at the end of an iteration
+        while True:
+            # ---- Evaluate
+            step = progress.step
+            evaluations.run(step, run.log)
+            if step == config.max_steps:
+                break
 
-        # Evaluate. A stop signal cuts this short; the results are then dropped.
-        model.eval()  # GPT-2 is trained without dropout, but a fork may have it
-        results = {}
-        if is_due(config.eval_every, step, last):
-            loss = validation_loss(model, val_loader, val_sequences, ranks, autocast)
-            results = {"val": loss, "bpb": val_size.bits_per_byte(loss)}
-        if tasks and is_due(config.hellaswag_every, step, last):
-            results["hella"] = hellaswag.accuracy(model, tasks, ranks, autocast)
-        if results and ranks.any(signals.received):
-            stopping = True
-            continue  # at the top of the loop, which saves and ends
-        if results:
-            run.log(step, **results)
-        if step > 0 and is_due(config.sample_every, step, last):
-            print_samples(model, config.sample_prompt, ranks, autocast, last)
-        model.train()
-        if last:
-            break
-
-        # ---- One update of the weights -----------------------------------------------------------
-        began = time.perf_counter()
-        lr = get_lr(step, config)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-        first_sequence = loader.position
-        loss_sum = torch.zeros((), device=ranks.device)
-        for micro_step in range(grad_accum_steps):
-            x, y = loader.next_batch()  # (B, T) each
-            # Copies from pinned memory don't wait for the kernels that are still running.
-            x = x.to(ranks.device, non_blocking=loader.pin_memory)
-            y = y.to(ranks.device, non_blocking=loader.pin_memory)
-            # DDP exchanges the gradients once per step, in the last micro-step. (Without DDP
-            # nobody reads this attribute.)
-            ddp_model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
-            with autocast:  # the backward pass takes the precisions of the forward pass
-                micro_loss = ddp_model(x, y)
-            # DDP averages over ranks, but the gradients of micro-steps add up: divide by their
-            # number to get the gradient of the mean loss. The scaler keeps float16 gradients
-            # from vanishing.
-            scaler.scale(micro_loss / grad_accum_steps).backward()
-            loss_sum += micro_loss.detach()  # .item() would synchronize in every micro-step
-        # Clip the norm of all gradients together, after unscaling: grad_clip applies to unscaled
-        # gradients. Without clipping (inf) the norm is still logged.
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-        norm_tensor = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        # The one synchronization with the device. All ranks get the same sums, so they make the
-        # same decisions; the flag tells all of them if any has received a stop signal.
-        stop_flag = torch.full((), float(bool(signals.received)), device=ranks.device)
-        sums = torch.stack([loss_sum, stop_flag])
-        if ranks.world_size > 1:
-            dist.all_reduce(sums)
-        total_loss, stop_flags = sums.tolist()
-        loss = total_loss / (grad_accum_steps * ranks.world_size)
-        stopping = stop_flags > 0
-        norm = norm_tensor.item()
-        # A step is all or nothing, for all optimizers, so not scaler.step(), which looks at the
-        # gradients of one optimizer. The scale is 1 unless the run is in float16.
-        if math.isfinite(loss) and math.isfinite(norm):
+            # ---- One update of the weights -------------------------------------------------------
+            began = time.perf_counter()
+            lr = get_lr(step, config)
+            for group, ratio in zip(groups, ratios, strict=True):
+                group["lr"] = ratio * lr
+            first_sequence = loader.sequences_read
+            loss_sum = torch.zeros((), device=ranks.device)
+            for micro_step in range(grad_accum_steps):
+                x, y = loader.next_batch()  # (B, T) each
+                # DDP averages the gradients over the ranks once per update, in the last micro-step.
+                ddp_model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+                with autocast:
+                    micro_loss = ddp_model(x, y)
+                # The gradients of micro-steps add up. Each counts as its share of the mean loss.
+                scaler.scale(micro_loss / grad_accum_steps).backward()
+                loss_sum += micro_loss.detach()  # .item() would wait for the device
+            # Take the scaler's factor out of the gradients, then clip the norm of all together.
             for optimizer in optimizers:
-                optimizer.step()
-        elif math.isfinite(loss) and scaler.get_scale() > 1:
-            pass  # a float16 gradient overflowed
-        else:  # it would ruin weights and moments
-            skipped += 1
-            problem = (
-                f"step {step}: loss {loss}, norm {norm} on the sequences from {first_sequence} on"
-            )
-            if skipped > config.skip_bad_steps:
-                skip = f"skip this update with --resume --skip-bad-steps {skipped}"
-                raise RunError(f"{problem}; the weights are unchanged. Lower --max-lr, or {skip}")
-            print0(f"warning: {problem}: skipped, {skipped} of {config.skip_bad_steps}")
-        scaler.update()  # halves the scale if unscale_() found an overflow
-        # Under DDP gradients are views of its buckets: zero them in place, or they'd be copies.
-        model.zero_grad(set_to_none=ranks.world_size == 1)
-        # ---- End of the update -------------------------------------------------------------------
+                scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+            # All ranks learn the mean loss, and whether any of them has received a stop signal.
+            # From here on they have the same numbers, so they decide alike.
+            signal = torch.full_like(loss_sum, bool(signals.received))
+            total_loss, stop = ranks.sum_tensor(torch.stack([loss_sum, signal])).tolist()
+            loss = total_loss / (grad_accum_steps * ranks.world_size)
+            norm = norm.item()
+            overflow = not math.isfinite(norm) and scaler.get_scale() > 1  # of a float16 gradient
+            if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
+                where = f"step {step}, on the sequences from {first_sequence} on"
+                problem = f"{where}: loss {loss}, norm {norm}; the weights are unchanged"
+                raise RunError(f"{problem}. Lower --max-lr; --resume goes on from a checkpoint")
+            if not overflow:  # else the scaler halves its factor, and the weights stay as they are
+                for optimizer in optimizers:
+                    optimizer.step()
+            scaler.update()
+            # DDP keeps the gradients in buffers of its own, so they are set to zero in place.
+            model.zero_grad(set_to_none=ranks.world_size == 1)
+            # ---- End of the update ---------------------------------------------------------------
 
-        meter.end_step(began, steps_left=config.max_steps - step - 1)
-        print0(f"step {step:5d}/{config.max_steps} {meter.line(loss, lr, norm)}")
-        run.log(step, train=loss, lr=lr, norm=norm, **meter.speed)
-        if step == saved["step"] and config.save_every:
-            check_saving(optimizers)  # now that the first update has made their state
-        step += 1
+            progress.end_step(began)
+            print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
+            run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
+            if step == first_step and config.save_every:
+                parts["optimizers"].check_that_it_can_be_saved()  # now that it has a state
+
+            # ---- Save, before the next evaluation, which may fail
+            if is_due(config.save_every, progress.step, config):
+                run.save(model, parts, chosen)
+            if stop:
+                raise signals.Stopped
+    except signals.Stopped:
+        hint = "nothing is saved"
+        if config.save_every:
+            run.save(model, parts, chosen, required=True)
+            hint = "--resume continues"
+        print0(f"stopped by a signal after {progress.step} updates; {hint}")
+        return signals.exit_status()
 
     # ---- The last lines
-    if stopping:
-        hint = "--resume continues" if config.save_every else "nothing is saved"
-        print0(f"stopped by a signal after {step} updates; {hint}")
-        return signals.exit_status()
     if config.eval_every:
-        console.print_validation(results["val"], val_size)
-    console.print_cost(step, meter.elapsed)
+        console.print_validation(evaluations.results["val"], evaluations.text)
+    console.print_cost(progress)
     if config.save_every:
-        run.finish(model, step)
+        run.finish(model, progress.step)
     return 0
 
 
 def main(args: list[str] | None = None) -> int:
-    """Reads the command line and trains. Returns the exit status: 0, 130 or 143 after a signal."""
+    """Reads the command line and trains. Returns the exit status."""
     config = read_config(args)
     if config.plan:
-        with torch.device("meta"):  # allocates nothing
+        with torch.device("meta"):  # tensors without memory
             plan.print_plan(config, new_model(config))
         return 0
     ranks = Ranks.start(config.device, config.deterministic)
     if ranks.device.type == "cpu" and not config.low_memory:
-        devices.keep_freed_memory()  # faster steps for more memory
-    if config.preset == "auto" and config.data == SHAKESPEARE["data"]:  # what auto has chosen
-        missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
-        print0(f"{missing}: the shakespeare preset")
+        devices.keep_freed_memory()  # takes more memory, but makes steps faster
     try:
         with RunFolder(config, ranks) as run:
             status = train(config, ranks, run)
-    except RuntimeError as error:  # torch's: out of memory and a lost rank get a line, bugs stay
+    except RuntimeError as error:
+        # Out of memory, a lost rank and a missing compiler become one line. Other errors are bugs
+        # and keep their traceback.
         raise explain(error, str(ranks.device), config.micro_batch_size) from None
-    if dist.is_initialized():  # now that train() and the DDP in it are gone, or the exit can hang
+    if dist.is_initialized():  # only now that DDP is gone, or the exit may hang
         dist.destroy_process_group()
     return status
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from support.cli import warn
 from support.errors import UserError, first_line
 from support.files import atomic_path, remove_folder, sha256
+from support.ranks import Ranks
 
 REQUIRED = {"training_state.pt", "model.safetensors", "config.json"}
 
@@ -80,68 +81,92 @@ def read_training_state(checkpoint: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({first_line(error)})") from None
-    if not isinstance(state, dict) or "step" not in state:
+    if not isinstance(state, dict) or "progress" not in state:
         raise UserError(f"{path}: not the state of a training run")
     return state
 
 
-SavedOptimizer = tuple[str, dict[str, Any]]  # its class's name, its state_dict and "param_names"
+class OptimizerStates:
+    """The state of the optimizers, such as moments, as a part of a checkpoint.
+
+    Learning rates, weight decay and other options are not part of it: they are the code's."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], model: nn.Module):
+        self.optimizers = optimizers
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def parameters(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """The names of the parameters of each group. torch itself only knows their order."""
+        groups = optimizer.param_groups
+        return [[self.names.get(p, "") for p in group["params"]] for group in groups]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "class": type(optimizer).__name__,
+                "parameters": self.parameters(optimizer),
+                "state": optimizer.state_dict()["state"],
+            }
+            for optimizer in self.optimizers
+        ]
+
+    def load_state_dict(self, saved: list[dict[str, Any]]) -> None:
+        """UserError if there are other optimizers or other parameters than in the checkpoint."""
+        remedy = "use the code that saved it"
+        classes = [type(optimizer).__name__ for optimizer in self.optimizers]
+        before = [part["class"] for part in saved]
+        if classes != before:
+            change = f"{' and '.join(classes)}, the checkpoint {' and '.join(before)}"
+            raise UserError(f"--resume: this code has {change}; {remedy}")
+        for optimizer, part in zip(self.optimizers, saved, strict=True):
+            if part["parameters"] != self.parameters(optimizer):
+                problem = "has other parameters, or another order of them, than the checkpoint"
+                raise UserError(f"--resume: this code's {part['class']} {problem}; {remedy}")
+            state = optimizer.state_dict() | {"state": part["state"]}
+            optimizer.load_state_dict(state)
+            # torch gives floats the precision of the weights. A fork's may have had another.
+            in_order = [p for group in optimizer.param_groups for p in group["params"]]
+            for i, values in part["state"].items():
+                loaded = optimizer.state[in_order[i]]
+                for key, value in values.items():
+                    if isinstance(value, Tensor):
+                        loaded[key] = loaded[key].to(value.dtype)
+
+    def check_that_it_can_be_saved(self) -> None:
+        """UserError if an optimizer keeps what a checkpoint cannot hold."""
+        for part in self.state_dict():
+            file = io.BytesIO()
+            try:
+                torch.save(tree_map_only(Tensor, lambda tensor: None, part), file)
+                file.seek(0)
+                torch.load(file, weights_only=True)
+            except Exception as error:  # of pickle, or of a class's own
+                problem = f"the state of {part['class']} cannot be saved ({first_line(error)})"
+                remedy = "keep tensors and numbers in it, or train with --save-every 0"
+                raise UserError(f"{problem}; {remedy}") from None
 
 
-def parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Those of each group."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
+class RandomStates:
+    """The random numbers of all ranks as a part of a checkpoint. A fork's dropout draws them."""
 
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
 
-def save_optimizers(
-    optimizers: list[torch.optim.Optimizer], model: nn.Module
-) -> list[SavedOptimizer]:
-    saved = []
-    for optimizer in optimizers:
-        names = {"param_names": parameter_names(optimizer, model)}
-        saved.append((type(optimizer).__name__, optimizer.state_dict() | names))
-    return saved
+    def state_dict(self) -> list[dict[str, Tensor]]:
+        """For each rank the states of the CPU's and of the device's generator, by type."""
+        state = {"cpu": torch.get_rng_state()}
+        device = self.ranks.device.type
+        if device != "cpu":
+            state[device] = torch.get_device_module(device).get_rng_state()
+        return self.ranks.gather(state)
 
-
-def check_saving(optimizers: list[torch.optim.Optimizer]) -> None:
-    """UserError if a checkpoint could not hold what the optimizers keep, besides tensors."""
-    for optimizer in optimizers:
-        state = tree_map_only(Tensor, lambda tensor: None, optimizer.state_dict())
-        file = io.BytesIO()
-        try:
-            torch.save(state, file)
-            file.seek(0)
-            torch.load(file, weights_only=True)
-        except Exception as error:  # of pickle, or of a class's own
-            name, problem = type(optimizer).__name__, first_line(error)
-            remedy = "keep tensors and numbers in it, or train with --save-every 0"
-            raise UserError(f"the state of {name} cannot be saved ({problem}); {remedy}") from None
-
-
-def load_optimizers(
-    optimizers: list[torch.optim.Optimizer], model: nn.Module, saved: list[SavedOptimizer]
-) -> None:
-    """Restores optimizers from what save_optimizers() returned."""
-    names = [type(optimizer).__name__ for optimizer in optimizers]
-    before = [name for name, _ in saved]
-    if names != before:
-        change = f"{' and '.join(names)}, the checkpoint {' and '.join(before)}"
-        raise UserError(f"--resume: this code has {change}; use the code that saved it")
-    for optimizer, (name, state) in zip(optimizers, saved, strict=True):
-        # torch goes by their order alone: the momentum of one would become another's.
-        param_names = state.pop("param_names", None)  # None: saved by an older version
-        if param_names not in (None, parameter_names(optimizer, model)):
-            problem = f"{name} has other parameters, or another order of them, than the checkpoint"
-            raise UserError(f"--resume: this code's {problem}; use the code that saved it")
-        optimizer.load_state_dict(state)
-        # torch has given floats the weights' precision; a fork's may have had another.
-        in_order = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, values in state["state"].items():
-            loaded = optimizer.state[in_order[i]]
-            for key, value in values.items():
-                if isinstance(value, Tensor):
-                    loaded[key] = loaded[key].to(value.dtype)
+    def load_state_dict(self, states: list[dict[str, Tensor]]) -> None:
+        """Perhaps on other devices than before, or on more ranks, which then keep theirs."""
+        for state in states[self.ranks.rank : self.ranks.rank + 1]:
+            torch.set_rng_state(state["cpu"])
+            device = self.ranks.device.type
+            if device != "cpu" and device in state:
+                torch.get_device_module(device).set_rng_state(state[device])
 
 
 def verify_checksums(folder: Path) -> None:

@@ -55,6 +55,21 @@ def differences(before: dict[str, Any], config: Any, may_change: set[str]) -> li
     ]
 
 
+def range_problems(config: Any, defaults: Any, at_least_1: set[str]) -> list[str]:
+    """What is wrong with the numbers of a TrainConfig: negative, not a number, or far too large."""
+    problems = []
+    for name, default in asdict(defaults).items():
+        value = getattr(config, name)
+        if isinstance(value, int | float) and default >= 0:  # a fork's may be negative
+            minimum = 1 if name in at_least_1 else 0
+            # A matrix whose shape has more than 20 bits would have too many bytes.
+            exponent = 20 if name in ("n_layer", "n_head", "n_embd") else 63
+            if not minimum <= value < 2**exponent:  # this is also true of nan
+                bounds = f"at least {minimum} and below 2**{exponent}"
+                problems.append(f"{flag(name)} {value}: must be {bounds}")
+    return problems
+
+
 def parse_args(config_class: type, args: Sequence[str] | None = None, **options: Any) -> Any:
     """Reads the command line (`args`, or sys.argv[1:]) into `config_class`.
 
@@ -67,12 +82,16 @@ def parse_args(config_class: type, args: Sequence[str] | None = None, **options:
         return tyro.cli(config_class, args=args, console_outputs=rank0, **options)
 
 
-def print0(message: str, every_rank: bool = False) -> None:
-    """Prints on rank 0, or on every rank. What can't be printed is dropped: a run goes on when its
-    terminal is closed."""
-    if every_rank or os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):
-            print(message, flush=True)
+def print_line(message: str) -> None:
+    """Prints on this rank. A run goes on when its terminal is closed, so errors are ignored."""
+    with contextlib.suppress(OSError):
+        print(message, flush=True)
+
+
+def print0(message: str) -> None:
+    """Prints on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        print_line(message)
 
 
 def warn(message: str, label: str = "warning") -> None:

@@ -19,43 +19,50 @@ def duration(seconds: float) -> str:
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
 
-class Meter:
-    """Measures the steps of a run: milliseconds, tokens per second, MFU, time left."""
+class Progress:
+    """How far a run has come, and how fast it goes: milliseconds, tokens per second, MFU."""
 
-    def __init__(
-        self, tokens: int, flops: int, ranks: Ranks, dtype: torch.dtype, elapsed: float = 0.0
-    ):
-        """tokens: per step. flops: per token. dtype: of matmuls. elapsed: seconds so far."""
-        self.tokens = tokens
-        self.flops = flops
-        # The FLOP/s of one device that count as 100 % MFU, and where the figure comes from.
+    def __init__(self, config: Any, model: Any, ranks: Ranks, dtype: torch.dtype):
+        """config is a TrainConfig, model a GPT. Matrix products are computed in `dtype`."""
+        self.step = 0  # updates so far
+        self.training_seconds = 0.0  # in updates, without evaluations and saving
+        self.max_steps = config.max_steps
+        self.tokens_per_step = config.total_batch_size
+        self.flops_per_token = model.flops_per_token(config.seq_len)
+        # What counts as 100 % MFU on one device, in FLOP/s, and where the figure comes from.
         self.peak_flops, self.source = devices.peak_flops(ranks.device, dtype)
         self.devices = ranks.world_size
-        self.elapsed = elapsed  # seconds spent in steps
         self.seconds = 0.0  # of the latest step
-        self.left = 0.0  # seconds until the end of the run
-        self.first_end: float | None = None  # when the first step ended
-        self.steps = 0  # after the first one
+        self.seconds_left = 0.0  # until the end of the run
+        self.timed_from: tuple[int, float] | None = None  # a step, and when it began
 
-    def end_step(self, began: float, steps_left: int) -> None:
-        """Measures a step that began at time.perf_counter() `began` and ends now."""
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "training_seconds": self.training_seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.training_seconds = state["training_seconds"]
+
+    def end_step(self, began: float) -> None:
+        """Counts a step that began at time.perf_counter() `began` and ends now."""
         now = time.perf_counter()
+        self.step += 1
         self.seconds = now - began
-        self.elapsed += self.seconds
+        self.training_seconds += self.seconds
         per_step = self.seconds
-        if self.first_end is None:  # the first step compiles, which counts for nothing here
+        if self.timed_from is None:  # the first step here may have compiled, so it tells nothing
+            self.timed_from = (self.step, now)
             devices.reset_peak_memory()
-            self.first_end = now
         else:
-            self.steps += 1
-            per_step = (now - self.first_end) / self.steps  # with evaluations and saving
-        self.left = per_step * steps_left
+            first_step, first_began = self.timed_from
+            per_step = (now - first_began) / (self.step - first_step)  # with evaluations and saving
+        self.seconds_left = per_step * (self.max_steps - self.step)
 
     @property
     def speed(self) -> dict[str, float]:
         """The latest step's tok_per_sec, mfu and ms, as log.txt has them."""
-        rate = self.tokens / self.seconds
-        mfu = rate * self.flops / (self.peak_flops * self.devices)
+        rate = self.tokens_per_step / self.seconds
+        mfu = rate * self.flops_per_token / (self.peak_flops * self.devices)
         return {"tok_per_sec": rate, "mfu": mfu, "ms": 1e3 * self.seconds}
 
     def line(self, loss: float, lr: float, norm: float) -> str:
@@ -65,36 +72,35 @@ class Meter:
         # Above 100 % the peak was measured too low.
         mfu = f"{values['mfu']:.1%}" if values["mfu"] <= 1 else "–"
         speed = f"{values['ms']:.0f} ms {values['tok_per_sec']:,.0f} tok/s mfu {mfu}"
-        return f"{training} {speed} {duration(self.left)} left"
+        return f"{training} {speed} {duration(self.seconds_left)} left"
 
 
 def announce(
     config: Any,
-    chosen: str,
+    device_line: str,
     model: Any,
     optimizers: list[torch.optim.Optimizer],
     loader: Any,
-    meter: Meter,
+    progress: Progress,
     checkpoint: Path | None,
 ) -> None:
-    """Prints what is about to be trained.
+    """Prints the first lines of a run. They say what it trains, on what, and from which checkpoint.
 
-    config: a TrainConfig. chosen: device and precision, with the reason. model: a GPT. loader:
-    of the training data. checkpoint: from which the run resumes."""
+    config is a TrainConfig, model a GPT, and loader that of the training data."""
     T = config.seq_len
     steps_per_epoch = loader.sequences_per_epoch * T / config.total_batch_size
     micro_steps = config.total_batch_size // (loader.B * T * loader.world_size)
-    print0(f"device: {chosen}")
-    print0(
-        f"model: {model.num_parameters():,} parameters, {meter.flops / 1e6:,.0f} MFLOP per token"
-    )
+    print0(f"device: {device_line}")
+    flops = f"{progress.flops_per_token / 1e6:,.0f} MFLOP per token"
+    print0(f"model: {model.num_parameters():,} parameters, {flops}")
     shares = []
     for optimizer in optimizers:
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
         size = sum(p.numel() for p in tensors)
         shares.append(f"{type(optimizer).__name__} for {len(tensors)} tensors of {size:,}")
     print0(f"optimizers: {'; '.join(shares)} parameters")
-    print0(f"speed: MFU 100 % = {meter.peak_flops / 1e12:,.3g} TFLOP/s per device ({meter.source})")
+    peak = f"{progress.peak_flops / 1e12:,.3g} TFLOP/s per device ({progress.source})"
+    print0(f"speed: MFU 100 % = {peak}")
     print0(f"data: {shown(config.data)}, {loader.total_tokens:,} training tokens")
     epochs = f"{config.max_steps / steps_per_epoch:.3f} epochs"
     print0(f"steps: {config.max_steps:,} of {config.total_batch_size:,} tokens, {epochs}")
@@ -111,9 +117,10 @@ def print_validation(loss: float, text: Any) -> None:
     print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
 
 
-def print_cost(steps: int, seconds: float) -> None:
-    """Prints the cost of a run. seconds: spent in its updates."""
-    print0(f"done: {steps:,} steps, {seconds / 60:.1f} minutes of training")
+def print_cost(progress: Progress) -> None:
+    """Prints how long the run has trained, and the memory that it has taken."""
+    minutes = progress.training_seconds / 60
+    print0(f"done: {progress.step:,} steps, {minutes:.1f} minutes of training")
     memory = devices.peak_memory()
     if memory:
         print0(f"peak memory: {memory / 1e9:.2f} GB")

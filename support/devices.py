@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from support.cli import print0, warn
-from support.errors import UserError, first_line, is_out_of_memory
+from support.cli import warn
+from support.errors import UserError
 
 
 def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torch.device:
@@ -97,29 +97,6 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: don't shrink the heap
 
 
-def can_compile(model: nn.Module, shape: tuple[int, int], autocast: torch.autocast) -> bool:
-    """True if a GPT that torch.compile shall compile can be trained here.
-
-    Otherwise prints why not and how to mend it. shape: (B, T) of the run"""
-    device = model.wte.weight.device
-    idx = torch.zeros(shape, dtype=torch.int64, device=device)
-    gpu = [device.index] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(gpu), autocast:  # dropout must not advance the training RNG
-            loss = model(idx, idx.clone())
-        loss.backward()
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        problem = first_line(error)
-        if re.search(r"compiler|CalledProcessError|Python\.h", str(error)):
-            compiler = "g++" if device.type == "cpu" else "gcc"
-            problem = f"`apt install {compiler} python3-dev` may help; {problem}"
-        print0(f"torch.compile does not work on this machine ({problem}): continuing without it")
-        return False
-    return True
-
-
 def padded(idx: Tensor, block_size: int) -> Tensor:
     """Tokens (B, T) with zeros behind them on a CUDA GPU: up to the next multiple of 64 tokens.
 
@@ -128,21 +105,6 @@ def padded(idx: Tensor, block_size: int) -> Tensor:
     T = idx.size(1)
     longer = min(T + -T % 64, block_size) if idx.device.type == "cuda" else T
     return F.pad(idx, (0, longer - T))
-
-
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The states of the CPU's and the device's random number generators, by type."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device.type).get_rng_state()
-    return state
-
-
-def set_random_state(device: torch.device, state: dict[str, Tensor]) -> None:
-    """Restores what random_state() returned, perhaps for another type of device."""
-    torch.set_rng_state(state["cpu"])
-    if device.type != "cpu" and device.type in state:
-        torch.get_device_module(device.type).set_rng_state(state[device.type])
 
 
 def peak_memory() -> int | None:

@@ -44,6 +44,11 @@ def explain(error: RuntimeError, device: str, B: int = 0) -> Exception:
     device: where it happened. B: sequences per micro-batch; 0 if it is not known yet."""
     import torch
 
+    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+        problem = f"torch.compile does not work on this machine ({first_line(error)})"
+        compiler = "g++" if device == "cpu" else "gcc"
+        remedy = f"`apt install {compiler} python3-dev` may help; --no-compile trains without it"
+        return UserError(f"{problem}; {remedy}")
     if is_out_of_memory(error):
         smaller = f"--micro-batch-size {B // 2} or " if B > 1 else ""
         return UserError(f"out of memory on {device}: try {smaller}--low-memory")

@@ -26,7 +26,6 @@ from support.errors import UserError
 from support.files import atomic_path, sha256
 from support.ranks import Ranks
 from support.run_log import ROOT
-from support.signals import until_stopped
 from support.tokenizer import VOCAB_SIZE, get_tokenizer
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -123,10 +122,10 @@ def prepare(
     return tasks
 
 
-def prepare_for_training(path: str, block_size: int, ranks: Ranks) -> list[Task] | None:
+def load_tasks(path: str, block_size: int, ranks: Ranks) -> list[Task]:
     """The tasks of a local file, or if path is "" the official ones, downloaded once per machine.
 
-    If a download fails, warns and returns None on all ranks."""
+    If a download fails, warns and returns [] on all ranks."""
     problem = ""
     if not path and torchrun_ranks()[1] == 0:  # it downloads, the others of its machine wait
         try:
@@ -136,7 +135,7 @@ def prepare_for_training(path: str, block_size: int, ranks: Ranks) -> list[Task]
     for found in ranks.gather(problem):
         if found:
             print0(f"warning: training without HellaSwag: {found}")
-            return None
+            return []
     return prepare(load_examples(path), block_size, get_tokenizer().encode_ordinary)
 
 
@@ -171,7 +170,7 @@ def score(
     batch_size: int = 8,
     hide_progress: bool | None = True,  # None: unless stderr is a terminal
 ) -> dict[int, Score]:
-    """Scores this rank's share of the tasks, or only a part of it after a stop signal.
+    """Scores this rank's share of the tasks. Raises Stopped after a stop signal.
 
     Every ending is a row: the context and the ending, then padding, which no token attends to.
     Returns {number of the task: its score}."""
@@ -179,10 +178,15 @@ def score(
     # Tasks of similar lengths together need little padding.
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].length)
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    batches = batches[ranks.rank :: ranks.world_size]
+    rounds = len(range(ranks.rank, len(batches), ranks.world_size))
     scores = {}
-    progress = tqdm(batches, unit_scale=batch_size, unit="task", disable=hide_progress)
-    for batch in until_stopped(progress):
+    for batch in tqdm(
+        ranks.share(batches),
+        total=rounds,
+        unit_scale=batch_size,
+        unit="task",
+        disable=hide_progress,
+    ):
         T = max(tasks[i].length for i in batch)
         tokens = torch.zeros(4 * len(batch), T, dtype=torch.int64)
         rows, columns, targets = [], [], []  # where an ending's tokens are predicted, and they

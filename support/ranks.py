@@ -5,15 +5,17 @@ The gradients are exchanged by DDP, in train_gpt2.py."""
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from support import signals
 from support.cli import print0, shown, torchrun_ranks
 from support.devices import choose_device
 from support.errors import UserError, explain, first_line
@@ -67,9 +69,21 @@ class Ranks:
         """The sum of `value` over the ranks, in rank order and float64."""
         return sum(self.gather(value))
 
-    def any(self, value: Any) -> bool:
-        """True if `value` is true on any rank."""
-        return any(self.gather(bool(value)))
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def share(self, items: Sequence[Any]) -> Iterator[Any]:
+        """Yields this rank's share of the items, one of every world_size. All ranks must call it.
+
+        Once any rank has received a stop signal, it raises Stopped on all in the same round."""
+        for start in range(0, len(items), self.world_size):
+            signal = torch.tensor(float(bool(signals.received)), device=self.device)
+            if self.sum_tensor(signal).item() > 0:
+                raise signals.Stopped
+            yield from items[start + self.rank : start + self.rank + 1]
 
 
 def join_process_group(rank: int, world_size: int, device: torch.device) -> None:

@@ -11,7 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ PRINTED = {"val": "validation loss", "hella": "HellaSwag"}  # streams, as the co
 class RunFolder:
     """`with RunFolder(config, ranks) as run:` keeps other runs out of the folder.
 
-    First find_start() and begin(); then log() and save() as the run goes on; at last finish().
-    config: a TrainConfig."""
+    First come find_start(), check_settings() and begin(), then log() and save() as the run goes on,
+    and finish() at its end. `config` is a TrainConfig."""
 
     def __init__(self, config: Any, ranks: Ranks):
         self.config = config
@@ -43,6 +43,7 @@ class RunFolder:
         self.entries: list[dict[str, Any]] = []  # of run.json
         self.trackers: list[Any] = []
         self.saved_step: int | None = None  # the step of the newest intact checkpoint
+        self.settings_before: dict[str, Any] = {}  # of the run that is continued
         self.logged: dict[str, int] = {}  # stream: the step of its latest value
         self.val_losses: dict[int, float] = {}  # step: validation loss
         self.log_failed = False  # a full disk has lost lines
@@ -64,30 +65,32 @@ class RunFolder:
         problem = f"{self.path}: another run uses it; choose another --log-dir"
         self.locks.enter_context(locked(self.path, problem))
 
-    def find_start(self, may_change: set[str]) -> tuple[Path | None, dict[str, Any]]:
-        """(the newest intact checkpoint, its state). Without --resume, or if there is none: None,
-        and the state at step 0.
-
-        UserError if the folder holds another run: other settings than those in may_change differ.
-        """
-        checkpoint = None
-        saved = {"step": 0, "skipped": 0, "elapsed": 0.0, "dtype": None, "micro_batch": None}
-        saved["config"] = {}
-        if self.config.resume:
-            checkpoint = self.ranks.on_rank_0(checkpoints.find_checkpoint, self.path)
-            if checkpoint is not None:
-                saved = checkpoints.read_training_state(checkpoint)
-                self.saved_step = saved["step"]
+    def find_start(self) -> tuple[Path | None, dict[str, Any]]:
+        """With --resume, (the newest intact checkpoint, its state). Otherwise, or if there is none,
+        (None, {})."""
+        if not self.config.resume:
+            return None, {}
+        checkpoint = self.ranks.on_rank_0(checkpoints.find_checkpoint, self.path)
+        if checkpoint is None:  # a run may have been stopped before its first one
             for entry in self.ranks.on_rank_0(run_log.run_entries, self.path)[-1:]:
-                saved["config"] = saved["config"] or entry["config"]
-        changed = ", ".join(differences(saved["config"], self.config, may_change))
-        if changed:
-            problem = f"{self.path} holds another run ({changed})"
-            raise UserError(f"--resume: {problem}; choose another --log-dir")
-        if saved["step"] > self.config.max_steps:
+                self.settings_before = entry["config"]
+            return None, {}
+        saved = checkpoints.read_training_state(checkpoint)
+        self.settings_before = saved["config"]
+        self.saved_step = saved["progress"]["step"]
+        if self.saved_step > self.config.max_steps:
             problem = f"is beyond --max-steps {self.config.max_steps}"
             raise UserError(f"{checkpoint} {problem}: raise it, or choose another --log-dir")
         return checkpoint, saved
+
+    def check_settings(self, may_change: type) -> None:
+        """UserError if the run that is continued had other settings. Fields of the dataclass
+        `may_change` may differ."""
+        names = {field.name for field in fields(may_change)}
+        changed = ", ".join(differences(self.settings_before, self.config, names))
+        if changed:
+            problem = f"{self.path} holds another run ({changed})"
+            raise UserError(f"--resume: {problem}; choose another --log-dir")
 
     def begin(self, model: Any, step: int, **about: Any) -> None:
         """Prepares the folder for a start at `step`, and records it in run.json.
@@ -171,16 +174,21 @@ class RunFolder:
         for tracker in self.trackers:
             tracker(step, values)
 
-    def save(self, model: Any, state: dict[str, Any], required: bool) -> None:
-        """Writes a checkpoint of state["step"] atomically, unless there is one.
+    def save(
+        self, model: Any, parts: dict[str, Any], chosen: dict[str, Any], required: bool = False
+    ) -> None:
+        """Writes a checkpoint, unless there is one of this step. It appears whole or not at all.
 
-        If it can't be written, earlier ones are intact: prints an error line and goes on, or raises
-        UserError if it is `required`."""
-        step = state["step"]
+        `parts` have state_dict(). `chosen` is what a resumed run keeps besides. A full disk leaves
+        earlier checkpoints intact. Then this prints an error line, or raises UserError if the
+        checkpoint is required or is that of the last step."""
+        state = {name: part.state_dict() for name, part in parts.items()}
+        step = state["progress"]["step"]
         if self.saved_step == step:
             return
-        problem = self.ranks.on_rank_0(self._save, model, state)
-        if problem and required:
+        state |= {"config": asdict(self.config), **chosen}
+        problem = self.ranks.on_rank_0(self._save, model, step, state)
+        if problem and (required or step == self.config.max_steps):
             raise UserError(f"{problem}: free some space; --resume continues")
         if problem and self.ranks.rank == 0:
             warn(problem, "error")
@@ -188,13 +196,12 @@ class RunFolder:
             self.saved_step = step
             self.clean_up()
 
-    def _save(self, model: Any, state: dict[str, Any]) -> str:
+    def _save(self, model: Any, step: int, state: dict[str, Any]) -> str:
         with contextlib.suppress(OSError):  # a log that can't be flushed must not end the run
             fsync(self.path / "log.txt")  # on disk it must not end before the checkpoint
-        folder = checkpoint_path(self.path, state["step"])
-        card = model_card(
-            self.entries[-1], state["step"], huggingface.is_gpt2(type(model), model.config)
-        )
+        is_gpt2 = huggingface.is_gpt2(type(model), model.config)
+        card = model_card(self.entries[-1], step, is_gpt2)
+        folder = checkpoint_path(self.path, step)
         return checkpoints.write_checkpoint(folder, model.save_pretrained, state, card)
 
     def best(self) -> tuple[int | None, float]:

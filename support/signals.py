@@ -1,13 +1,17 @@
 """Stop signals: a run that is asked to stop saves and exits after the current update.
 
 They are SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal closes), and SIGUSR1, which Slurm can send
-before a time limit. Evaluations, which may take longer, end early. Since only some ranks may
-receive a signal, they tell each other after an update and after an evaluation."""
+before a time limit. Evaluations, which may take longer, end early. A signal may reach only some of
+the ranks, so they tell each other in every update and in every round of an evaluation."""
 
 import os
 import signal
-from collections.abc import Iterable, Iterator
 from typing import Any
+
+
+class Stopped(Exception):
+    """The run was asked to stop. It is raised on all ranks at the same place."""
+
 
 # The stop signals that this process has received. Global, as signal handlers are.
 received: list[int] = []
@@ -29,14 +33,6 @@ def collect_stop_signals() -> None:
             numbers.append(signal.SIGHUP)
     for number in numbers:
         signal.signal(number, note)
-
-
-def until_stopped(items: Iterable[Any]) -> Iterator[Any]:
-    """Yields `items` until this process receives a stop signal."""
-    for item in items:
-        if received:
-            return
-        yield item
 
 
 def exit_status() -> int:
