@@ -480,9 +480,6 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     preset = given.preset
     if preset == "auto":
         preset = "gpt2" if tokenizer.holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
-        if preset == "shakespeare" and given.data == SHARDS_FOLDER:
-            missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
-            print0(f"{missing}: the shakespeare preset")
     defaults = {"compile": devices.uses_cuda(given.device)} | PRESETS[preset]
     if given.init != "scratch":
         defaults |= shape  # given weights have their own, which new_model() enters
@@ -850,6 +847,9 @@ def main(args: list[str] | None = None) -> int:
             plan.print_plan(config, new_model(config))
         return 0
     ranks = Ranks.start(config.device, config.deterministic)
+    if config.preset == "auto" and config.data == PRESETS["shakespeare"]["data"]:
+        missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
+        print0(f"{missing}: the shakespeare preset")
     if ranks.device.type == "cpu" and not config.low_memory:
         devices.keep_freed_memory()  # takes more memory, but makes steps faster
     try:

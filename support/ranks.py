@@ -69,6 +69,13 @@ class Ranks:
         """The sum of `value` over the ranks, in rank order and float64."""
         return sum(self.gather(value))
 
+    def any(self, value: Any) -> bool:
+        """True if `value` is true on any rank."""
+        if self.world_size == 1:
+            return bool(value)
+        flag = torch.tensor(float(bool(value)), device=self.device)
+        return self.sum_tensor(flag).item() > 0
+
     def sum_tensor(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over the ranks."""
         if self.world_size > 1:
@@ -80,8 +87,7 @@ class Ranks:
 
         Once any rank has received a stop signal, it raises Stopped on all in the same round."""
         for start in range(0, len(items), self.world_size):
-            signal = torch.tensor(float(bool(signals.received)), device=self.device)
-            if self.sum_tensor(signal).item() > 0:
+            if self.any(signals.received):
                 raise signals.Stopped
             yield from items[start + self.rank : start + self.rank + 1]
 

@@ -4,8 +4,8 @@ import contextlib
 import importlib.util
 import itertools
 import json
-import re
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -23,26 +23,9 @@ from train_gpt2 import GPT, GPTConfig, get_tokenizer
 TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"
 
 
-def read_changes():
-    """{heading: diff} of docs/forking.md"""
-    text = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
-    sections = re.findall(r"^## (.*?)\n.*?```diff\n(.*?)```", text, re.DOTALL | re.MULTILINE)
-    return dict(sections)
-
-
-CHANGES = read_changes()
-
-
-def changed_source(diff):
-    """train_gpt2.py with a diff applied, each hunk of which must fit in exactly one place."""
-    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
-        lines = [line or " " for line in hunk.splitlines()]
-        before = "".join(f"{line[1:]}\n" for line in lines if line[0] != "+")
-        after = "".join(f"{line[1:]}\n" for line in lines if line[0] != "-")
-        assert source.count(before) == 1, before
-        source = source.replace(before, after)
-    return source
+PAGE = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
+SECTIONS = [section.partition("\n") for section in PAGE.split("\n## ")[1:]]
+CHANGES = {title: section for title, _, section in SECTIONS if "```diff" in section}
 
 
 @pytest.fixture
@@ -53,7 +36,9 @@ def fork(tmp_path, monkeypatch):
 
     def make(name):
         path = folder / "train_gpt2.py"
-        path.write_text(changed_source(CHANGES[name]), encoding="utf-8")
+        shutil.copy(ROOT / "train_gpt2.py", path)
+        git = ["git", "apply", "--verbose"]  # as the page says
+        subprocess.run(git, input=CHANGES[name].encode(), cwd=folder, check=True)
         for tool, source in {"train_gpt2": path, "sample": None, "hellaswag": None}.items():
             spec = importlib.util.spec_from_file_location(tool, source or ROOT / f"{tool}.py")
             module = importlib.util.module_from_spec(spec)
@@ -407,6 +392,39 @@ def test_an_optimizer_that_cannot_be_saved_ends_the_first_step(text, tmp_path, m
     with pytest.raises(UserError, match=r"ForgetfulMomentum.*--save-every 0"):
         train(*args)
     assert len(losses(tmp_path / "log")) == 1
+
+
+def own_rates(ratio):
+    """configure_optimizers, with another learning rate for the embeddings."""
+    configure = train_gpt2.configure_optimizers
+
+    def configured(model, config, *args):
+        (adamw,) = configure(model, config, *args)
+        embeddings = {model.wte.weight, model.wpe.weight}
+        for group in list(adamw.param_groups):
+            group["params"] = [p for p in group["params"] if p not in embeddings]
+        adamw.add_param_group({"params": list(embeddings), "lr": ratio * config.max_lr})
+        return [adamw]
+
+    return configured
+
+
+def test_a_group_keeps_its_own_rate_and_a_resumed_run_the_codes(text, tmp_path, monkeypatch):
+    """At a rate of 0 embeddings stay as they are, from the start or from a resume on."""
+    args = ["--save-every 2 --weight-decay 0 --keep-checkpoints 0 --data", text, "--log-dir"]
+    weights = []
+    for ratio, steps in ((1e-3, "2"), (0, "4 --resume"), (2, "6 --resume")):
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gpt2, "configure_optimizers", own_rates(ratio))
+            train(*args, tmp_path, f"--max-steps {steps}")
+        folder = tmp_path / f"step_{int(steps.split()[0]):06d}"
+        weights.append(dict(GPT.from_pretrained(folder).named_parameters()))
+    moved = [
+        {name: (a[name] - b[name]).abs().max().item() for name in ("wte.weight", "ln_f.weight")}
+        for a, b in itertools.pairwise(weights)
+    ]
+    assert moved[0]["wte.weight"] == 0 < moved[0]["ln_f.weight"]
+    assert 1.5 < moved[1]["wte.weight"] / moved[1]["ln_f.weight"] < 2.5
 
 
 @dataclass

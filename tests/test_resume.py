@@ -32,7 +32,7 @@ from tests.conftest import (
     train,
     train_on_ranks,
 )
-from tests.torture import assert_same, comparable
+from tests.torture import assert_same
 
 pytestmark = posix
 
@@ -237,52 +237,58 @@ def disturb_losses(act, replace=setattr):
     replace(F, "cross_entropy", disturbed)
 
 
-def test_bad_steps_stop_the_run_or_are_skipped_if_allowed(text, tmp_path, monkeypatch, capsys):
-    bad = {(1, 0), (3, 2), (5, 0)}  # step and micro-step
+def test_a_bad_step_ends_the_run_and_is_named(text, tmp_path, monkeypatch):
+    """By its first sequence, the 40th. The same happens again if nothing is changed."""
     disturb_losses(
-        lambda step, micro, loss: loss * (torch.nan if (step, micro) in bad else 1),
+        lambda step, micro, loss: loss * (torch.nan if (step, micro) == (5, 2) else 1),
         monkeypatch.setattr,
     )
-    flags = "--save-every 1 --keep-checkpoints 0 --skip-bad-steps 2 --max-steps 7"
-    args = [flags, "--data", text, "--log-dir", tmp_path]
-    with pytest.raises(RunError, match=r"step 5\b.* nan.* 40 .*--max-lr.*--skip-bad-steps 3"):
-        train(*args)  # 40: the first of its sequences
-    warnings = [line for line in capsys.readouterr().out.splitlines() if "2 of 2" in line]
-    assert len(warnings) == 1 and "step 3" in warnings[0]
-    assert newest_intact(tmp_path) == "step_000005" and len(losses(tmp_path)) == 5
-    folders = checkpoints(tmp_path)
-    weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
-    assert weights[0] == weights[1] != weights[2] == weights[3] != weights[4]
-    optimizers = [saved_state(folder)["optimizers"][0][1] for folder in folders]
-    moments = [comparable(optimizer["state"]) for optimizer in optimizers]
-    assert moments[2] == moments[3] != moments[4]
-    with pytest.raises(RunError, match=r"step 5\b"):  # those before a resume count
-        train(*args, "--resume")
+    args = ["--save-every 2 --max-steps 7 --data", text, "--log-dir", tmp_path]
+    for more in ("", "--resume"):
+        with pytest.raises(RunError, match=r"step 5\b.* 40 .* nan.*--max-lr"):
+            train(*args, more)
+        assert newest_intact(tmp_path) == "step_000004" and len(losses(tmp_path)) == 5
 
 
-def poison_rank_1(kill_at: int | None = None):
-    """On rank 1 the loss of step 1 is NaN; it is killed in step `kill_at`."""
+def test_a_run_that_diverges_goes_on_at_a_lower_rate(text, tmp_path):
+    """From its last checkpoint. The rates after that are the new ones."""
+    args = ["--save-every 2 --warmup-steps 0 --schedule wsd --warmdown-steps 0 --min-lr 0 --data"]
+    args += [text, "--log-dir", tmp_path, "--resume --max-steps"]
+    train(*args, "2 --max-lr 1e-2")
+    with pytest.raises(RunError, match=r"step 3.*--max-lr"):
+        train(*args, "6 --max-lr 9e18")
+    train(*args, "6 --max-lr 1e-3 --grad-clip 0.5")
+    assert losses(tmp_path, "lr") == [1e-2] * 2 + [1e-3] * 4
+    assert len(losses(tmp_path)) == 6 and losses(tmp_path)[-1] < losses(tmp_path)[0]
+
+
+def poison_rank_1(kill: bool = False):
+    """On rank 1 the loss of step 5 is NaN, or it is killed there."""
 
     def act(step, micro_step, loss):
-        if os.environ["RANK"] == "1" and step == kill_at:
+        if os.environ["RANK"] != "1" or step != 5:
+            return loss
+        if kill:
             os.kill(os.getpid(), signal.SIGKILL)
-        return loss * (torch.nan if os.environ["RANK"] == "1" and step == 1 else 1)
+        return loss * torch.nan
 
     disturb_losses(act)
 
 
 def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_path):
-    """Only rank 1 sees a NaN loss in step 1; in one of two runs it is killed in step 5.
+    """Rank 1 alone sees a NaN, which ends all three; another time it is killed.
 
     A sum over three ranks depends on the order of its terms, and so on DDP's buckets."""
     args = ["--total-batch-size 96 --micro-batch-size 1 --max-lr 3e-2 --max-steps 8 --resume"]
-    args += ["--save-every 4 --skip-bad-steps 1 --keep-checkpoints 0 --data", text, "--log-dir"]
+    args += ["--save-every 4 --keep-checkpoints 0 --data", text, "--log-dir"]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    texts = train_on_ranks(3, tmp_path, *args, straight, disturb=poison_rank_1)
-    assert texts[0].count("1 of 1") == 1
-    codes, _ = start_ranks(3, tmp_path, *args, killed, disturb=partial(poison_rank_1, kill_at=5))
+    codes, texts = start_ranks(3, tmp_path, *args, straight, disturb=poison_rank_1)
+    assert codes[0] == 1 and steps_of(straight) == [4]
+    assert "".join(texts).count("error: step 5") == 1, texts
+    train_on_ranks(3, tmp_path, *args, straight)
+    codes, _ = start_ranks(3, tmp_path, *args, killed, disturb=partial(poison_rank_1, kill=True))
     assert codes[1] == -9 and 0 not in codes and steps_of(killed) == [4]
-    texts = train_on_ranks(3, tmp_path, *args, killed)
+    train_on_ranks(3, tmp_path, *args, killed)
     assert [entry["step"] for entry in starts(killed)] == [0, 4]
     assert read_log(killed, "train", "norm") == read_log(straight, "train", "norm")
     last = [folder / "step_000008/model.safetensors" for folder in (straight, killed)]

@@ -140,7 +140,7 @@ def test_a_new_run_killed_while_it_begins_loses_nothing(moment, start, at_step, 
 
 
 OTHERS = {  # flags, given another run of two steps that saved both; what the message names
-    "--seed 5 --grad-clip 2": r"--seed\b.*1337.*5.*--grad-clip\b.*1\.0.*2\.0",
+    "--seed 5 --beta2 0.9": r"--seed\b.*1337.*5.*--beta2\b.*0\.95.*0\.9",
     "--init MODEL": r"--init\b.*scratch.*model",
     "--max-steps 1": "step_000002.*--max-steps 1",
 }
@@ -320,7 +320,7 @@ def test_what_a_checkpoint_holds(start, log):
     hub = ["config.json", "merges.txt", "model.safetensors", "tokenizer_config.json", "vocab.json"]
     ours = ["README.md", "SHA256SUMS", "training_state.pt"]
     assert sorted(path.name for path in checkpoint.iterdir()) == sorted(hub + ours)
-    assert saved_state(checkpoint)["step"] == 1
+    assert saved_state(checkpoint)["progress"]["step"] == 1
     (entry,) = starts(log)
     card = (checkpoint / "README.md").read_text()
     for fact in ("128", "text.txt", "scratch", str(entry["git_commit"]), "python "):

@@ -58,8 +58,8 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
         train(*args, "--micro-batch-size", B, "--log-dir", tmp_path / f"alone_{B}")
     more = ["--micro-batch-size 1 --sample-every 2 --log-dir", tmp_path / "three"]
     texts = train_on_ranks(3, tmp_path, *args, *more, disturb=draw_a_number)
-    # Four samples from each rank at step 2, two from rank 0 at the end.
-    assert [output.count("ROMEO:") for output in texts] == [6, 4, 4]
+    # Two samples from each rank at step 2, and at the end.
+    assert [output.count("ROMEO:") for output in texts] == [4, 4, 4]
     assert len({output.split("ROMEO:")[1] for output in texts}) == 3
     drawn = {re.search(r"drawn ([\d.]+)", output)[1] for output in texts}
     assert len(drawn) == 3, "a fork's dropout would have the same masks on several ranks"
@@ -162,21 +162,23 @@ def test_compiled_runs_equal_eager_ones_and_evaluate(text, tmp_path, capsys, mon
         counters.clear()
         torch._dynamo.reset()
         train(*args, "--compile", f"--{name}", "--log-dir", tmp_path / name)
-        assert counters["stats"]["unique_graphs"] > 1, "nothing but a trial was compiled"
+        assert counters["stats"]["unique_graphs"] > 1, "nothing was compiled"
         for stream, steps in {"train": "012", "val": "023", "hella": "023"}.items():
             logged = read_log(tmp_path / name, stream)
             assert [line.split()[0] for line in logged] == list(steps)
             expected = pytest.approx(losses(tmp_path / "eager", stream), abs=1e-3)
             assert losses(tmp_path / name, stream) == expected
-    assert capsys.readouterr().out.count("ROMEO:") >= 3 * (4 + 2)  # two longer ones last
+    assert capsys.readouterr().out.count("ROMEO:") >= 3 * (2 + 2)
 
 
-def test_a_machine_without_a_compiler_trains_eagerly(text, tmp_path, monkeypatch, capsys):
+def test_a_machine_without_a_compiler_is_told_the_way_out(text, tmp_path, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    with torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}):
-        train("--max-steps 2 --compile --data", text, "--log-dir", tmp_path / "log")
-    assert "torch.compile" in capsys.readouterr().out
+    args = ["--max-steps 2 --data", text, "--log-dir", tmp_path / "log"]
+    refused = pytest.raises(UserError, match=r"torch\.compile.*/no/such/compiler.*--no-compile")
+    with torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}), refused:
+        train(*args, "--compile")
+    train(*args, "--resume --no-compile")
     assert len(losses(tmp_path / "log")) == 2
 
 
@@ -233,7 +235,7 @@ def test_a_run_begins_with_what_it_trains(text, tmp_path, capsys):
     assert [n, round(flops / 1e6)] in found
     assert [tokens] in [numbers(line) for line in lines if "TEXT" in line]
     assert [4, 16, 2, 1] in found  # B, T, micro-steps, ranks
-    epochs = pytest.approx(2 * 128 / (tokens // 16 * 16), abs=6e-4)
+    epochs = pytest.approx(2 * 128 / ((tokens // 16 - 1) * 16), abs=6e-4)
     assert [2, 128, epochs] in found
 
 
@@ -251,12 +253,12 @@ def test_a_diverged_model_is_evaluated_and_ends_with_the_message_of_its_update(
 ):
     """The first update is far too large, so the losses that follow are not finite."""
     flags = "--max-steps 4 --seq-len 64 --eval-every 1 --hellaswag-every 1 --sample-every 1"
-    args = [flags, "--max-lr 9e18 --warmup-steps 0 --skip-bad-steps 1 --data", text]
-    with pytest.raises(RunError, match=r"step 2.*--max-lr.*--skip-bad-steps 2"):
+    args = [flags, "--max-lr 9e18 --warmup-steps 0 --data", text]
+    with pytest.raises(RunError, match=r"step 1.*--max-lr"):
         train(*args, "--hellaswag-data", TASKS, "--log-dir", tmp_path)
     assert "ROMEO:" not in capsys.readouterr().out
     assert [line.split()[:2] for line in read_log(tmp_path, "val", "hella")] == [
-        [str(step), stream] for step in (0, 1, 2) for stream in ("val", "hella")
+        [str(step), stream] for step in (0, 1) for stream in ("val", "hella")
     ]
     assert not math.isfinite(losses(tmp_path, "val")[1])
 
@@ -303,7 +305,6 @@ CHANGES = {
     "--eval-every 1": "val",
     "--micro-batch-size 4": None,
     "--low-memory": None,
-    "--skip-bad-steps 3": None,
     "--eval-every 0 --save-every 1": None,
     "--grad-clip 0": None,  # the norms are below 2
 }
@@ -326,7 +327,7 @@ def test_each_setting_acts_and_what_acts_on_training_must_not_change_on_resume(t
             acts = losses(log, stream) != losses(tmp_path / "base", stream)
         if acts != bool(stream):
             wrong.append(flags)
-        allowed = ("--max-steps", "--warmdown-steps", "--dtype")
+        allowed = ("--max-steps", "--warmdown-steps", "--dtype", "--max-lr", "--min-lr", "--grad")
         if stream in ("train", "lr") and not flags.startswith(allowed):
             try:
                 train(*args, tmp_path / "base", "--save-every 4 --resume", flags)

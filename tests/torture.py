@@ -74,7 +74,7 @@ def comparable(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         return state.flatten().view(torch.uint8).numpy().tobytes()
     if isinstance(state, dict):
-        kept = state.keys() - {"elapsed", "config"}
+        kept = state.keys() - {"training_seconds", "config"}
         return {key: comparable(value) for key, value in state.items() if key in kept}
     if isinstance(state, list | tuple):
         return [comparable(value) for value in state]
