@@ -248,19 +248,19 @@ SHARDS_FOLDER = "edu_fineweb10B"  # where fineweb.py writes its shards
 class DataLoaderLite:
     """Batches of sequences and their targets, epoch after epoch.
 
-    An epoch reads the shards in random order, and the sequences of each shard in random order. The
-    next epoch cuts the shards into other sequences, since it begins at another token below T. This
-    is better for a small text that is read many times (bench/order). Two shards of 14 and 11 tokens
-    with T = 4 have, for example, these sequences:
+    An epoch reads the shards in random order, and the sequences of each shard in random order. Each
+    epoch begins at another token below T, the same for all shards, so it cuts them into other
+    sequences. A text that is read ten times is learned better so (bench/order). For example, two
+    shards of 14 and 11 tokens with T = 4 can give these sequences:
 
-        epoch 0    shard 1: 1-4            shard 0: 5-8, 1-4
-        epoch 1    shard 0: 2-5, 6-9       shard 1: 2-5
+        epoch 0, from token 3 on:    shard 0: tokens 7-10, 3-6     shard 1: tokens 3-6
+        epoch 1, from token 2 on:    shard 1: tokens 2-5           shard 0: tokens 6-9, 2-5
 
     No token is an input twice in an epoch, and fewer than 2 T tokens of a shard are left out.
 
     The order depends only on the seed. The ranks take the next B sequences each, in turn. So a step
-    has the same tokens for any number of ranks and any B, and a run can be resumed from the number
-    of sequences that were read."""
+    has the same tokens for any number of ranks and any B, and the number of sequences that were
+    read is all that a resumed run needs to know."""
 
     def __init__(
         self,

@@ -32,12 +32,11 @@ def epochs(
 
     There are none if all shards are too short."""
     arrays = write_shards(Path(folder), lengths)
-    last = 0 if options.get("shuffle", True) else 1
-    n = sum((length - last) // T for length in lengths)
-    if n == 0:
+    if max(lengths) <= T:
         with pytest.raises(UserError, match=str(sum(lengths))):
             DataLoaderLite(folder, "train", 1, T, **options)
         return arrays, np.empty((count, 0, T + 1), int)
+    n = DataLoaderLite(folder, "train", 1, T, **options).sequences_per_epoch
     x, y = DataLoaderLite(folder, "train", count * n, T, **options).next_batch()
     assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (count * n, T)
     assert torch.equal(x[:, 1:], y[:, :-1])
@@ -50,34 +49,47 @@ Ts = st.integers(1, 9)
 
 @given(shard_sets, Ts, st.integers(0, 9))
 @settings(max_examples=120, deadline=None)
-def test_an_epoch_cuts_each_shard_as_a_circle(lengths, T, seed):
+def test_an_epoch_reads_each_shard_once(lengths, T, seed):
+    """No token is an input twice, and few are left out. All shards begin at the same token, if they
+    are long enough."""
     with tempfile.TemporaryDirectory() as folder:
         arrays, sequences = epochs(folder, lengths, T, 3, seed=seed)
-    first = {int(array[0]): array for array in arrays}
+    first = {int(array[0]): len(array) for array in arrays}
     for epoch in sequences.tolist():
-        starts = {key: [] for key in first}  # of the sequences of each shard, on its circle
+        starts = {key: [] for key in first}  # of the sequences of each shard
         order = []  # of the shards
         for row in epoch:
             key = max(key for key in first if key <= row[0])
-            size = len(first[key])
-            start = row[0] - key
-            circle = [key + (start + i) % size for i in range(T + 1)]
-            assert row == circle, "not T + 1 tokens in a row"
-            starts[key].append(start)
+            assert row == list(range(row[0], row[0] + T + 1)), "not T + 1 tokens in a row"
+            assert row[-1] < key + first[key], "past the end of the shard"
+            starts[key].append(row[0] - key)
             if key not in order:
                 order.append(key)
             assert order[-1] == key, "shards are mixed"
+        begins = set()
         for key, found in starts.items():
-            size = len(first[key])
-            assert len(found) == size // T, "T or more tokens are left out"
+            assert len(found) * T > first[key] - 2 * T, "2 T or more tokens are left out"
+            assert bool(found) == (first[key] > T), "there is room for one sequence"
             if found:
-                gaps = sorted(np.diff(sorted(found), append=min(found) + size).tolist())
-                assert gaps == [T] * (len(found) - 1) + [size - T * (len(found) - 1)]
+                expected = range(min(found), min(found) + T * len(found), T)
+                assert sorted(found) == list(expected), "a token twice, or a gap"
+            if first[key] >= 2 * T:
+                begins |= {min(found)}
+        assert len(begins) <= 1 and all(begin < T for begin in begins)
+
+
+@given(Ts, st.integers(0, 9))
+@settings(max_examples=30, deadline=None)
+def test_t_epochs_begin_at_t_different_tokens(T, seed):
+    with tempfile.TemporaryDirectory() as folder:
+        _, sequences = epochs(folder, [4 * T], T, 2 * T, seed=seed)
+    begins = sequences.min(axis=(1, 2)).tolist()
+    assert sorted(begins[:T]) == list(range(T)) and begins[T:] == begins[:T]
 
 
 @given(st.integers(20, 60), st.integers(2, 9), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_the_next_epoch_has_another_offset_and_order(n, T, seed):
+def test_the_next_epoch_has_other_sequences_in_another_order(n, T, seed):
     with tempfile.TemporaryDirectory() as folder:
         _, sequences = epochs(folder, [n * T + T // 2], T, 4, seed=seed)
     for before, after in zip(sequences[:-1, :, 0], sequences[1:, :, 0], strict=True):
@@ -131,8 +143,8 @@ def test_the_order_depends_on_the_seed_alone(tmp_path):
 
     first, second = read(1)
     assert read(1) == [first, second] and read(2)[0] != first
-    assert first[:8] == [132, 128, 108, 100, 136, 120, 112, 140]
-    shards = [[start // 50 for start in epoch[::12]] for epoch in (first, second)]
+    assert first[:8] == [114, 142, 134, 126, 106, 138, 122, 110]
+    shards = [[start // 50 for start in epoch[::11]] for epoch in (first, second)]
     assert sorted(shards[0]) == [0, 1, 2, 3, 4, 5] and shards[0] != shards[1]
 
 
@@ -159,6 +171,9 @@ def test_a_run_goes_on_if_the_folder_moves_but_not_if_subfolders_change_places(t
     for before, after in (("a", "d"), ("b", "a"), ("d", "b")):
         (moved / before).rename(moved / after)
     with pytest.raises(UserError, match="shards"):
+        DataLoaderLite(moved, "train", 1, 8).load_state_dict(state)
+    state["position"] = state.pop("sequences_read")  # as code with another order may have saved it
+    with pytest.raises(UserError, match="data"):
         DataLoaderLite(moved, "train", 1, 8).load_state_dict(state)
 
 

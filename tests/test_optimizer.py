@@ -14,7 +14,7 @@ from train_gpt2 import GPT, DataLoaderLite, GPTConfig, TrainConfig, get_lr
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize(
-    "dtype, tolerance", [("bfloat16", 0.05), ("float32", 1e-3), ("float16", 0.1)]
+    "dtype, tolerance", [("bfloat16", 0.05), ("float32", 1e-3), ("float16", 0.2)]
 )
 def test_a_run_with_muon_equals_a_plain_loop_with_torchs(
     dtype, tolerance, text, tmp_path, monkeypatch
