@@ -13,20 +13,18 @@ from train_gpt2 import GPT, DataLoaderLite, GPTConfig, TrainConfig, get_lr
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-@pytest.mark.parametrize(
-    "dtype, tolerance", [("bfloat16", 0.05), ("float32", 1e-3), ("float16", 0.2)]
-)
+@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 0.05), ("float32", 1e-3)])
 def test_a_run_with_muon_equals_a_plain_loop_with_torchs(
     dtype, tolerance, text, tmp_path, monkeypatch
 ):
     """Muon has the matrices of the blocks, AdamW the rest. The rates are those of a warm-up.
 
-    But for bfloat16, the cast to bfloat16 in torch's Muon is removed."""
+    For float32, the cast to bfloat16 in torch's Muon is removed."""
     flags = "--optimizer muon --max-steps 4 --save-every 4 --warmup-steps 4 --max-lr 2e-2"
     args = ["--micro-batch-size 8 --grad-clip 0 --data", text, "--log-dir", tmp_path]
     train(flags, "--dtype", dtype, *args)
-    autocast = torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32")
-    if dtype != "bfloat16":
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
+    if dtype == "float32":
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # until torch 2.13
         monkeypatch.setattr(torch, "bfloat16", torch.float32)
     torch.manual_seed(1337)
@@ -55,7 +53,7 @@ def test_a_run_with_muon_equals_a_plain_loop_with_torchs(
             optimizer.zero_grad()
     trained = dict(GPT.from_pretrained(tmp_path / "step_000004").named_parameters())
     for name, p in named.items():
-        if dtype != "float32" and p.dim() == 1:
+        if dtype == "bfloat16" and p.dim() == 1:
             continue  # AdamW divides tiny gradients by their size, and so magnifies their rounding
         assert (p - trained[name]).norm() < tolerance * (p - start[name]).norm(), name
 
