@@ -1,10 +1,11 @@
 """Trains GPT-2 (124M) from scratch and saves it in Hugging Face format.
 
-    python train_gpt2.py                                     # FineWeb-Edu shards, else Shakespeare
-    python train_gpt2.py --preset gpt2 --data my_shards      # one GPU
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # eight GPUs: the reproduction
-    python train_gpt2.py --resume                            # continues the run in log/
-    python train_gpt2.py --help                              # every flag, its default and unit
+    python train_gpt2.py                                  # a small model of Shakespeare's plays,
+                                                          # or GPT-2 where there are its shards
+    python train_gpt2.py --preset gpt2 --data my_shards   # GPT-2 on one GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py --preset gpt2     # on eight GPUs
+    python train_gpt2.py --resume                         # continues the run in log/
+    python train_gpt2.py --help                           # every flag, its default and unit
 
 From top to bottom, this file has the model, the data loader, the settings, the optimizers, the
 evaluations, and train(), which is a run from set-up to its last line. The update of the weights is
@@ -49,7 +50,7 @@ from support.run_folder import ROOT, RunFolder
 from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
 
 # --------------------------------------------------------------------------------------------------
-# Model: GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", 2.3)
+# Model: section 2.3 of "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)  # (B, T, 3, nh, hs)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (3, B, nh, T, hs), which is one for each
         # softmax(q k^T / sqrt(hs)) v; a fused kernel never stores the (T, T) matrix.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
@@ -112,14 +113,16 @@ class LinearCrossEntropy(nn.Module):
     """The same as F.cross_entropy(F.linear(x, weight), targets), but faster.
 
     A matrix product is faster where the weight has a multiple of 64 rows. So rows of zeros are
-    added to a copy of it, and 50,257 become 50,304. A bias of -inf gives the added logits
-    probability 0. Label smoothing would make them count, and its loss would be infinite. For that,
-    write F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten(), label_smoothing=0.1)."""
+    added to a copy of it, and 50,257 become 50,304. (The copy takes little time beside the
+    product.) A bias of -inf gives the added logits probability 0. With label smoothing they would
+    make the loss infinite. To smooth labels, replace the call of this module in GPT.forward by
+    F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten(), label_smoothing=0.1)."""
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """x (…, C), weight (V, C), targets (…) -> float32 scalar. Targets of -100 do not count."""
-        added = -weight.size(0) % 64
-        bias = F.pad(x.new_zeros(weight.size(0)), (0, added), value=-math.inf)
+        rows = weight.size(0)
+        added = -rows % 64  # rows that are missing to a multiple of 64
+        bias = F.pad(x.new_zeros(rows), (0, added), value=-math.inf)
         logits = F.linear(x.flatten(0, -2), F.pad(weight, (0, 0, 0, added)), bias)
         return F.cross_entropy(logits.float(), targets.flatten())
 
@@ -127,8 +130,9 @@ class LinearCrossEntropy(nn.Module):
 # What to know before you change the model. The weights of nn.Linear and nn.Embedding start with a
 # standard deviation of 0.02, those of a layer called c_proj with less, and any other parameter as
 # you make it. Only nn.Linear and nn.Embedding decay. Muon takes the linear layers in the blocks,
-# except those called router. A setting of the model is a field of GPTConfig, and also of
-# TrainConfig if it is to be a flag. Code that computes something else refuses a checkpoint.
+# except those that you call "router". A setting of the model is a field of GPTConfig, and also of
+# TrainConfig if it is to be a flag. If you change what the model computes, --resume notices it, and
+# refuses the checkpoints from before.
 class GPT(nn.Module):
     """GPT-2. Parameters have the names of Hugging Face's GPT-2. Linear weights are (out, in) as in
     torch. Hugging Face stores them as (in, out)."""
@@ -140,8 +144,6 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # The meta device gives it no weight of its own, since it shares the embedding's, below.
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.loss = LinearCrossEntropy()
 
         for name, module in self.named_modules():
@@ -154,6 +156,9 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        # GPT-2 has no weight of its own for the head, but that of the token embedding. So the layer
+        # is made without memory. (One with its own weight must be made before the loop above.)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.wte.weight
 
     def hidden(self, idx: Tensor) -> Tensor:
@@ -171,8 +176,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Tokens (B, T) -> logits (B, T, V), or with targets (B, T) their mean cross-entropy.
 
-        `at` is an index of (B, T). It selects the positions whose logits are needed, such as the
-        last one in generate()."""
+        `at` selects positions, where the logits of all are not needed. It is an index of the first
+        two dimensions: (slice(None), -1) selects the last position of each row."""
         x = self.hidden(idx)  # (B, T, C)
         if at is not None:
             x = x[at]
@@ -201,7 +206,8 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             window = idx[:, -block_size:]  # what fits in the context
             T = window.size(1)
-            # A GPU is slow to start at each new length, so zeros may follow. No token sees them.
+            # On a GPU each new length takes time to prepare. So this adds zeros there, up to a
+            # multiple of 64 tokens. No token attends to what follows it.
             longer = devices.padded(window, block_size)
             logits = self(longer, at=(slice(None), T - 1))[:, :V].float() / temperature  # (B, V)
             logits, candidates = logits.topk(k)  # (B, k) each
@@ -218,8 +224,9 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> int:
         """Training FLOPs per token: 6 N + 12 L C T (PaLM, Chowdhery et al. 2022, appendix B).
 
-        N counts the weights of the linear layers. What low_memory computes twice counts once."""
-        modules = self.named_modules(remove_duplicate=False)  # a block that is used twice counts so
+        N counts the weights of the linear layers. What --low-memory computes a second time, in the
+        backward pass, does not count."""
+        modules = self.named_modules(remove_duplicate=False)  # a layer used twice counts twice
         N = sum(m.weight.numel() for _, m in modules if isinstance(m, nn.Linear))
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
@@ -230,7 +237,7 @@ class GPT(nn.Module):
         `changes` replace fields of GPTConfig that config.json has. If the weights were trained by
         code that computes something else, this raises UserError, or with strict=False prints a
         note."""
-        with torch.device("cpu"):  # --plan makes its models on the meta device
+        with torch.device("cpu"):  # Even for --plan, whose models have no memory otherwise.
             return huggingface.read_pretrained(cls, GPTConfig, name, strict, changes)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -248,13 +255,13 @@ SHARDS_FOLDER = "edu_fineweb10B"  # where fineweb.py writes its shards
 class DataLoaderLite:
     """Batches of sequences and their targets, epoch after epoch.
 
-    An epoch reads the shards in random order, and the sequences of each shard in random order. Each
-    epoch begins at another token below T, the same for all shards, so it cuts them into other
-    sequences. A text that is read ten times is learned better so (bench/order). For example, two
-    shards of 14 and 11 tokens with T = 4 can give these sequences:
+    An epoch reads the shards in random order, and the sequences of each shard in random order. It
+    skips some tokens at the beginning of each shard, from 0 to T - 1, and the next epoch skips
+    another number. So each epoch has other sequences, from which a model learns more when it reads
+    a text ten times (bench/order). Two shards of 14 and 11 tokens with T = 4 can give, for example:
 
-        epoch 0, from token 3 on:    shard 0: tokens 7-10, 3-6     shard 1: tokens 3-6
-        epoch 1, from token 2 on:    shard 1: tokens 2-5           shard 0: tokens 6-9, 2-5
+        epoch 0 skips 3 tokens:    shard 0: tokens 7-10, 3-6     shard 1: tokens 3-6
+        epoch 1 skips 2 tokens:    shard 1: tokens 2-5           shard 0: tokens 6-9, 2-5
 
     No token is an input twice in an epoch, and fewer than 2 T tokens of a shard are left out.
 
@@ -283,7 +290,8 @@ class DataLoaderLite:
         self.seed = seed
         self.shuffle = shuffle  # False: everything in order, from the first token on
         self.device = torch.device(device)
-        # The tokens of a shard are memory-mapped, so only what is read is loaded.
+        # The files, their names in `data`, and their tokens. The tokens are memory-mapped, so only
+        # what is read is loaded.
         self.paths, self.names, self.shards = tokenizer.open_split(Path(data), split)
         self.total_tokens = sum(len(shard) for shard in self.shards)
         self.counts = [self.count_sequences(len(shard)) for shard in self.shards]
@@ -291,29 +299,33 @@ class DataLoaderLite:
         if self.sequences_per_epoch == 0:
             size = f"{self.total_tokens} {split} tokens"
             raise UserError(f"{data}: {size}, too few for a sequence of {T} and its target")
-        self.go_to(0)
+        self.go_to(0)  # sets `sequences_read` and `upcoming`
 
     def count_sequences(self, tokens: int) -> int:
         """The number of sequences that are read from a shard in each epoch."""
         count = (tokens - 1) // self.T  # the last token can only be a target
         if self.shuffle and count > 1:
-            count = tokens // self.T - 1  # so many fit wherever the epoch begins
+            # An epoch may skip T - 1 tokens, which can leave room for one sequence less. Only a
+            # shard with a single sequence keeps it, and skips fewer tokens.
+            count = tokens // self.T - 1
         return count
 
     def places(self, first_epoch: int = 0) -> Iterator[tuple[int, int]]:
-        """Yields the shard and the first token of each sequence, epoch after epoch."""
-        first_tokens = self.order(self.T, np.random.PCG64(self.seed))
+        """Yields the place of each sequence, epoch after epoch: its shard and its first token."""
+        skips = self.shuffled(self.T, np.random.PCG64(self.seed))  # those of T epochs
         for epoch in itertools.count(first_epoch):
             random = np.random.PCG64((self.seed, epoch))
-            first_token = first_tokens[epoch % self.T] if self.shuffle else 0
-            for shard in self.order(len(self.shards), random):
+            for shard in self.shuffled(len(self.shards), random):
                 count = self.counts[shard]
-                last_possible = len(self.shards[shard]) - 1 - count * self.T
-                for i in self.order(count, random):
-                    yield shard, min(first_token, last_possible) + i * self.T
+                skip = 0
+                if self.shuffle:
+                    most = len(self.shards[shard]) - 1 - count * self.T  # so that all have room
+                    skip = min(skips[epoch % self.T], most)
+                for i in self.shuffled(count, random):
+                    yield shard, skip + i * self.T
 
-    def order(self, n: int, random: np.random.PCG64) -> Sequence[int]:
-        """The numbers from 0 to n - 1, in random order if shuffle is on."""
+    def shuffled(self, n: int, random: np.random.PCG64) -> Sequence[int]:
+        """The numbers from 0 to n - 1, in random order unless shuffle is off."""
         # NumPy promises that raw numbers stay the same in later versions. Its shuffle() may change.
         return random.random_raw(n).argsort(kind="stable").tolist() if self.shuffle else range(n)
 
@@ -358,7 +370,7 @@ class DataLoaderLite:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state. UserError if the order of the data has changed."""
         for key, value in self.state_dict().items():
-            saved = state.get(key, "another order of the data")
+            saved = state.get(key, "not saved")
             if key != "sequences_read" and saved != value:
                 difference = f"{key} {value}, was {saved}"
                 raise UserError(f"the data differ from the checkpoint's ({difference})")
@@ -366,7 +378,8 @@ class DataLoaderLite:
 
 
 # --------------------------------------------------------------------------------------------------
-# Settings. Every field is a flag, and its comment is printed by --help.
+# Settings. Every field is a flag. Its help is the comment at the end of its line, or else the one
+# directly above it.
 
 
 @dataclass
@@ -380,18 +393,19 @@ class RunConfig:
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
     plan: bool = False  # print estimated FLOPs, memory and time, and exit
 
-    # The length of the run, and what a run that diverges may need.
+    # The length of the run, and what to lower if it diverges.
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
     max_lr: float = 6e-4  # learning rate at the end of the warm-up
     min_lr: float = 6e-5  # what the learning rate falls to
-    warmdown_steps: int = 5000  # steps of the linear warm-down to min_lr at the end of wsd
+    warmdown_steps: int = 5000  # steps at the end of schedule wsd in which the rate falls
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
 
     # What only changes speed and rounding.
     device: str = "auto"  # auto, cpu, cuda or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
-    compile: bool = False  # use torch.compile; presets but shakespeare do so on a CUDA GPU
+    # use torch.compile; read_config() makes it the default on a CUDA GPU, but not for shakespeare
+    compile: bool = False
     low_memory: bool = False  # recompute blocks in the backward pass
     deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
 
@@ -428,7 +442,7 @@ class TrainConfig(RunConfig):
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the blocks
     weight_decay: float = 0.1  # decoupled weight decay of matrices
     beta2: float = 0.95  # AdamW's decay rate of squared gradients
-    # after the warm-up; wsd: constant, then a linear warm-down
+    # after the warm-up: cosine, or wsd, which is constant and falls linearly at the end
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: int = 715  # steps of linear warm-up; 715 are GPT-3's 375 million tokens
 
@@ -472,23 +486,23 @@ PRESETS = {
 def read_config(args: list[str] | None = None) -> TrainConfig:
     """Reads the command line. A UserError names everything that is wrong with it."""
     words = sys.argv[1:] if args is None else args
-    # The command line is read twice. The first time finds --preset and --device, and which flags
-    # of the model's shape are given. The defaults of the second time depend on them.
-    shape = {"n_layer": 0, "n_head": 0, "n_embd": 0}
-    no_help = [word for word in words if word not in ("-h", "--help")]  # the second time prints it
-    given = cli.parse_args(TrainConfig, no_help, default=TrainConfig(**shape))
+    # The command line is read twice. The first time finds --preset, --device and --init, on which
+    # the defaults of the second time depend. --help waits for the second time.
+    no_help = [word for word in words if word not in ("-h", "--help")]
+    given = cli.parse_args(TrainConfig, no_help)
     preset = given.preset
     if preset == "auto":
         preset = "gpt2" if tokenizer.holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
     defaults = {"compile": devices.uses_cuda(given.device)} | PRESETS[preset]
+    shape = {"n_layer": 0, "n_head": 0, "n_embd": 0}
     if given.init != "scratch":
-        defaults |= shape  # given weights have their own, which new_model() enters
+        defaults |= shape  # 0 means not given, and new_model() enters what the weights have
     config = cli.parse_args(TrainConfig, words, default=TrainConfig(**defaults))
 
     at_least_1 = {"total_batch_size", "seq_len", "eval_tokens"}
     if config.init == "scratch":
         at_least_1 |= shape.keys()
-    problems = cli.range_problems(config, TrainConfig(), at_least_1)
+    problems = cli.range_problems(config, at_least_1)  # no other number may be negative
     if config.init == "scratch" and config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.beta2 >= 1:
@@ -511,14 +525,19 @@ def configure_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """AdamW. With --optimizer muon, Muon takes over the linear layers inside the blocks.
 
-    A group of parameters with a learning rate other than max_lr keeps this ratio to the others."""
+    To train some parameters at another rate, make a group with its own `lr`. The schedule scales it
+    as it scales the others. Matrix products of the run are computed in `dtype`."""
     optimizers = []
     parameters = list(model.parameters())
     if config.optimizer == "muon":
-        linears = [module for module in model.h.named_modules() if isinstance(module[1], nn.Linear)]
-        by_muon = {linear.weight for name, linear in linears if not name.endswith("router")}
+        by_muon = {  # a set of tensors compares identities
+            layer.weight
+            for name, layer in model.h.named_modules()
+            if isinstance(layer, nn.Linear) and not name.endswith("router")
+        }
         matrices = [p for p in parameters if p in by_muon]
         parameters = [p for p in parameters if p not in by_muon]
+        # Muon's updates are as large as AdamW's, so both have the same learning rate.
         # bfloat16 is precise enough for Muon. The range of float16 is too small.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
@@ -561,9 +580,9 @@ def validation_loss(
 ) -> float:
     """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them.
 
-    Neither B nor the number of ranks changes the result. Raises Stopped after a stop signal."""
-    losses = [torch.zeros((), device=ranks.device)]  # the sum of each batch
-    for start in ranks.share(range(0, len(sequences), B)):
+    Neither B nor the number of ranks changes the result."""
+    losses = [torch.zeros((), device=ranks.device)]  # sums of batches; a rank may have no batch
+    for start in ranks.share(range(0, len(sequences), B)):  # raises Stopped after a stop signal
         rows = sequences[start : start + B]
         n = len(rows)
         # The last batch is filled up to the shape that is compiled. The added rows do not count.
@@ -606,11 +625,13 @@ class Evaluations:
         self.tasks = []
         self.results = {}  # the latest value of each evaluation
         if config.eval_every:
-            loader = DataLoaderLite(config.data, "val", 1, config.seq_len, shuffle=False)
-            count = min(config.eval_tokens // config.seq_len, loader.sequences_per_epoch)
-            self.sequences = loader.read(itertools.islice(loader.places(), count))  # (N, T + 1)
-            self.text = tokenizer.text_size(self.sequences[:, 1:].ravel())
-            if self.text.bytes == 0:
+            T = config.seq_len
+            loader = DataLoaderLite(config.data, "val", B=1, T=T, shuffle=False)
+            N = min(config.eval_tokens // T, loader.sequences_per_epoch)
+            self.sequences = loader.read(itertools.islice(loader.places(), N))  # (N, T + 1)
+            # The bytes and characters of the text, for losses that other tokenizers share.
+            self.text_size = tokenizer.text_size(self.sequences[:, 1:].ravel())
+            if self.text_size.bytes == 0:
                 problem = "the validation split has no text, only separators of documents"
                 raise UserError(f"{config.data}: {problem}; --eval-every 0 trains without it")
         if config.hellaswag_every:
@@ -624,11 +645,12 @@ class Evaluations:
         model.eval()  # turns off dropout, which a fork may have
         if is_due(config.eval_every, step, config):
             loss = validation_loss(model, self.sequences, config.micro_batch_size, ranks, autocast)
-            results = {"val": loss, "bpb": self.text.bits_per_byte(loss)}
+            results = {"val": loss, "bpb": self.text_size.bits_per_byte(loss)}
         if self.tasks and is_due(config.hellaswag_every, step, config):
             results["hella"] = hellaswag.accuracy(model, self.tasks, ranks, autocast)
         self.results |= results
-        log(step, **results)
+        if results:
+            log(step, **results)
         if step > 0 and is_due(config.sample_every, step, config):
             print_samples(model, config.sample_prompt, ranks, autocast)
         model.train()
@@ -647,6 +669,7 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     """The model to train: that of a checkpoint, or of --init, or a new one.
 
     A given model has its own shape, which is entered in `config`."""
+    # The settings of the model that are flags: its shape, and what a fork has added.
     flags = {f.name: getattr(config, f.name) for f in fields(GPTConfig) if hasattr(config, f.name)}
     if checkpoint is None and config.init == "scratch":
         model = GPT(GPTConfig(block_size=config.seq_len, **flags))
@@ -657,7 +680,7 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
         model = GPT.from_pretrained(weights, strict=checkpoint is not None, **flags)
         for name, wanted in shape.items():
             found = getattr(model.config, name)
-            if wanted not in (0, found):
+            if wanted not in (0, found):  # 0 means not given
                 raise UserError(f"{cli.flag(name)} {wanted}: the model {weights} has {found}")
             setattr(config, name, found)
     T, V = model.config.block_size, model.config.vocab_size
@@ -672,7 +695,8 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
 def choose_execution(model: GPT, config: TrainConfig) -> None:
     """Compiles a model, or lets it compute blocks twice to save memory, as the settings say."""
     if config.compile:
-        # All blocks share one compiled code. All batches of a run have the same shape.
+        # Blocks of one class and shape share their compiled code. So it takes less time to compile
+        # them than the whole model. dynamic=False: all batches of a run have the same shape.
         for part in [*model.h, model.loss]:
             part.forward = torch.compile(part.forward, dynamic=False)
     if config.low_memory:
@@ -705,9 +729,10 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     model = new_model(config, checkpoint)
     run.check_settings(may_change=RunConfig)
     if config.save_every and ranks.rank == 0:
-        huggingface.check_before_training(model)  # an error if nobody could load its checkpoints
+        # Could a changed model be loaded from its checkpoints? If not, this is an error.
+        huggingface.check_before_training(model)
 
-    # ---- Precision, and sequences per micro-batch. A resumed run keeps both if it can.
+    # ---- Precision, and sequences per micro-batch (B). A resumed run keeps both if it can.
     # The speed of a CPU may be measured for this, so rank 0 chooses for all ranks.
     dtype, device_line = ranks.on_rank_0(
         devices.choose_precision,
@@ -727,20 +752,28 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved.get("micro_batch"))
     B = config.micro_batch_size = micro_batch["size"]
     T = config.seq_len
+    # choose_micro_batch() has made sure that nothing is left over.
     grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
     model.to(ranks.device)
     torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
 
     # ---- Data, optimizers, and what else a checkpoint holds besides the weights
-    place = (ranks.rank, ranks.world_size)
     loader = DataLoaderLite(
-        config.data, "train", B, T, *place, config.seed, config.shuffle, ranks.device
+        config.data,
+        "train",
+        B,
+        T,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        seed=config.seed,
+        shuffle=config.shuffle,
+        device=ranks.device,
     )
     evaluations = Evaluations(config, model, ranks, autocast)
     optimizers = configure_optimizers(model, config, dtype)
     # The scaler keeps small float16 gradients from becoming 0. Other precisions need none.
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
-    progress = console.Progress(config, model, ranks, dtype)
+    progress = console.Progress(config, model, ranks, dtype)  # counts steps, and times them
     parts = {
         "progress": progress,
         "loader": loader,
@@ -751,6 +784,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     for name, part in parts.items():
         if saved.get(name):  # a scaler that is not enabled has no state
             part.load_state_dict(saved[name])
+    # Checkpoints hold no learning rates. So these are the rates of configure_optimizers().
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     ratios = [group["lr"] / config.max_lr for group in groups]  # 1, unless a fork has others
 
@@ -781,7 +815,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             loss_sum = torch.zeros((), device=ranks.device)
             for micro_step in range(grad_accum_steps):
                 x, y = loader.next_batch()  # (B, T) each
-                # DDP averages the gradients over the ranks once per update, in the last micro-step.
+                # DDP averages the gradients over the ranks in the last micro-step alone. Without
+                # DDP this attribute has no effect.
                 ddp_model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
                 with autocast:
                     micro_loss = ddp_model(x, y)
@@ -798,14 +833,16 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             total_loss, stop = ranks.sum_tensor(torch.stack([loss_sum, signal])).tolist()
             loss = total_loss / (grad_accum_steps * ranks.world_size)
             norm = norm.item()
-            overflow = not math.isfinite(norm) and scaler.get_scale() > 1  # of a float16 gradient
-            if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
+            if math.isfinite(loss) and math.isfinite(norm):
+                # Not scaler.step(), since either all optimizers make a step or none does.
+                for optimizer in optimizers:
+                    optimizer.step()
+            elif not math.isfinite(loss) or scaler.get_scale() <= 1:
                 where = f"step {step}, on the sequences from {first_sequence} on"
                 problem = f"{where}: loss {loss}, norm {norm}; the weights are unchanged"
                 raise RunError(f"{problem}. Lower --max-lr; --resume goes on from a checkpoint")
-            if not overflow:  # else the scaler halves its factor, and the weights stay as they are
-                for optimizer in optimizers:
-                    optimizer.step()
+            # Otherwise a float16 gradient has overflowed, which happens from time to time. The
+            # weights stay as they are, and this makes the scaler's factor smaller.
             scaler.update()
             # DDP keeps the gradients in buffers of its own, so they are set to zero in place.
             model.zero_grad(set_to_none=ranks.world_size == 1)
@@ -815,7 +852,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
             run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
             if step == first_step and config.save_every:
-                parts["optimizers"].check_that_it_can_be_saved()  # now that it has a state
+                # A fork's optimizer may keep something that no checkpoint can hold. That is an
+                # error as soon as its state exists, and not at the first checkpoint.
+                parts["optimizers"].check_that_it_can_be_saved()
 
             # ---- Save, before the next evaluation, which may fail
             if is_due(config.save_every, progress.step, config):
@@ -825,14 +864,14 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     except signals.Stopped:
         hint = "nothing is saved"
         if config.save_every:
-            run.save(model, parts, chosen, required=True)
+            run.save(model, parts, chosen, required=True)  # if it fails, that is an error
             hint = "--resume continues"
         print0(f"stopped by a signal after {progress.step} updates; {hint}")
         return signals.exit_status()
 
     # ---- The last lines
     if config.eval_every:
-        console.print_validation(evaluations.results["val"], evaluations.text)
+        console.print_validation(evaluations.results["val"], evaluations.text_size)
     console.print_cost(progress)
     if config.save_every:
         run.finish(model, progress.step)
@@ -856,8 +895,8 @@ def main(args: list[str] | None = None) -> int:
         with RunFolder(config, ranks) as run:
             status = train(config, ranks, run)
     except RuntimeError as error:
-        # Out of memory, a lost rank and a missing compiler become one line. Other errors are bugs
-        # and keep their traceback.
+        # Out of memory, a lost rank and a missing compiler become one line. explain() returns other
+        # errors as they are. They are bugs, and keep their traceback.
         raise explain(error, str(ranks.device), config.micro_batch_size) from None
     if dist.is_initialized():  # only now that DDP is gone, or the exit may hang
         dist.destroy_process_group()

@@ -55,10 +55,10 @@ def differences(before: dict[str, Any], config: Any, may_change: set[str]) -> li
     ]
 
 
-def range_problems(config: Any, defaults: Any, at_least_1: set[str]) -> list[str]:
+def range_problems(config: Any, at_least_1: set[str]) -> list[str]:
     """What is wrong with the numbers of a TrainConfig: negative, not a number, or far too large."""
     problems = []
-    for name, default in asdict(defaults).items():
+    for name, default in asdict(type(config)()).items():
         value = getattr(config, name)
         if isinstance(value, int | float) and default >= 0:  # a fork's may be negative
             minimum = 1 if name in at_least_1 else 0
