@@ -237,7 +237,7 @@ class GPT(nn.Module):
         `changes` replace fields of GPTConfig that config.json has. If the weights were trained by
         code that computes something else, this raises UserError, or with strict=False prints a
         note."""
-        with torch.device("cpu"):  # Even for --plan, whose models have no memory otherwise.
+        with torch.device("cpu"):  # --plan makes models without memory, but weights need some
             return huggingface.read_pretrained(cls, GPTConfig, name, strict, changes)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -312,7 +312,8 @@ class DataLoaderLite:
 
     def places(self, first_epoch: int = 0) -> Iterator[tuple[int, int]]:
         """Yields the place of each sequence, epoch after epoch: its shard and its first token."""
-        skips = self.shuffled(self.T, np.random.PCG64(self.seed))  # those of T epochs
+        # How many tokens an epoch skips: each number once in T epochs, in random order.
+        skips = self.shuffled(self.T, np.random.PCG64(self.seed))
         for epoch in itertools.count(first_epoch):
             random = np.random.PCG64((self.seed, epoch))
             for shard in self.shuffled(len(self.shards), random):
@@ -509,6 +510,8 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
         problems.append(f"--beta2 {config.beta2}: must be below 1")
     if config.eval_every and config.eval_tokens < config.seq_len:
         problems.append(f"--eval-tokens {config.eval_tokens}: less than --seq-len {config.seq_len}")
+    if config.max_lr == 0:
+        problems.append("--max-lr 0: must be above 0")
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
     if problems:
@@ -629,7 +632,7 @@ class Evaluations:
             loader = DataLoaderLite(config.data, "val", B=1, T=T, shuffle=False)
             N = min(config.eval_tokens // T, loader.sequences_per_epoch)
             self.sequences = loader.read(itertools.islice(loader.places(), N))  # (N, T + 1)
-            # The bytes and characters of the text, for losses that other tokenizers share.
+            # The bytes and characters of its text, for losses that do not depend on the tokenizer.
             self.text_size = tokenizer.text_size(self.sequences[:, 1:].ravel())
             if self.text_size.bytes == 0:
                 problem = "the validation split has no text, only separators of documents"
