@@ -282,7 +282,7 @@ class PretendGPU(TorchDispatchMode):
         self.replace(
             torch.cuda,
             is_available=lambda: True,
-            is_initialized=lambda: True,
+            is_initialized=lambda: self.peak > 0,
             _lazy_init=lambda: None,
             device_count=lambda: self.count,
             current_device=lambda: 0,

@@ -14,9 +14,10 @@ import bench
 import hellaswag
 import sample
 import train_gpt2
+from support.devices import matmul_flops  # which conftest.py replaces
 from support.errors import UserError
 from support.run_log import run_entries
-from tests.conftest import RANK, ROOT, losses, train, words
+from tests.conftest import RANK, ROOT, losses, numbers, train, words
 from tests.pretend_gpu import OnGPU, PretendGPU
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only")
@@ -273,6 +274,24 @@ def test_a_plan_leaves_the_gpu_alone(capsys):
         train_gpt2.main(words("--preset gpt2 --plan --device cuda --n-layer 2"))
     assert gpu.peak == 0 and not gpu.waits
     assert "A100" in capsys.readouterr().out
+
+
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(text, tmp_path, capsys):
+    """Its memory is that of the process. bench.py measures the CPU's preset."""
+    with PretendGPU() as gpu:
+        train("--max-steps 2 --data", text, "--log-dir", tmp_path / "log")
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "peak" in line]
+        bench.main(words("--rung ours --steps 1 -- --device cpu --total-batch-size 32"))
+    assert gpu.peak == 0 and not gpu.waits
+    assert 0.1 < numbers(line)[0] < 99  # GB
+    row = json.loads(capsys.readouterr().out)
+    assert row["device"].startswith("cpu") and row["tokens"] == 32
+
+
+def test_a_product_is_timed_until_it_has_ended():
+    with PretendGPU() as gpu:
+        matmul_flops(gpu.device, torch.float32, 64)
+    assert gpu.waits.total() >= 20
 
 
 def test_scoring_and_sampling(tmp_path, capsys):
