@@ -1,7 +1,6 @@
 """Trains GPT-2 (124M) from scratch and saves it in Hugging Face format.
 
-    python train_gpt2.py                                  # a small model of Shakespeare's plays,
-                                                          # or GPT-2 where there are its shards
+    python train_gpt2.py                                  # Shakespeare on a laptop, in two minutes
     python train_gpt2.py --preset gpt2 --data my_shards   # GPT-2 on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py --preset gpt2     # on eight GPUs
     python train_gpt2.py --resume                         # continues the run in log/
@@ -76,7 +75,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)  # (B, T, 3, nh, hs)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (3, B, nh, T, hs), which is one for each
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
         # softmax(q k^T / sqrt(hs)) v; a fused kernel never stores the (T, T) matrix.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
@@ -113,29 +112,33 @@ class LinearCrossEntropy(nn.Module):
     """The same as F.cross_entropy(F.linear(x, weight), targets), but faster.
 
     A matrix product is faster where the weight has a multiple of 64 rows. So rows of zeros are
-    added to a copy of it, and 50,257 become 50,304. (The copy takes little time beside the
-    product.) A bias of -inf gives the added logits probability 0. With label smoothing they would
-    make the loss infinite. To smooth labels, replace the call of this module in GPT.forward by
-    F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten(), label_smoothing=0.1)."""
+    added to a copy of it, and 50,257 become 50,304. A bias of -inf gives the added logits
+    probability 0.
+
+    Label smoothing would count the added logits, and make the loss infinite. So it must be written
+    in GPT.forward, without this module:
+    F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten(), label_smoothing=0.1)"""
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """x (…, C), weight (V, C), targets (…) -> float32 scalar. Targets of -100 do not count."""
-        rows = weight.size(0)
-        added = -rows % 64  # rows that are missing to a multiple of 64
-        bias = F.pad(x.new_zeros(rows), (0, added), value=-math.inf)
-        logits = F.linear(x.flatten(0, -2), F.pad(weight, (0, 0, 0, added)), bias)
+        V = weight.size(0)
+        added = 64 * math.ceil(V / 64) - V  # rows
+        weight = F.pad(weight, (0, 0, 0, added))  # (V + added, C)
+        bias = F.pad(x.new_zeros(V), (0, added), value=-math.inf)  # (V + added,)
+        logits = F.linear(x.flatten(0, -2), weight, bias)
         return F.cross_entropy(logits.float(), targets.flatten())
 
 
 # What to know before you change the model. The weights of nn.Linear and nn.Embedding start with a
 # standard deviation of 0.02, those of a layer called c_proj with less, and any other parameter as
-# you make it. Only nn.Linear and nn.Embedding decay. Muon takes the linear layers in the blocks,
-# except those that you call "router". A setting of the model is a field of GPTConfig, and also of
-# TrainConfig if it is to be a flag. If you change what the model computes, --resume notices it, and
-# refuses the checkpoints from before.
+# you make it. Weight decay acts on the weights of nn.Linear and nn.Embedding. The optimizer Muon
+# takes the linear layers in the blocks, except one that you call "router", as in a mixture of
+# experts. A setting of the model is a field of GPTConfig, and also of TrainConfig if it is to be a
+# flag. A checkpoint holds some logits of a small model with fixed weights. Code that computes other
+# logits refuses to resume from it.
 class GPT(nn.Module):
-    """GPT-2. Parameters have the names of Hugging Face's GPT-2. Linear weights are (out, in) as in
-    torch. Hugging Face stores them as (in, out)."""
+    """GPT-2. Its parameters have GPT-2's names. Linear weights are (out, in) as in torch, and saved
+    as (in, out) as in Hugging Face's GPT-2."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -151,13 +154,13 @@ class GPT(nn.Module):
                 std = 0.02
                 if name.endswith("c_proj"):
                     # These add to the residual stream, twice per block. Its variance would grow
-                    # with depth if they were not scaled down (section 2.3).
+                    # with depth if they were not scaled down (section 2.3 of the paper).
                     std /= math.sqrt(2 * config.n_layer)
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        # GPT-2 has no weight of its own for the head, but that of the token embedding. So the layer
-        # is made without memory. (One with its own weight must be made before the loop above.)
+        # The head and the token embedding share their weight. Here "meta" means that the layer is
+        # made without one.
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.wte.weight
 
@@ -176,8 +179,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Tokens (B, T) -> logits (B, T, V), or with targets (B, T) their mean cross-entropy.
 
-        `at` selects positions, where the logits of all are not needed. It is an index of the first
-        two dimensions: (slice(None), -1) selects the last position of each row."""
+        Without targets, `at` selects the positions whose logits are needed. It indexes the first
+        two dimensions, so (slice(None), -1) is the last position of each row."""
         x = self.hidden(idx)  # (B, T, C)
         if at is not None:
             x = x[at]
@@ -206,8 +209,8 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             window = idx[:, -block_size:]  # what fits in the context
             T = window.size(1)
-            # On a GPU each new length takes time to prepare. So this adds zeros there, up to a
-            # multiple of 64 tokens. No token attends to what follows it.
+            # On a GPU the kernels of attention take time to prepare for each new length. So zeros
+            # are added there, up to a multiple of 64 tokens. No token attends to later ones.
             longer = devices.padded(window, block_size)
             logits = self(longer, at=(slice(None), T - 1))[:, :V].float() / temperature  # (B, V)
             logits, candidates = logits.topk(k)  # (B, k) each
@@ -234,10 +237,10 @@ class GPT(nn.Module):
     def from_pretrained(cls, name: str | Path, strict: bool = True, **changes: Any) -> "GPT":
         """A GPT-2 from a folder or the Hub (`gpt2`, …), in float32 and evaluation mode.
 
-        `changes` replace fields of GPTConfig that config.json has. If the weights were trained by
-        code that computes something else, this raises UserError, or with strict=False prints a
-        note."""
-        with torch.device("cpu"):  # --plan makes models without memory, but weights need some
+        `changes` gives fields of GPTConfig other values than config.json has. If the weights were
+        trained by code that computes other logits, this raises UserError, or with strict=False
+        prints a note."""
+        with torch.device("cpu"):  # not on the meta device, which main() sets for --plan
             return huggingface.read_pretrained(cls, GPTConfig, name, strict, changes)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -263,7 +266,8 @@ class DataLoaderLite:
         epoch 0 skips 3 tokens:    shard 0: tokens 7-10, 3-6     shard 1: tokens 3-6
         epoch 1 skips 2 tokens:    shard 1: tokens 2-5           shard 0: tokens 6-9, 2-5
 
-    No token is an input twice in an epoch, and fewer than 2 T tokens of a shard are left out.
+    Every epoch takes the same number of sequences from a shard. No token is an input twice in an
+    epoch, and fewer than 2 T tokens of a shard are left out.
 
     The order depends only on the seed. The ranks take the next B sequences each, in turn. So a step
     has the same tokens for any number of ranks and any B, and the number of sequences that were
@@ -303,12 +307,12 @@ class DataLoaderLite:
 
     def count_sequences(self, tokens: int) -> int:
         """The number of sequences that are read from a shard in each epoch."""
-        count = (tokens - 1) // self.T  # the last token can only be a target
-        if self.shuffle and count > 1:
-            # An epoch may skip T - 1 tokens, which can leave room for one sequence less. Only a
-            # shard with a single sequence keeps it, and skips fewer tokens.
-            count = tokens // self.T - 1
-        return count
+        room = tokens - 1  # the last token can only be a target
+        if self.shuffle:
+            room -= self.T - 1  # an epoch may skip so many tokens
+        if room < self.T and tokens > self.T:
+            return 1  # a short shard skips fewer tokens, rather than have no sequence
+        return max(room, 0) // self.T
 
     def places(self, first_epoch: int = 0) -> Iterator[tuple[int, int]]:
         """Yields the place of each sequence, epoch after epoch: its shard and its first token."""
@@ -320,15 +324,17 @@ class DataLoaderLite:
                 count = self.counts[shard]
                 skip = 0
                 if self.shuffle:
-                    most = len(self.shards[shard]) - 1 - count * self.T  # so that all have room
-                    skip = min(skips[epoch % self.T], most)
+                    left_over = len(self.shards[shard]) - 1 - count * self.T
+                    skip = min(skips[epoch % self.T], left_over)  # less in a short shard alone
                 for i in self.shuffled(count, random):
                     yield shard, skip + i * self.T
 
     def shuffled(self, n: int, random: np.random.PCG64) -> Sequence[int]:
         """The numbers from 0 to n - 1, in random order unless shuffle is off."""
-        # NumPy promises that raw numbers stay the same in later versions. Its shuffle() may change.
-        return random.random_raw(n).argsort(kind="stable").tolist() if self.shuffle else range(n)
+        if not self.shuffle:
+            return range(n)
+        # Later versions of NumPy draw the same raw numbers. What its shuffle() does may change.
+        return random.random_raw(n).argsort(kind="stable").tolist()
 
     def read(self, places: Iterable[tuple[int, int]]) -> np.ndarray:
         """The sequences at these places, each with its last target. (n, T + 1) uint16"""
@@ -379,15 +385,15 @@ class DataLoaderLite:
 
 
 # --------------------------------------------------------------------------------------------------
-# Settings. Every field is a flag. Its help is the comment at the end of its line, or else the one
-# directly above it.
+# Settings. The library tyro makes a flag of every field. It prints the comment at the end of the
+# line, or else the one directly above it, as the flag's help.
 
 
 @dataclass
 class RunConfig:
     """How to run. All of this may change when a run is resumed."""
 
-    # values of the other flags; auto is gpt2 if edu_fineweb10B/ holds shards, else shakespeare
+    # which values the other flags have; auto: gpt2 if edu_fineweb10B/ has shards, or shakespeare
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "small", "shakespeare"] = "auto"
     data: str = SHARDS_FOLDER  # folder of token shards, also in subfolders, or .txt file
     log_dir: str = "log"  # folder of the run; that of an earlier run is renamed
@@ -398,14 +404,14 @@ class RunConfig:
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
     max_lr: float = 6e-4  # learning rate at the end of the warm-up
     min_lr: float = 6e-5  # what the learning rate falls to
-    warmdown_steps: int = 5000  # steps at the end of schedule wsd in which the rate falls
+    warmdown_steps: int = 5000  # steps at the end in which the rate falls, with --schedule wsd
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
 
     # What only changes speed and rounding.
     device: str = "auto"  # auto, cpu, cuda or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
-    # use torch.compile; read_config() makes it the default on a CUDA GPU, but not for shakespeare
+    # use torch.compile; the default is to do so on a CUDA GPU, except with preset shakespeare
     compile: bool = False
     low_memory: bool = False  # recompute blocks in the backward pass
     deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
@@ -454,8 +460,8 @@ PRESETS = {
     # GPT-2 small on 10 billion tokens. The values are GPT-3's (Brown et al. 2020, table 2.1 and
     # appendix B), as in build-nanogpt. They are the defaults above.
     "gpt2": {},
-    # The same model on half the tokens, with Muon. The values were chosen on small models, the
-    # learning rate also by what others have found (bench/recipes).
+    # The same model on half the tokens, with Muon. The values were chosen on small models
+    # (bench/recipes).
     "gpt2-fast": dict(
         max_steps=9_536, optimizer="muon", schedule="wsd", max_lr=6e-3, min_lr=0.0,
         warmup_steps=476, warmdown_steps=4_768,
@@ -497,7 +503,7 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     defaults = {"compile": devices.uses_cuda(given.device)} | PRESETS[preset]
     shape = {"n_layer": 0, "n_head": 0, "n_embd": 0}
     if given.init != "scratch":
-        defaults |= shape  # 0 means not given, and new_model() enters what the weights have
+        defaults |= shape  # 0 means not given: the weights have their own shape
     config = cli.parse_args(TrainConfig, words, default=TrainConfig(**defaults))
 
     at_least_1 = {"total_batch_size", "seq_len", "eval_tokens"}
@@ -533,15 +539,15 @@ def configure_optimizers(
     optimizers = []
     parameters = list(model.parameters())
     if config.optimizer == "muon":
-        by_muon = {  # a set of tensors compares identities
+        by_muon = {  # a set of tensors, which compares them by identity
             layer.weight
             for name, layer in model.h.named_modules()
             if isinstance(layer, nn.Linear) and not name.endswith("router")
         }
         matrices = [p for p in parameters if p in by_muon]
         parameters = [p for p in parameters if p not in by_muon]
-        # Muon's updates are as large as AdamW's, so both have the same learning rate.
-        # bfloat16 is precise enough for Muon. The range of float16 is too small.
+        # Muon scales its updates to the size of AdamW's, so that both take the same learning rate.
+        # It computes in bfloat16 if the run does. The range of float16 is too small for it.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
     # Matrices and embeddings decay. Biases and LayerNorms do not.
@@ -563,12 +569,13 @@ def get_lr(step: int, config: TrainConfig) -> float:
     warm-down, so until then a run can be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
+    after_warmup = max(config.max_steps - config.warmup_steps, 1)  # steps
     # height is 1 at max_lr and 0 at min_lr.
     if config.schedule == "wsd":
-        warmdown = min(config.warmdown_steps, config.max_steps - config.warmup_steps)
-        height = min((config.max_steps - step) / max(warmdown, 1), 1.0)
+        warmdown = max(min(config.warmdown_steps, after_warmup), 1)
+        height = min((config.max_steps - step) / warmdown, 1.0)
     else:
-        progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+        progress = (step - config.warmup_steps) / after_warmup  # from 0 to 1
         height = 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr + height * (config.max_lr - config.min_lr)
 
@@ -584,19 +591,22 @@ def validation_loss(
     """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them.
 
     Neither B nor the number of ranks changes the result."""
-    losses = [torch.zeros((), device=ranks.device)]  # sums of batches; a rank may have no batch
-    for start in ranks.share(range(0, len(sequences), B)):  # raises Stopped after a stop signal
+    losses = [torch.zeros((), device=ranks.device)]  # for a rank whose share has no batch
+    # share() raises Stopped, on all ranks at once, if the run is asked to stop.
+    for start in ranks.share(range(0, len(sequences), B)):
         rows = sequences[start : start + B]
         n = len(rows)
         # The last batch is filled up to the shape that is compiled. The added rows do not count.
         rows = np.pad(rows.astype(np.int64), ((0, B - n), (0, 0)))
         tokens = torch.from_numpy(rows).to(ranks.device)  # (B, T + 1)
-        x, y = tokens[:, :-1], tokens[:, 1:].clone()
+        x = tokens[:, :-1]
+        y = tokens[:, 1:].clone()
         y[n:] = -100
         with autocast:
-            losses.append(n * model(x, y))
-    # To read a loss is to wait for the device, so all are read at the end.
-    return ranks.sum(sum(torch.stack(losses).tolist())) / len(sequences)
+            losses.append(n * model(x, y))  # the sum of the n sequences' losses
+    # Reading a loss waits for the device, so all are read at the end.
+    total = sum(torch.stack(losses).tolist())
+    return ranks.sum(total) / len(sequences)
 
 
 def print_samples(model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocast) -> None:
@@ -672,15 +682,16 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     """The model to train: that of a checkpoint, or of --init, or a new one.
 
     A given model has its own shape, which is entered in `config`."""
-    # The settings of the model that are flags: its shape, and what a fork has added.
-    flags = {f.name: getattr(config, f.name) for f in fields(GPTConfig) if hasattr(config, f.name)}
+    shape = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}
+    # Fields that a fork has added to GPTConfig and to TrainConfig, such as dropout.
+    in_both = {field.name for field in fields(GPTConfig)} & {field.name for field in fields(config)}
+    added = {name: getattr(config, name) for name in in_both - shape.keys()}
     if checkpoint is None and config.init == "scratch":
-        model = GPT(GPTConfig(block_size=config.seq_len, **flags))
+        model = GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
     else:
         weights = checkpoint or config.init
-        shape = {name: flags.pop(name) for name in ("n_layer", "n_head", "n_embd")}
         # The weights of a checkpoint must come from this code. Those of --init need not.
-        model = GPT.from_pretrained(weights, strict=checkpoint is not None, **flags)
+        model = GPT.from_pretrained(weights, strict=checkpoint is not None, **added)
         for name, wanted in shape.items():
             found = getattr(model.config, name)
             if wanted not in (0, found):  # 0 means not given
@@ -698,8 +709,8 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
 def choose_execution(model: GPT, config: TrainConfig) -> None:
     """Compiles a model, or lets it compute blocks twice to save memory, as the settings say."""
     if config.compile:
-        # Blocks of one class and shape share their compiled code. So it takes less time to compile
-        # them than the whole model. dynamic=False: all batches of a run have the same shape.
+        # The code of a block is compiled once for all blocks, which takes less time than the whole
+        # model would. dynamic=False: all batches have the same shape.
         for part in [*model.h, model.loss]:
             part.forward = torch.compile(part.forward, dynamic=False)
     if config.low_memory:
@@ -712,14 +723,14 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ranks: Ranks, autocast: torch.autoca
     """The model in DDP, which averages the gradients of the ranks. One rank alone needs no DDP."""
     if ranks.world_size == 1:
         return model
-    torch._dynamo.config.optimize_ddp = False  # it splits graphs, but ours are single blocks
+    torch._dynamo.config.optimize_ddp = False  # keeps DDP from splitting compiled blocks
     ddp_model = DistributedDataParallel(
         model,
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # saves a copy of the gradients
+        gradient_as_bucket_view=True,  # gradients take memory once, not twice
     )
-    # DDP chooses in its first passes in which order it sums gradients. It chooses now, so that a
-    # resumed run sums in the same order from its first update on.
+    # In its first two passes DDP chooses in which order it sums gradients. This makes two passes
+    # over zeros, without an update, so that a resumed run has the same order as before.
     settle_buckets(ddp_model, B, T, autocast)
     return ddp_model
 
@@ -730,13 +741,12 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     checkpoint, saved = run.find_start()  # None and {} if there is no checkpoint
     torch.manual_seed(config.seed)
     model = new_model(config, checkpoint)
-    run.check_settings(may_change=RunConfig)
+    run.check_settings(may_change=RunConfig)  # an error if another setting has changed since
     if config.save_every and ranks.rank == 0:
-        # Could a changed model be loaded from its checkpoints? If not, this is an error.
-        huggingface.check_before_training(model)
+        huggingface.check_before_training(model)  # an error if its checkpoints could not be loaded
 
-    # ---- Precision, and sequences per micro-batch (B). A resumed run keeps both if it can.
-    # The speed of a CPU may be measured for this, so rank 0 chooses for all ranks.
+    # ---- Precision, and sequences per micro-batch (B). A resumed run keeps both on such a device.
+    # For a large model the speed of the CPU is measured. So rank 0 chooses for all ranks.
     dtype, device_line = ranks.on_rank_0(
         devices.choose_precision,
         config.dtype,
@@ -753,9 +763,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     if ranks.device.type == "cuda" and dtype != torch.float32:
         torch.set_float32_matmul_precision("high")  # TF32 for the matmuls that stay in float32
     micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved.get("micro_batch"))
-    B = config.micro_batch_size = micro_batch["size"]
+    B = config.micro_batch_size = micro_batch["size"]  # such that nothing is left over here
     T = config.seq_len
-    # choose_micro_batch() has made sure that nothing is left over.
     grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
     model.to(ranks.device)
     torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
@@ -787,13 +796,14 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     for name, part in parts.items():
         if saved.get(name):  # a scaler that is not enabled has no state
             part.load_state_dict(saved[name])
-    # Checkpoints hold no learning rates. So these are the rates of configure_optimizers().
+    # OptimizerStates has restored moments, but no learning rates. These come from
+    # configure_optimizers().
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     ratios = [group["lr"] / config.max_lr for group in groups]  # 1, unless a fork has others
 
     # ---- All checks are done, so the folder of the run may change
     chosen = {"dtype": str(dtype).removeprefix("torch."), "micro_batch": micro_batch}
-    software = devices.gpu_software(ranks.device, dtype)
+    software = devices.gpu_software(ranks.device, dtype)  # versions that matter for speed
     run.begin(model, progress.step, device=device_line, dtype=chosen["dtype"], **software)
     choose_execution(model, config)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast)
@@ -840,18 +850,18 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 # Not scaler.step(), since either all optimizers make a step or none does.
                 for optimizer in optimizers:
                     optimizer.step()
-            elif not math.isfinite(loss) or scaler.get_scale() <= 1:
+            elif not math.isfinite(loss) or scaler.get_scale() <= 1:  # 1 without float16
                 where = f"step {step}, on the sequences from {first_sequence} on"
                 problem = f"{where}: loss {loss}, norm {norm}; the weights are unchanged"
                 raise RunError(f"{problem}. Lower --max-lr; --resume goes on from a checkpoint")
-            # Otherwise a float16 gradient has overflowed, which happens from time to time. The
-            # weights stay as they are, and this makes the scaler's factor smaller.
+            # Otherwise a float16 gradient has overflowed, as happens from time to time. The weights
+            # stay as they are, and update() makes the factor smaller, as unscale_() has told it to.
             scaler.update()
             # DDP keeps the gradients in buffers of its own, so they are set to zero in place.
             model.zero_grad(set_to_none=ranks.world_size == 1)
             # ---- End of the update ---------------------------------------------------------------
 
-            progress.end_step(began)
+            progress.end_step(began)  # from here on progress.step is step + 1
             print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
             run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
             if step == first_step and config.save_every:
@@ -889,19 +899,20 @@ def main(args: list[str] | None = None) -> int:
             plan.print_plan(config, new_model(config))
         return 0
     ranks = Ranks.start(config.device, config.deterministic)
-    if config.preset == "auto" and config.data == PRESETS["shakespeare"]["data"]:
+    if config.preset == "auto" and config.data == PRESETS["shakespeare"]["data"]:  # as chosen
         missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
         print0(f"{missing}: the shakespeare preset")
     if ranks.device.type == "cpu" and not config.low_memory:
-        devices.keep_freed_memory()  # takes more memory, but makes steps faster
+        # The process keeps freed memory for new tensors. Steps take less time, and more memory.
+        devices.keep_freed_memory()
     try:
         with RunFolder(config, ranks) as run:
             status = train(config, ranks, run)
     except RuntimeError as error:
-        # Out of memory, a lost rank and a missing compiler become one line. explain() returns other
-        # errors as they are. They are bugs, and keep their traceback.
+        # torch has run out of memory, has lost a rank, or finds no compiler. explain() makes one
+        # line of such errors. It returns any other as it is, a bug that keeps its traceback.
         raise explain(error, str(ranks.device), config.micro_batch_size) from None
-    if dist.is_initialized():  # only now that DDP is gone, or the exit may hang
+    if dist.is_initialized():  # DDP, a local variable of train(), must be gone, or this may hang
         dist.destroy_process_group()
     return status
 
