@@ -159,8 +159,8 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        # The head and the token embedding share their weight. Here "meta" means that the layer is
-        # made without one.
+        # The head and the token embedding share their weight. "meta" makes the layer without a
+        # weight of its own.
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.wte.weight
 
@@ -411,7 +411,7 @@ class RunConfig:
     device: str = "auto"  # auto, cpu, cuda or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
-    # use torch.compile; the default is to do so on a CUDA GPU, except with preset shakespeare
+    # use torch.compile; read_config() turns it on for a CUDA GPU, except with preset shakespeare
     compile: bool = False
     low_memory: bool = False  # recompute blocks in the backward pass
     deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
@@ -591,7 +591,7 @@ def validation_loss(
     """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them.
 
     Neither B nor the number of ranks changes the result."""
-    losses = [torch.zeros((), device=ranks.device)]  # for a rank whose share has no batch
+    losses = torch.zeros(math.ceil(len(sequences) / B), device=ranks.device)  # those of batches
     # share() raises Stopped, on all ranks at once, if the run is asked to stop.
     for start in ranks.share(range(0, len(sequences), B)):
         rows = sequences[start : start + B]
@@ -603,9 +603,9 @@ def validation_loss(
         y = tokens[:, 1:].clone()
         y[n:] = -100
         with autocast:
-            losses.append(n * model(x, y))  # the sum of the n sequences' losses
+            losses[start // B] = n * model(x, y)  # the sum of the n sequences' losses
     # Reading a loss waits for the device, so all are read at the end.
-    total = sum(torch.stack(losses).tolist())
+    total = sum(losses.tolist())
     return ranks.sum(total) / len(sequences)
 
 
@@ -741,12 +741,12 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     checkpoint, saved = run.find_start()  # None and {} if there is no checkpoint
     torch.manual_seed(config.seed)
     model = new_model(config, checkpoint)
-    run.check_settings(may_change=RunConfig)  # an error if another setting has changed since
+    run.check_settings(may_change=RunConfig)  # an error if any other setting has changed
     if config.save_every and ranks.rank == 0:
         huggingface.check_before_training(model)  # an error if its checkpoints could not be loaded
 
-    # ---- Precision, and sequences per micro-batch (B). A resumed run keeps both on such a device.
-    # For a large model the speed of the CPU is measured. So rank 0 chooses for all ranks.
+    # ---- Precision, and sequences per micro-batch (B). On the same device a resumed run keeps both.
+    # On a CPU it is measured if bfloat16 is faster. So rank 0 chooses for all ranks.
     dtype, device_line = ranks.on_rank_0(
         devices.choose_precision,
         config.dtype,
@@ -763,7 +763,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     if ranks.device.type == "cuda" and dtype != torch.float32:
         torch.set_float32_matmul_precision("high")  # TF32 for the matmuls that stay in float32
     micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved.get("micro_batch"))
-    B = config.micro_batch_size = micro_batch["size"]  # such that nothing is left over here
+    B = config.micro_batch_size = micro_batch["size"]  # so that the division below has no rest
     T = config.seq_len
     grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
     model.to(ranks.device)
@@ -877,7 +877,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     except signals.Stopped:
         hint = "nothing is saved"
         if config.save_every:
-            run.save(model, parts, chosen, required=True)  # if it fails, that is an error
+            run.save(model, parts, chosen, required=True)  # or an error, such as a full disk
             hint = "--resume continues"
         print0(f"stopped by a signal after {progress.step} updates; {hint}")
         return signals.exit_status()
@@ -899,7 +899,7 @@ def main(args: list[str] | None = None) -> int:
             plan.print_plan(config, new_model(config))
         return 0
     ranks = Ranks.start(config.device, config.deterministic)
-    if config.preset == "auto" and config.data == PRESETS["shakespeare"]["data"]:  # as chosen
+    if config.preset == "auto" and config.data == PRESETS["shakespeare"]["data"]:  # auto's choice
         missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
         print0(f"{missing}: the shakespeare preset")
     if ranks.device.type == "cpu" and not config.low_memory:
