@@ -745,7 +745,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     if config.save_every and ranks.rank == 0:
         huggingface.check_before_training(model)  # an error if its checkpoints could not be loaded
 
-    # ---- Precision, and sequences per micro-batch (B). On the same device a resumed run keeps both.
+    # ---- Precision, and sequences per micro-batch (B). Both stay if the device is the same.
     # On a CPU it is measured if bfloat16 is faster. So rank 0 chooses for all ranks.
     dtype, device_line = ranks.on_rank_0(
         devices.choose_precision,
