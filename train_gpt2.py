@@ -404,7 +404,7 @@ class RunConfig:
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
     max_lr: float = 6e-4  # learning rate at the end of the warm-up
     min_lr: float = 6e-5  # what the learning rate falls to
-    warmdown_steps: int = 5000  # steps at the end in which the rate falls, with --schedule wsd
+    warmdown_steps: int = 5000  # steps at the end of schedule wsd, in which the rate falls
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
 
     # What only changes speed and rounding.
