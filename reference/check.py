@@ -21,8 +21,8 @@ from support.cli import flag, parse_args, run
 from support.errors import UserError
 from support.run_log import log_lines, run_entries
 
-# With the reference's seed the first losses must be the same up to rounding. In float32 this is five
-# times what ranks, micro-batches, compilation and another chip changed (README.md).
+# With the reference's seed the first losses must be the same up to rounding. In float32 this is
+# five times what ranks, micro-batches, compilation and another chip changed (README.md).
 FIRST_STEPS = 20
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 # Settings that a run and its reference must share to be compared.
