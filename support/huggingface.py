@@ -34,7 +34,7 @@ FORK_TYPE = "gpt2-repro-fork"
 THEIR_NAMES = {"block_size": "n_positions"}  # the one setting with another name there
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored transposed
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model")
-CHANNELS = 4  # per head, of the small models
+CHANNELS = 6  # per head, of the small models; with 4, a scale of 1 / 2 would be that of attention
 
 # --------------------------------------------------------------------------------------------------
 # What does this code compute? model_class is a class like GPT, config its GPTConfig.

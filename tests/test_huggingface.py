@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,6 +268,16 @@ def softcap(model):
     model.lm_head.register_forward_hook(hook)
 
 
+def attention_scale(code):
+    """2 / hs. With 4 channels per head it would be GPT-2's 1 / sqrt(hs)."""
+
+    def attention(q, k, v, is_causal):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=2 / q.size(-1))
+
+    functions = {**vars(F), "scaled_dot_product_attention": attention}
+    return {"F": SimpleNamespace(**functions)}
+
+
 def tied_blocks(model):
     model.h[1] = model.h[0]
 
@@ -278,6 +289,7 @@ FORKS = {
     "third block": changed_gpt(other_third_block),
     "window": changed_gpt(window),
     "softcap": changed_gpt(softcap),
+    "scale": attention_scale,
     "tied blocks": changed_gpt(tied_blocks),
     "more parameters": lambda code: {"MLP": lambda c: torch.nn.Linear(c.n_embd, c.n_embd)},
 }
