@@ -1,6 +1,6 @@
 """Trains GPT-2 (124M) from scratch and saves it in Hugging Face format.
 
-    python train_gpt2.py                                  # Shakespeare on a laptop, in two minutes
+    python train_gpt2.py                                  # Shakespeare, or GPT-2 if it finds shards
     python train_gpt2.py --preset gpt2 --data my_shards   # GPT-2 on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py --preset gpt2     # on eight GPUs
     python train_gpt2.py --resume                         # continues the run in log/
@@ -351,9 +351,10 @@ class DataLoaderLite:
         self.sequences_read += len(of_all_ranks)
         mine = of_all_ranks[self.rank * self.B :][: self.B]
         tokens = torch.from_numpy(self.read(mine).astype(np.int64))  # (B, T + 1)
-        if self.device.type == "cuda":
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
             tokens = tokens.pin_memory()  # the copy then does not wait for running kernels
-        tokens = tokens.to(self.device, non_blocking=tokens.is_pinned())
+        tokens = tokens.to(self.device, non_blocking=on_gpu)
         # The target of each token is the token after it.
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -468,8 +469,8 @@ PRESETS = {
     ),
     # The same as gpt2, with the context of GPT-3 Small.
     "gpt3": dict(seq_len=2048),
-    # A model of 30 million parameters on 197 million tokens, for one T4. The values follow
-    # nanoGPT's advice that smaller models take a higher learning rate.
+    # A model of 30 million parameters on 197 million tokens, for one T4. It has a higher learning
+    # rate than gpt2, as is usual for smaller models.
     "small": dict(
         max_steps=3000, total_batch_size=65_536, seq_len=512, n_layer=6, n_head=6, n_embd=384,
         max_lr=1e-3, min_lr=1e-4, warmup_steps=150, eval_tokens=1_048_576, hellaswag_every=0,
@@ -501,14 +502,13 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     if preset == "auto":
         preset = "gpt2" if tokenizer.holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
     defaults = {"compile": devices.uses_cuda(given.device)} | PRESETS[preset]
-    shape = {"n_layer": 0, "n_head": 0, "n_embd": 0}
     if given.init != "scratch":
-        defaults |= shape  # 0 means not given: the weights have their own shape
+        defaults |= dict.fromkeys(cli.SHAPE, 0)  # 0 means not given: the weights have their own
     config = cli.parse_args(TrainConfig, words, default=TrainConfig(**defaults))
 
     at_least_1 = {"total_batch_size", "seq_len", "eval_tokens"}
     if config.init == "scratch":
-        at_least_1 |= shape.keys()
+        at_least_1.update(cli.SHAPE)
     problems = cli.range_problems(config, at_least_1)  # no other number may be negative
     if config.init == "scratch" and config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
@@ -682,7 +682,7 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     """The model to train: that of a checkpoint, or of --init, or a new one.
 
     A given model has its own shape, which is entered in `config`."""
-    shape = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}
+    shape = {name: getattr(config, name) for name in cli.SHAPE}
     # Fields that a fork has added to GPTConfig and to TrainConfig, such as dropout.
     in_both = {field.name for field in fields(GPTConfig)} & {field.name for field in fields(config)}
     added = {name: getattr(config, name) for name in in_both - shape.keys()}
@@ -738,10 +738,10 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ranks: Ranks, autocast: torch.autoca
 def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     """Trains a model. Every rank calls this. Returns the exit status."""
     # ---- Where to start: from a checkpoint with --resume, otherwise from new or given weights
-    checkpoint, saved = run.find_start()  # None and {} if there is no checkpoint
+    # None and {} if there is no checkpoint. An error if a setting outside RunConfig has changed.
+    checkpoint, saved = run.find_start(may_change=RunConfig)
     torch.manual_seed(config.seed)
     model = new_model(config, checkpoint)
-    run.check_settings(may_change=RunConfig)  # an error if any other setting has changed
     if config.save_every and ranks.rank == 0:
         huggingface.check_before_training(model)  # an error if its checkpoints could not be loaded
 

@@ -23,6 +23,9 @@ HINTS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space")
 HINTS[errno.EMFILE] = "; raise it with `ulimit -n`"
 
 
+SHAPE = ("n_layer", "n_head", "n_embd")  # settings of a model that weights of --init bring along
+
+
 def torchrun_ranks() -> tuple[int, int, int]:
     """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) without."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -63,7 +66,7 @@ def range_problems(config: Any, at_least_1: set[str]) -> list[str]:
         if isinstance(value, int | float) and default >= 0:  # a fork's may be negative
             minimum = 1 if name in at_least_1 else 0
             # A matrix whose shape has more than 20 bits would have too many bytes.
-            exponent = 20 if name in ("n_layer", "n_head", "n_embd") else 63
+            exponent = 20 if name in SHAPE else 63
             if not minimum <= value < 2**exponent:  # this is also true of nan
                 bounds = f"at least {minimum} and below 2**{exponent}"
                 problems.append(f"{flag(name)} {value}: must be {bounds}")

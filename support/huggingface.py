@@ -34,7 +34,9 @@ FORK_TYPE = "gpt2-repro-fork"
 THEIR_NAMES = {"block_size": "n_positions"}  # the one setting with another name there
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored transposed
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model")
-CHANNELS = 6  # per head, of the small models; with 4, a scale of 1 / 2 would be that of attention
+# Channels per head of the small models. The root of 6 is no round number, so that no other scale
+# passes for attention's 1 / sqrt(hs).
+CHANNELS = 6
 
 # --------------------------------------------------------------------------------------------------
 # What does this code compute? model_class is a class like GPT, config its GPTConfig.

@@ -18,7 +18,7 @@ from typing import Any
 
 from support import checkpoints, huggingface, run_log
 from support.checkpoints import checkpoint_path, list_checkpoints, step_of
-from support.cli import differences, print0, shown, warn
+from support.cli import SHAPE, differences, print0, shown, warn
 from support.code import file_of, find_code
 from support.errors import UserError
 from support.files import fsync, locked, remove
@@ -32,8 +32,8 @@ PRINTED = {"val": "validation loss", "hella": "HellaSwag"}  # streams, as the co
 class RunFolder:
     """`with RunFolder(config, ranks) as run:` keeps other runs out of the folder.
 
-    First come find_start(), check_settings() and begin(), then log() and save() as the run goes on,
-    and finish() at its end. `config` is a TrainConfig."""
+    First come find_start() and begin(), then log() and save() as the run goes on, and finish() at
+    its end. `config` is a TrainConfig."""
 
     def __init__(self, config: Any, ranks: Ranks):
         self.config = config
@@ -43,7 +43,6 @@ class RunFolder:
         self.entries: list[dict[str, Any]] = []  # of run.json
         self.trackers: list[Any] = []
         self.saved_step: int | None = None  # the step of the newest intact checkpoint
-        self.settings_before: dict[str, Any] = {}  # of the run that is continued
         self.logged: dict[str, int] = {}  # stream: the step of its latest value
         self.val_losses: dict[int, float] = {}  # step: validation loss
         self.log_failed = False  # a full disk has lost lines
@@ -65,32 +64,34 @@ class RunFolder:
         problem = f"{self.path}: another run uses it; choose another --log-dir"
         self.locks.enter_context(locked(self.path, problem))
 
-    def find_start(self) -> tuple[Path | None, dict[str, Any]]:
+    def find_start(self, may_change: type) -> tuple[Path | None, dict[str, Any]]:
         """With --resume, (the newest intact checkpoint, its state). Otherwise, or if there is none,
-        (None, {})."""
+        (None, {}).
+
+        UserError if the folder holds a run with other settings. Only the fields of the dataclass
+        `may_change` may differ."""
         if not self.config.resume:
             return None, {}
+        saved, before = {}, {}  # before: the settings of the run
         checkpoint = self.ranks.on_rank_0(checkpoints.find_checkpoint, self.path)
-        if checkpoint is None:  # a run may have been stopped before its first one
+        if checkpoint is not None:
+            saved = checkpoints.read_training_state(checkpoint)
+            before = saved["config"]
+            self.saved_step = saved["progress"]["step"]
+        else:  # it may have been stopped before its first checkpoint
             for entry in self.ranks.on_rank_0(run_log.run_entries, self.path)[-1:]:
-                self.settings_before = entry["config"]
-            return None, {}
-        saved = checkpoints.read_training_state(checkpoint)
-        self.settings_before = saved["config"]
-        self.saved_step = saved["progress"]["step"]
-        if self.saved_step > self.config.max_steps:
-            problem = f"is beyond --max-steps {self.config.max_steps}"
-            raise UserError(f"{checkpoint} {problem}: raise it, or choose another --log-dir")
-        return checkpoint, saved
-
-    def check_settings(self, may_change: type) -> None:
-        """UserError if the run that is continued had other settings. Fields of the dataclass
-        `may_change` may differ."""
+                before = entry["config"]
         names = {field.name for field in fields(may_change)}
-        changed = ", ".join(differences(self.settings_before, self.config, names))
+        if self.config.init != "scratch":
+            names.update(SHAPE)  # that of the weights, with which new_model() compares flags
+        changed = ", ".join(differences(before, self.config, names))
         if changed:
             problem = f"{self.path} holds another run ({changed})"
             raise UserError(f"--resume: {problem}; choose another --log-dir")
+        if saved and self.saved_step > self.config.max_steps:
+            problem = f"is beyond --max-steps {self.config.max_steps}"
+            raise UserError(f"{checkpoint} {problem}: raise it, or choose another --log-dir")
+        return checkpoint, saved
 
     def begin(self, model: Any, step: int, **about: Any) -> None:
         """Prepares the folder for a start at `step`, and records it in run.json.

@@ -141,6 +141,7 @@ def test_a_new_run_killed_while_it_begins_loses_nothing(moment, start, at_step, 
 
 OTHERS = {  # flags, given another run of two steps that saved both; what the message names
     "--seed 5 --beta2 0.9": r"--seed\b.*1337.*5.*--beta2\b.*0\.95.*0\.9",
+    "--seq-len 32": r"--seq-len\b.*16.*32",
     "--init MODEL": r"--init\b.*scratch.*model",
     "--max-steps 1": "step_000002.*--max-steps 1",
 }
