@@ -377,10 +377,12 @@ class DataLoaderLite:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state. UserError if the order of the data has changed."""
-        for key, value in self.state_dict().items():
-            saved = state.get(key, "not saved")
-            if key != "sequences_read" and saved != value:
-                difference = f"{key} {value}, was {saved}"
+        now = self.state_dict()
+        if state.keys() != now.keys():
+            raise UserError("the checkpoint's data loader was another; use the code that saved it")
+        for key, value in now.items():
+            if key != "sequences_read" and state[key] != value:
+                difference = f"{key} {value}, was {state[key]}"
                 raise UserError(f"the data differ from the checkpoint's ({difference})")
         self.go_to(state["sequences_read"])
 
