@@ -32,11 +32,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
 import train_gpt2
-from support import cli, devices, plan
-from support.errors import UserError
-from support.files import atomic_path, write_text
+from support import devices, plan
+from support.command_line import parse_args, torchrun_ranks
+from support.errors_and_signals import UserError, run_and_exit
+from support.files_and_locks import ROOT, atomic_path, write_text
+from support.log_txt import read_log
 from support.ranks import Ranks
-from support.run_log import ROOT, read_log, run_entries
+from support.run_json import run_entries
 from train_gpt2 import GPT, DataLoaderLite, TrainConfig
 
 RUNGS = {  # each keeps the changes of those before it, except ours
@@ -83,7 +85,7 @@ def measure_ours(flags: list[str], steps: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         more = ["--max-steps", str(WARMUP + steps), "--log-dir", folder, "--no-plan"]
         status = train_gpt2.main([*flags, *more])
-        if status or cli.torchrun_ranks()[0] > 0:
+        if status or torchrun_ranks()[0] > 0:
             sys.exit(status)
         log = read_log(folder)
         start = run_entries(folder)[-1]
@@ -225,10 +227,10 @@ def draw(rows: list[Row], path: Path) -> None:
 def main(args: list[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else args
     end = args.index("--") if "--" in args else len(args)
-    config, given = cli.parse_args(BenchConfig, args[:end]), args[end + 1 :]
+    config, given = parse_args(BenchConfig, args[:end]), args[end + 1 :]
     if config.steps < 1:
         raise UserError(f"--steps {config.steps}: must be at least 1")
-    if (config.ladder or config.rung) and cli.torchrun_ranks()[2] > 1:
+    if (config.ladder or config.rung) and torchrun_ranks()[2] > 1:
         raise UserError("--ladder and --rung measure one device: start them without torchrun")
     gpu = devices.uses_cuda(train_gpt2.read_config(given).device)
     flags = ["--preset", "gpt2" if gpu else "shakespeare", "--data", str(ROOT / "input.txt"), *OFF]
@@ -256,4 +258,4 @@ def main(args: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    run_and_exit(main)

@@ -16,9 +16,9 @@ from torch import Tensor
 from tyro.conf import Positional
 
 from support import huggingface
-from support.cli import flag, parse_args, run, warn
+from support.command_line import flag, parse_args, warn
 from support.devices import choose_device
-from support.errors import UserError
+from support.errors_and_signals import UserError, run_and_exit
 from support.tokenizer import EOT, get_tokenizer
 
 
@@ -152,4 +152,4 @@ def main(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_and_exit(main)

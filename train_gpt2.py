@@ -39,14 +39,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
-from support import cli, console, devices, hellaswag, huggingface, plan, signals, tokenizer
+import hellaswag
+from support import devices, huggingface, plan, shards
 from support.checkpoints import OptimizerStates, RandomStates
-from support.cli import print0, print_line
-from support.errors import RunError, UserError, explain
+from support.command_line import SHAPE, flag, parse_args, print0, print_line, range_problems
+from support.errors_and_signals import (
+    RunError,
+    Stopped,
+    UserError,
+    collect_stop_signals,
+    explain,
+    received_signals,
+    run_and_exit,
+    status_after_signal,
+)
+from support.files_and_locks import ROOT
 from support.muon import Muon
+from support.progress import Progress, announce, print_cost, print_validation
 from support.ranks import Ranks, settle_buckets
-from support.run_folder import ROOT, RunFolder
-from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
+from support.run_folder import RunFolder
+from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer, printable, text_size
 
 # --------------------------------------------------------------------------------------------------
 # Model: section 2.3 of "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019)
@@ -250,7 +262,7 @@ class GPT(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# Data. support/tokenizer.py opens shards and .txt files.
+# Data. support/shards.py opens shards and .txt files.
 
 SHARDS_FOLDER = "edu_fineweb10B"  # where fineweb.py writes its shards
 
@@ -296,7 +308,7 @@ class DataLoaderLite:
         self.device = torch.device(device)
         # The files, their names in `data`, and their tokens. The tokens are memory-mapped, so only
         # what is read is loaded.
-        self.paths, self.names, self.shards = tokenizer.open_split(Path(data), split)
+        self.paths, self.names, self.shards = shards.open_split(Path(data), split)
         self.total_tokens = sum(len(shard) for shard in self.shards)
         self.counts = [self.count_sequences(len(shard)) for shard in self.shards]
         self.sequences_per_epoch = sum(self.counts)
@@ -341,7 +353,7 @@ class DataLoaderLite:
         rows = []
         for shard, start in places:
             tokens = self.shards[shard][start : start + self.T + 1]
-            tokenizer.check_tokens(tokens, self.paths[shard])
+            shards.check_tokens(tokens, self.paths[shard])
             rows.append(tokens)
         return np.stack(rows)
 
@@ -499,19 +511,19 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     # The command line is read twice. The first time finds --preset, --device and --init, on which
     # the defaults of the second time depend. --help waits for the second time.
     no_help = [word for word in words if word not in ("-h", "--help")]
-    given = cli.parse_args(TrainConfig, no_help)
+    given = parse_args(TrainConfig, no_help)
     preset = given.preset
     if preset == "auto":
-        preset = "gpt2" if tokenizer.holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
+        preset = "gpt2" if shards.holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
     defaults = {"compile": devices.uses_cuda(given.device)} | PRESETS[preset]
     if given.init != "scratch":
-        defaults |= dict.fromkeys(cli.SHAPE, 0)  # 0 means not given: the weights have their own
-    config = cli.parse_args(TrainConfig, words, default=TrainConfig(**defaults))
+        defaults |= dict.fromkeys(SHAPE, 0)  # 0 means not given: the weights have their own
+    config = parse_args(TrainConfig, words, default=TrainConfig(**defaults))
 
     at_least_1 = {"total_batch_size", "seq_len", "eval_tokens"}
     if config.init == "scratch":
-        at_least_1.update(cli.SHAPE)
-    problems = cli.range_problems(config, at_least_1)  # no other number may be negative
+        at_least_1.update(SHAPE)
+    problems = range_problems(config, at_least_1)  # no other number may be negative
     if config.init == "scratch" and config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.beta2 >= 1:
@@ -583,7 +595,7 @@ def get_lr(step: int, config: TrainConfig) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# Evaluation. HellaSwag is in support/hellaswag.py.
+# Evaluation. HellaSwag is in hellaswag.py.
 
 
 @torch.no_grad()
@@ -625,7 +637,7 @@ def print_samples(model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocas
         print_line(f"rank {ranks.rank}: no samples: {error}")
         return
     for i, tokens in enumerate(idx.tolist()):
-        text = indent(tokenizer.printable(tokens), "  ")
+        text = indent(printable(tokens), "  ")
         print_line(f"rank {ranks.rank} sample {i}:\n{text}")
 
 
@@ -645,13 +657,12 @@ class Evaluations:
             N = min(config.eval_tokens // T, loader.sequences_per_epoch)
             self.sequences = loader.read(itertools.islice(loader.places(), N))  # (N, T + 1)
             # The bytes and characters of its text, for losses that do not depend on the tokenizer.
-            self.text_size = tokenizer.text_size(self.sequences[:, 1:].ravel())
+            self.text_size = text_size(self.sequences[:, 1:].ravel())
             if self.text_size.bytes == 0:
                 problem = "the validation split has no text, only separators of documents"
                 raise UserError(f"{config.data}: {problem}; --eval-every 0 trains without it")
         if config.hellaswag_every:
-            context = model.config.block_size
-            self.tasks = hellaswag.load_tasks(config.hellaswag_data, context, ranks)
+            self.tasks = hellaswag.load_tasks(config.hellaswag_data, model, ranks)
 
     def run(self, step: int, log: Callable[..., None]) -> None:
         """Makes the evaluations that are due after `step` updates, and logs their results."""
@@ -684,7 +695,7 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     """The model to train: that of a checkpoint, or of --init, or a new one.
 
     A given model has its own shape, which is entered in `config`."""
-    shape = {name: getattr(config, name) for name in cli.SHAPE}
+    shape = {name: getattr(config, name) for name in SHAPE}
     # Fields that a fork has added to GPTConfig and to TrainConfig, such as dropout.
     in_both = {field.name for field in fields(GPTConfig)} & {field.name for field in fields(config)}
     added = {name: getattr(config, name) for name in in_both - shape.keys()}
@@ -697,7 +708,7 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
         for name, wanted in shape.items():
             found = getattr(model.config, name)
             if wanted not in (0, found):  # 0 means not given
-                raise UserError(f"{cli.flag(name)} {wanted}: the model {weights} has {found}")
+                raise UserError(f"{flag(name)} {wanted}: the model {weights} has {found}")
             setattr(config, name, found)
     T, V = model.config.block_size, model.config.vocab_size
     if config.seq_len > T:
@@ -787,7 +798,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     optimizers = configure_optimizers(model, config, dtype)
     # The scaler keeps small float16 gradients from becoming 0. Other precisions need none.
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
-    progress = console.Progress(config, model, ranks, dtype)  # counts steps, and times them
+    progress = Progress(config, model, ranks, dtype)  # counts steps, and times them
     parts = {
         "progress": progress,
         "loader": loader,
@@ -805,12 +816,12 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 
     # ---- All checks are done, so the folder of the run may change
     chosen = {"dtype": str(dtype).removeprefix("torch."), "micro_batch": micro_batch}
-    software = devices.gpu_software(ranks.device, dtype)  # versions that matter for speed
+    software = devices.gpu_software(ranks.device)  # versions that matter for speed
     run.begin(model, progress.step, device=device_line, dtype=chosen["dtype"], **software)
     choose_execution(model, config)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast)
-    console.announce(config, device_line, model, optimizers, loader, progress, checkpoint)
-    signals.collect_stop_signals()  # so that a run which is asked to stop can save first
+    announce(config, device_line, model, optimizers, loader, progress, checkpoint)
+    collect_stop_signals()  # so that a run which is asked to stop can save first
     first_step = progress.step
 
     try:  # until a stop signal raises Stopped, in an evaluation or at the end of an iteration
@@ -844,7 +855,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
             # All ranks learn the mean loss, and whether any of them has received a stop signal.
             # From here on they have the same numbers, so they decide alike.
-            signal = torch.full_like(loss_sum, bool(signals.received))
+            signal = torch.full_like(loss_sum, bool(received_signals))
             total_loss, stop = ranks.sum_tensor(torch.stack([loss_sum, signal])).tolist()
             loss = total_loss / (grad_accum_steps * ranks.world_size)
             norm = norm.item()
@@ -875,19 +886,19 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             if is_due(config.save_every, progress.step, config):
                 run.save(model, parts, chosen)
             if stop:
-                raise signals.Stopped
-    except signals.Stopped:
+                raise Stopped
+    except Stopped:
         hint = "nothing is saved"
         if config.save_every:
             run.save(model, parts, chosen, required=True)  # or an error, such as a full disk
             hint = "--resume continues"
         print0(f"stopped by a signal after {progress.step} updates; {hint}")
-        return signals.exit_status()
+        return status_after_signal()
 
     # ---- The last lines
     if config.eval_every:
-        console.print_validation(evaluations.results["val"], evaluations.text_size)
-    console.print_cost(progress)
+        print_validation(evaluations.results["val"], evaluations.text_size)
+    print_cost(progress)
     if config.save_every:
         run.finish(model, progress.step)
     return 0
@@ -920,4 +931,4 @@ def main(args: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    run_and_exit(main)

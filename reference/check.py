@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tyro.conf import Positional
 
-from support.cli import flag, parse_args, run
-from support.errors import UserError
-from support.run_log import log_lines, run_entries
+from support.command_line import flag, parse_args
+from support.errors_and_signals import UserError, run_and_exit
+from support.log_txt import log_lines
+from support.run_json import run_entries
 
 # With the reference's seed the first losses must be the same up to rounding. In float32 this is
 # five times what ranks, micro-batches, compilation and another chip changed (README.md).
@@ -180,4 +181,4 @@ def main(args: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_and_exit(main)

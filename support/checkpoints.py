@@ -4,6 +4,7 @@ They appear whole or not at all; damage is detected by the checksums. Bad files 
 
 import io
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,9 +15,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from support.cli import warn
-from support.errors import UserError, first_line
-from support.files import atomic_path, remove_folder, sha256
+from support.command_line import warn
+from support.errors_and_signals import UserError, first_line
+from support.files_and_locks import atomic_path, remove_folder, sha256
 from support.ranks import Ranks
 
 REQUIRED = {"training_state.pt", "model.safetensors", "config.json"}
@@ -199,3 +200,30 @@ def prune_checkpoints(
             remove_folder(folder)
         except OSError as error:
             warn(f"{folder}: not removed ({error.strerror})")
+
+
+CARD = """---
+license: mit
+pipeline_tag: text-generation
+{library}---
+{kind} after {step:,} steps of {batch:,} tokens of `{data}`, from {init}, trained by `{script}` of
+gpt2-repro at commit {commit}: `{command}`
+
+It continues text, does not follow instructions, and may write what is false.
+"""
+
+
+def model_card(entry: dict[str, Any], step: int, is_gpt2: bool) -> str:
+    """A checkpoint's README.md, in the Hub's format. entry: the run's, in run.json."""
+    config = entry["config"]
+    return CARD.format(
+        library="library_name: transformers\n" if is_gpt2 else "",
+        kind="A GPT-2" if is_gpt2 else "A changed GPT-2, which only its own code loads,",
+        step=step,
+        batch=config["total_batch_size"],
+        data=Path(config["data"]).name,
+        init=config["init"],
+        script=entry.get("script"),
+        commit=entry["git_commit"],
+        command=shlex.join(["python", *entry["command"]]),
+    )

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
-from support.cli import warn
-from support.errors import UserError
+from support.command_line import warn
+from support.errors_and_signals import UserError
 
 
 def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torch.device:
@@ -125,19 +124,15 @@ def reset_peak_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def gpu_software(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
-    """What speed depends on, on a CUDA device: versions, and the attention kernel torch picks.
-
-    Wheels for CUDA 13 have cuDNN's attention, those for 12.6 FlashAttention-2."""
+def gpu_software(device: torch.device) -> dict[str, str | int]:
+    """The versions that speed depends on, on a CUDA device. Elsewhere there are none."""
     if device.type != "cuda":
         return {}
-    q = torch.empty(1, 12, 1024, 64, device=device, dtype=dtype, requires_grad=True)
-    attention = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
-    software = {"attention": attention, "cudnn": torch.backends.cudnn.version()}
     driver = Path("/proc/driver/nvidia/version")  # Linux's
     # NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 …
     version = re.search(r"\d+\.[\d.]+", driver.read_text() if driver.exists() else "")
-    return software | {"driver": version[0] if version else "unknown"}
+    found = version[0] if version else "unknown"
+    return {"cudnn": torch.backends.cudnn.version(), "driver": found}
 
 
 LARGE = 50_000_000  # parameters from which a CPU may train in bfloat16

@@ -12,7 +12,9 @@ they are."""
 
 import copy
 import functools
+import importlib.util
 import json
+import sys
 import tempfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -23,11 +25,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from support import files
 from support.checkpoints import list_checkpoints
-from support.cli import print0, shown
-from support.code import find_code, kept_code, load_gpt_class
-from support.errors import UserError, first_line
+from support.command_line import print0, shown
+from support.errors_and_signals import UserError, first_line
+from support.files_and_locks import ROOT, atomic_path, write_text
+from support.run_json import find_code, kept_code
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files
 
 FORK_TYPE = "gpt2-repro-fork"
@@ -195,7 +197,7 @@ def write_pretrained(model: nn.Module, folder: Path) -> None:
         config["n_ctx"] = settings["block_size"]
     config |= {THEIR_NAMES.get(name, name): value for name, value in settings.items()}
     config["fingerprint"] = fingerprint(type(model), model.config)
-    files.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if has_tokenizer:
         write_tokenizer(folder, settings["block_size"])
     if gpt2:
@@ -205,7 +207,7 @@ def write_pretrained(model: nn.Module, folder: Path) -> None:
     weights = {
         name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in weights.items()
     }
-    with files.atomic_path(folder / "model.safetensors") as partial:
+    with atomic_path(folder / "model.safetensors") as partial:
         safetensors.torch.save_file(weights, partial, metadata={"format": "pt"})
         # safetensors creates it with mode 0600
         partial.chmod((folder / "config.json").stat().st_mode)
@@ -220,9 +222,9 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
         "eos_token": "<|endoftext|>",
         "unk_token": "<|endoftext|>",
     }
-    files.write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+    write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
     for ours, theirs in {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}.items():
-        files.write_text(folder / theirs, bpe_files()[ours].read_text(encoding="utf-8"))
+        write_text(folder / theirs, bpe_files()[ours].read_text(encoding="utf-8"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,7 +352,7 @@ def find_model(name: str) -> Path:
 def load_gpt(folder: Path, device: torch.device, code: str = "") -> nn.Module | None:
     """The model in a folder as a GPT of ours. None: it isn't one, so it is for transformers.
 
-    code: the file that defines it; "" finds it (support/code.py). A GPT-2 that this code would
+    code: the file that defines it; "" finds it (support/run_json.py). A GPT-2 that this code would
     compute otherwise, since train_gpt2.py has been changed, is for transformers as well."""
     raw = read_config(folder)
     if not is_ours(raw):
@@ -369,6 +371,25 @@ def load_gpt(folder: Path, device: torch.device, code: str = "") -> nn.Module | 
     if V < VOCAB_SIZE:
         raise UserError(f"{folder}: a vocabulary of {V} tokens, but GPT-2's has {VOCAB_SIZE}")
     return model.to(device)
+
+
+def load_gpt_class(path: Path) -> type[nn.Module]:
+    """Runs a file and returns its class GPT."""
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"--code {path}: not a Python file")
+    if path.resolve() == ROOT / "train_gpt2.py":
+        import train_gpt2 as module
+    else:
+        folder = str(path.absolute().parent)
+        if folder not in sys.path:  # where `python FILE` would look for what it imports
+            sys.path.append(folder)
+        name = f"code_{path.stem}"  # not the name of a module that is already here
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    if not hasattr(module, "GPT"):
+        raise UserError(f"--code {path}: has no class GPT")
+    return module.GPT
 
 
 def load_by_transformers(folder: Path, dtype: torch.dtype | str) -> Any:

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from support.cli import print0, warn
-from support.console import duration
+from support.command_line import duration, print0, shown, warn
 from support.devices import PEAK_TFLOPS, choose_device, choose_precision, peak_flops, peak_memory
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from support.ranks import Ranks
-from support.tokenizer import open_split
+from support.shards import open_split
 
 SIZES = (128, 64, 32, 16, 8, 4, 2, 1)  # micro-batches to choose from
 CPU_TOKENS = 1024  # of a micro-batch on a CPU: more are not faster, and take more memory
@@ -121,29 +120,42 @@ def choose_micro_batch(
     return {"size": B, "chosen_for": here}
 
 
+def describe(
+    config: Any, model: Any, device_line: str, peak: tuple[float, str], available: int
+) -> dict[str, str]:
+    """What a run trains, and on what: the lines that a run and its --plan begin with.
+
+    `peak` is the result of peak_flops(). `available` is the number of training tokens, or 0 if
+    there is no data yet."""
+    tokens = config.max_steps * config.total_batch_size
+    epochs = f"{tokens / available:.3f} of {available:,} training tokens" if available else ""
+    return {
+        "device": device_line,
+        "model": f"{model.num_parameters():,} parameters, "
+        f"{model.flops_per_token(config.seq_len):,} FLOPs per token",
+        "MFU 100 %": f"{peak[0] / 1e12:,.3g} TFLOP/s per device ({peak[1]})",
+        "tokens": f"{tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
+        "data": shown(config.data),
+        "epochs": epochs or "no data yet",
+    }
+
+
 def print_plan(config: Any, model: Any) -> None:
     """Prints what a run will take. Trains nothing."""
     device = choose_device(config.device)
     dtype, device_line = choose_precision(config.dtype, device, model.num_parameters())
     flops = model.flops_per_token(config.seq_len)
     tokens = config.max_steps * config.total_batch_size
-    epochs = f"no {config.data} yet"
+    available = 0
     if Path(config.data).exists():
         *_, shards = open_split(Path(config.data), "train")
         available = sum(len(shard) for shard in shards)
-        epochs = f"{tokens / available:.3f} of {available:,} training tokens"
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops  # tokens per second
     B = choose_micro_batch(config, Ranks(0, 1, device), model, dtype)["size"]
     memory = estimate_memory(config, model, B, device.type, dtype)
-    in_blocks = sum(p.numel() for p in model.h.parameters())
     projected = f"projected: {ASSUMED_MFU:.0%} of"
-    rows = {
-        "device": device_line,
-        "parameters": f"{model.num_parameters():,} ({in_blocks:,} in the blocks)",
-        "FLOPs per token": f"{flops:,} (6 N + 12 L C T, N weights of linear layers)",
-        "tokens": f"{tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
-        "epochs": epochs,
+    rows = describe(config, model, device_line, (peak, source), available) | {
         "FLOPs": f"{flops * tokens:.3e}",
         "memory": f"{memory / 1e9:.2f} GB with B = {B}, an estimate",
         "time": f"{duration(tokens / rate)} at {rate:,.0f} tok/s, {projected} "
@@ -169,4 +181,4 @@ def print_plan(config: Any, model: Any) -> None:
                 row = f"{time}, {projected} {tflops:,g} TFLOP/s ({half}); B = {fitting[0]} fits"
             rows[f"{count} x {card}".removeprefix("1 x ")] = row
     for name, value in rows.items():
-        print(f"{name:>18}: {value}")
+        print(f"{name}: {value}")

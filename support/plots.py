@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from support.errors import UserError
-from support.files import atomic_path
-from support.run_log import read_log, run_entries
+from support.errors_and_signals import UserError
+from support.files_and_locks import atomic_path
+from support.log_txt import read_log
+from support.run_json import run_entries
 
 TITLES = {
     "loss": "Loss, nats per token",

@@ -15,10 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from support import signals
-from support.cli import print0, shown, torchrun_ranks
+from support.command_line import print0, shown, torchrun_ranks
 from support.devices import choose_device
-from support.errors import UserError, explain, first_line
+from support.errors_and_signals import (
+    Stopped,
+    UserError,
+    explain,
+    first_line,
+    received_signals,
+)
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,8 @@ class Ranks:
 
         Once any rank has received a stop signal, it raises Stopped on all in the same round."""
         for start in range(0, len(items), self.world_size):
-            if self.any(signals.received):
-                raise signals.Stopped
+            if self.any(received_signals):
+                raise Stopped
             yield from items[start + self.rank : start + self.rank + 1]
 
 

@@ -4,7 +4,7 @@ A folder holds one run. --resume continues it; without --resume the folder of an
 renamed, log/ to log_1/ or the first free number, where --resume --log-dir log_1 continues it.
 
 Only rank 0 reads and writes. The other ranks call the same methods, which tell them what rank 0
-found or do nothing. Formats: run_log.py and checkpoints.py."""
+found or do nothing. The formats are in log_txt.py, run_json.py and checkpoints.py."""
 
 import contextlib
 import os
@@ -16,15 +16,12 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from support import checkpoints, huggingface, run_log
+from support import checkpoints, huggingface, log_txt, run_json
 from support.checkpoints import checkpoint_path, list_checkpoints, step_of
-from support.cli import SHAPE, differences, print0, shown, warn
-from support.code import file_of, find_code
-from support.errors import UserError
-from support.files import fsync, locked, remove
+from support.command_line import SHAPE, differences, print0, shown, warn
+from support.errors_and_signals import UserError
+from support.files_and_locks import ROOT, fsync, locked, remove
 from support.ranks import Ranks
-from support.run_log import ROOT
-from support.trackers import start_trackers
 
 PRINTED = {"val": "validation loss", "hella": "HellaSwag"}  # streams, as the console has them
 
@@ -79,7 +76,7 @@ class RunFolder:
             before = saved["config"]
             self.saved_step = saved["progress"]["step"]
         else:  # it may have been stopped before its first checkpoint
-            for entry in self.ranks.on_rank_0(run_log.run_entries, self.path)[-1:]:
+            for entry in self.ranks.on_rank_0(run_json.run_entries, self.path)[-1:]:
                 before = entry["config"]
         names = {field.name for field in fields(may_change)}
         if self.config.init != "scratch":
@@ -99,7 +96,7 @@ class RunFolder:
         about: what else run.json is to say of this start."""
         if self.ranks.rank > 0:
             return
-        self.script = file_of(type(model))
+        self.script = run_json.file_of(type(model))
         holds_run = (self.path / "run.json").exists() or list_checkpoints(self.path)
         used = holds_run or (self.path / "log.txt").exists()  # of another program
         aside = self.rename_earlier() if used and not (self.config.resume and holds_run) else None
@@ -107,11 +104,14 @@ class RunFolder:
             for remainder in self.path.glob(f".{pattern}.*.partial"):  # of a killed process
                 remove(remainder)
         try:
-            earlier = run_log.run_entries(self.path)
+            earlier = run_json.run_entries(self.path)
             about |= dict(step=step, world_size=self.ranks.world_size)
-            self.entries = [*earlier, run_log.new_entry(asdict(self.config), self.script, **about)]
-            self.trackers = start_trackers(self.path, self.entries, step)
-            run_log.copy_script(self.path, self.entries, self.script)
+            self.entries = [*earlier, run_json.new_entry(asdict(self.config), self.script, **about)]
+            if self.config.tensorboard or self.config.wandb:
+                from support.trackers import start_trackers
+
+                self.trackers = start_trackers(self.path, self.entries, step)
+            run_json.copy_script(self.path, self.entries, self.script)
         except BaseException:  # such as no account at W&B, or a full disk
             if aside:  # nothing shall have changed
                 remove(self.path)
@@ -119,9 +119,9 @@ class RunFolder:
             raise
         if aside:
             print0(f"an earlier run is now in {aside}/ (--resume --log-dir {aside} continues it)")
-        kept = run_log.trim_log(self.path / "log.txt", step)  # evaluations at this step
+        kept = log_txt.trim_log(self.path / "log.txt", step)  # evaluations at this step
         self.logged = dict.fromkeys(kept, step)
-        steps, losses = run_log.read_log(self.path).get("val", ((), ()))
+        steps, losses = log_txt.read_log(self.path).get("val", ((), ()))
         self.val_losses = dict(zip(steps, losses, strict=True))
         if kept:
             self.track(step, kept)  # TensorBoard drops what it has of this step
@@ -162,9 +162,9 @@ class RunFolder:
         self.logged |= dict.fromkeys(values, step)
         if "val" in values:
             self.val_losses[step] = values["val"]
-        lines = "".join(run_log.format_line(step, name, value) for name, value in values.items())
+        lines = "".join(log_txt.format_line(step, name, value) for name, value in values.items())
         try:
-            run_log.append(self.path / "log.txt", lines.encode())
+            log_txt.append(self.path / "log.txt", lines.encode())
         except OSError as error:
             if not self.log_failed:
                 warn(f"{self.path}/log.txt: {error.strerror}; lines are lost until there is room")
@@ -201,7 +201,7 @@ class RunFolder:
         with contextlib.suppress(OSError):  # a log that can't be flushed must not end the run
             fsync(self.path / "log.txt")  # on disk it must not end before the checkpoint
         is_gpt2 = huggingface.is_gpt2(type(model), model.config)
-        card = model_card(self.entries[-1], step, is_gpt2)
+        card = checkpoints.model_card(self.entries[-1], step, is_gpt2)
         folder = checkpoint_path(self.path, step)
         return checkpoints.write_checkpoint(folder, model.save_pretrained, state, card)
 
@@ -244,7 +244,7 @@ class RunFolder:
         if (
             self.script
             and not huggingface.is_gpt2(type(model), model.config)
-            and find_code(self.path) != self.script
+            and run_json.find_code(self.path) != self.script
         ):
             command += ["--code", shown(self.script)]
         print0(f"sample: {shlex.join(command)}")
@@ -259,30 +259,3 @@ def draw_curves(log_dir: Path, wait: bool) -> None:
             process.wait()
     except OSError as error:
         warn(f"{log_dir}/curves.png: not drawn ({error.strerror})")
-
-
-CARD = """---
-license: mit
-pipeline_tag: text-generation
-{library}---
-{kind} after {step:,} steps of {batch:,} tokens of `{data}`, from {init}, trained by `{script}` of
-gpt2-repro at commit {commit}: `{command}`
-
-It continues text, does not follow instructions, and may write what is false.
-"""
-
-
-def model_card(entry: dict[str, Any], step: int, is_gpt2: bool) -> str:
-    """A checkpoint's README.md, in the Hub's format. entry: the run's, in run.json."""
-    config = entry["config"]
-    return CARD.format(
-        library="library_name: transformers\n" if is_gpt2 else "",
-        kind="A GPT-2" if is_gpt2 else "A changed GPT-2, which only its own code loads,",
-        step=step,
-        batch=config["total_batch_size"],
-        data=Path(config["data"]).name,
-        init=config["init"],
-        script=entry.get("script"),
-        commit=entry["git_commit"],
-        command=shlex.join(["python", *entry["command"]]),
-    )

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.cli import warn
-from support.errors import UserError, first_line
+from support.command_line import warn
+from support.errors_and_signals import UserError, first_line
 
 Tracker = Callable[[int, dict[str, float]], None]  # called with (step, {stream: value})
 
@@ -53,15 +53,14 @@ def start_tensorboard(log_dir: Path, entries: list[dict[str, Any]], step: int) -
 
 
 def start_wandb(log_dir: Path, entries: list[dict[str, Any]], step: int) -> Tracker:
-    """Continues the W&B run whose id an earlier entry has, or starts one and notes its id."""
+    """Continues the W&B run whose id an earlier entry has, or starts one. Notes its id."""
     import wandb
 
     known = [entry["wandb_id"] for entry in entries if "wandb_id" in entry]
-    entries[-1]["wandb_id"] = known[-1] if known else wandb.util.generate_id()
     try:
         run = wandb.init(
             project="gpt2-repro",
-            id=entries[-1]["wandb_id"],
+            id=known[-1] if known else None,
             name=log_dir.resolve().name,
             resume="allow",
             dir=log_dir,
@@ -70,4 +69,5 @@ def start_wandb(log_dir: Path, entries: list[dict[str, Any]], step: int) -> Trac
     except Exception as error:  # no account, no network
         problem = first_line(error)
         raise UserError(f"--wandb: {problem}; WANDB_MODE=offline needs neither") from None
+    entries[-1]["wandb_id"] = run.id
     return lambda step, values: run.log(values, step=step)

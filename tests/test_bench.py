@@ -10,7 +10,7 @@ import pytest
 from torch.profiler import profile
 
 import bench
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import RANK, ROOT, numbers, posix
 from train_gpt2 import DataLoaderLite
 
@@ -124,7 +124,7 @@ def test_wrong_input_is_one_line(monkeypatch):
 
 
 def test_the_comparison_with_build_nanogpt_starts(monkeypatch):
-    path = str(ROOT / "bench/fidelity/compare.py")
+    path = str(ROOT / "bench/fidelity/fidelity.py")
     monkeypatch.setattr(sys, "argv", [path, "--help"])
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(path, run_name="__main__")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reference import check
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import ROOT, train
 
 SHAKESPEARE = ROOT / "reference" / "shakespeare"

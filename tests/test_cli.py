@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt2
-from support.errors import RunError, UserError
+from support.errors_and_signals import RunError, UserError
 from tests.conftest import RANK, ROOT, error_line, run_script, tiny, train, words
 from train_gpt2 import GPT, GPTConfig
 
@@ -122,20 +122,20 @@ ENDS = [  # how a script ends, its exit status, what stderr names
 
 def test_exit_statuses(capsys):
     """A bug keeps its traceback."""
-    from support import cli
+    from support.errors_and_signals import run_and_exit
 
     for end, status, named in ENDS:
         raises = isinstance(end, BaseException)
         main = mock.Mock(side_effect=end) if raises else mock.Mock(return_value=end)
         with pytest.raises(SystemExit) as ended:
-            cli.run(main)
+            run_and_exit(main)
         lines = capsys.readouterr().err.splitlines()
         assert ended.value.code == status and len(lines) == (0 if named is None else 1), end
         assert named is None or lines[0].startswith("error: ")
         assert all(word in lines[0] for word in named or [])
     for bug in (ZeroDivisionError(), OSError(errno.ENOTSOCK, "a bug")):
         with pytest.raises(type(bug)):
-            cli.run(mock.Mock(side_effect=bug))
+            run_and_exit(mock.Mock(side_effect=bug))
 
 
 REMOTE = """NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error
@@ -214,7 +214,7 @@ def test_an_environment_that_names_no_rank_is_one_line(monkeypatch, capsys):
 
 ABORT = """
 import atexit, os
-from support.cli import run
+from support.errors_and_signals import run_and_exit
 
 class Thread:
     def __del__(self):
@@ -222,7 +222,7 @@ class Thread:
 
 thread = Thread()  # aborts in the clean-up of the interpreter, as threads of gloo may
 atexit.register(print, "exit function")
-run(lambda: print("done"))
+run_and_exit(lambda: print("done"))
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 import hellaswag
 import sample
 import train_gpt2
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import ROOT, losses, train
 
 

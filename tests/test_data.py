@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from train_gpt2 import DataLoaderLite
 
 

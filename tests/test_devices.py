@@ -14,8 +14,8 @@ import torch
 from torch.utils.benchmark import Timer
 
 from support import devices
-from support.errors import UserError
-from support.run_log import run_entries
+from support.errors_and_signals import UserError
+from support.run_json import run_entries
 from tests.conftest import train
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import fineweb
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import ROOT, error_line, posix
 
 pytestmark = [posix, pytest.mark.usefixtures("empty_folder")]

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 import train_gpt2
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import ROOT, TINY, logits_of, losses, read_log, train, words
 from tests.torture import assert_same
 from train_gpt2 import GPT, GPTConfig, get_tokenizer

@@ -52,7 +52,7 @@ def test_a_first_run_and_what_follows(clone):
     assert "validation loss: " in out
     parameters = re.search("model: ([0-9,]+) parameters", out)[1]
     plan = start(clone, "train_gpt2.py --plan --preset shakespeare --init log/step_000003")
-    assert f"parameters: {parameters} " in plan, "not the shape of the given weights"
+    assert f"model: {parameters} parameters" in plan, "not the shape of the given weights"
     out = start(clone, "reference/check.py log", status=1)
     assert "--data shards" in out, "it has no reference"
 

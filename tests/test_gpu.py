@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import RANK, ROOT, losses, read_log, train_on_ranks
 from tests.conftest import train as train_tiny
 from train_gpt2 import GPT, GPTConfig, Ranks, wrap_in_ddp

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from hellaswag import main
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import ROOT, logits_of, losses, read_log, train, train_on_ranks
 from train_gpt2 import GPT, GPTConfig, get_tokenizer
 
@@ -311,11 +311,11 @@ def answers(tmp_path, monkeypatch):
     path = tmp_path / "cache" / "hellaswag_val.jsonl"
 
     def set_answers(*contents, sha256=""):
-        monkeypatch.setattr("support.hellaswag.urlopen", mock.Mock(side_effect=contents))
-        monkeypatch.setattr("support.hellaswag.SHA256", sha256)
+        monkeypatch.setattr("hellaswag.urlopen", mock.Mock(side_effect=contents))
+        monkeypatch.setattr("hellaswag.SHA256", sha256)
         return path
 
-    monkeypatch.setattr("support.hellaswag.DOWNLOADED", path)
+    monkeypatch.setattr("hellaswag.DOWNLOADED", path)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     return set_answers
 
@@ -342,14 +342,14 @@ def test_download_is_retried_and_verified(answers, model, capsys):
 
 def no_network_on_rank_1():
     """The ranks are on two machines, of which only the first has the tasks."""
-    import support.hellaswag
+    import hellaswag
 
     os.environ["LOCAL_RANK"] = "0"
-    support.hellaswag.DOWNLOADED = TASKS
-    support.hellaswag.SHA256 = hashlib.sha256(TASKS.read_bytes()).hexdigest()
+    hellaswag.DOWNLOADED = TASKS
+    hellaswag.SHA256 = hashlib.sha256(TASKS.read_bytes()).hexdigest()
     if os.environ["RANK"] == "1":
-        support.hellaswag.SHA256 = "another"
-        support.hellaswag.urlopen = mock.Mock(side_effect=OSError("no network"))
+        hellaswag.SHA256 = "another"
+        hellaswag.urlopen = mock.Mock(side_effect=OSError("no network"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import sample
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import ROOT, logits_of, words
 from train_gpt2 import GPT, GPTConfig
 

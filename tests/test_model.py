@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import logits_of
 from train_gpt2 import GPT, GPTConfig
 

@@ -3,7 +3,7 @@
 import pytest
 
 import train_gpt2
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import (
     losses,
     numbers,

@@ -15,8 +15,8 @@ import hellaswag
 import sample
 import train_gpt2
 from support.devices import matmul_flops  # which conftest.py replaces
-from support.errors import UserError
-from support.run_log import run_entries
+from support.errors_and_signals import UserError
+from support.run_json import run_entries
 from tests.conftest import RANK, ROOT, losses, numbers, train, words
 from tests.pretend_gpu import OnGPU, PretendGPU
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt2
-from support.errors import RunError, UserError
+from support.errors_and_signals import RunError, UserError
 from tests import torture
 from tests.conftest import (
     checkpoints,

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import train_gpt2
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import (
     ROOT,
     losses,
@@ -337,7 +337,7 @@ def test_what_run_json_says_of_a_start(start, log, tmp_path, defined_in, monkeyp
     repo = tmp_path / "repo"
     subprocess.run(["git", "init", "-q", repo], check=True)
     defined_in(repo / "my_fork.py", 1)
-    monkeypatch.setattr("support.run_log.ROOT", repo)
+    monkeypatch.setattr("support.run_json.ROOT", repo)
 
     def entry_of(flags=""):
         start(f"--max-steps 0 {flags}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sample
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import words
 from train_gpt2 import GPT, GPTConfig, get_tokenizer
 

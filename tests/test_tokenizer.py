@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import ROOT, posix
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, get_tokenizer
 

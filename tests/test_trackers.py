@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from support.errors import UserError
+from support.errors_and_signals import UserError
 from tests.conftest import read_log, train
 
 ERRORS = [OSError("no space left"), RuntimeError("of another kind"), TimeoutError()]
@@ -19,14 +19,15 @@ def test_trackers_get_every_stream_until_they_fail(error, text, tmp_path, monkey
 
     def init(**settings):
         started.append(settings)
-        return SimpleNamespace(log=lambda values, step: sent.append((step, values)))
+        run_id = settings["id"] or f"new {len(started)}"
+        return SimpleNamespace(id=run_id, log=lambda *values, step: sent.append((step, *values)))
 
     def add_scalar(stream, value, step):
         if step >= 2:
             raise error
         scalars.append((stream, value, step))
 
-    wandb = SimpleNamespace(init=init, util=SimpleNamespace(generate_id=lambda: f"{len(started)}"))
+    wandb = SimpleNamespace(init=init)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     board = SimpleNamespace(SummaryWriter=lambda *_, **__: SimpleNamespace(add_scalar=add_scalar))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
@@ -35,7 +36,7 @@ def test_trackers_get_every_stream_until_they_fail(error, text, tmp_path, monkey
     train(*args, 2)
     train(*args, 2, "--resume --no-wandb --no-tensorboard")
     train(*args, 3, "--resume")
-    assert [settings["id"] for settings in started] == ["0", "0"]  # one run
+    assert [settings["id"] for settings in started] == [None, "new 1"]  # one run
     assert started[1]["resume"] == "allow" and started[0]["name"] == "log"
     assert [settings["config"]["max_steps"] for settings in started] == [2, 3]
     expected = [(stream, value, step) for step, values in sent for stream, value in values.items()]
@@ -51,10 +52,7 @@ def test_a_tracker_that_cannot_start_costs_nothing(text, tmp_path, monkeypatch):
     args = ["--save-every 1 --max-steps 1 --data", text, "--log-dir", log]
     train(*args)
     before = [path.read_bytes() for path in log.rglob("*") if path.is_file()]
-    no_account = SimpleNamespace(
-        init=mock.Mock(side_effect=OSError("no account")),
-        util=SimpleNamespace(generate_id=lambda: "a1"),
-    )
+    no_account = SimpleNamespace(init=mock.Mock(side_effect=OSError("no account")))
     board = SimpleNamespace(SummaryWriter=mock.Mock(side_effect=AssertionError("after wandb")))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
     for module, message in ((None, "--wandb.*pip install"), (no_account, "no account")):

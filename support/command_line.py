@@ -1,27 +1,15 @@
-"""What every script shares: flags, lines on the console, and how a process exits."""
+"""What every script shares: flags of the command line, and lines on the console."""
 
-import atexit
 import contextlib
-import errno
 import io
 import os
-import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from support.errors import LostRank, RunError, UserError
-from support.signals import received
-
-# System errors that the user can fix, with a hint where the system's own message has none.
-HINTS = dict.fromkeys((errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "")
-HINTS |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; choose a writable place")
-HINTS |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space")
-HINTS[errno.EMFILE] = "; raise it with `ulimit -n`"
-
+from support.errors_and_signals import UserError
 
 SHAPE = ("n_layer", "n_head", "n_embd")  # settings of a model that weights of --init bring along
 
@@ -110,70 +98,9 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def run(main: Callable[[], int | None]) -> None:
-    """Calls main() and exits with its result, or after one `error: ` line.
-
-    UserError and common system errors exit with status 2, RunError with 1. Any other exception is
-    a bug and keeps its traceback."""
-    prepare_stdout()
-    rank, world_size = 0, 1
-    try:
-        rank, _, world_size = torchrun_ranks()
-        status = main() or 0
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
-        sys.exit(1)
-    except Exception as error:
-        message = message_for_user(error)
-        if message is None:
-            raise
-        print_error(message, rank, world_size, lost=isinstance(error, LostRank))
-        status = 1 if isinstance(error, RunError) else 2
-        if world_size > 1:  # a normal exit would wait for collectives that never complete
-            os._exit(status)
-        sys.exit(status)
-    if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
-        atexit._run_exitfuncs()
-        os._exit(status)
-    sys.exit(status)
-
-
-def prepare_stdout() -> None:
-    """Makes `> file` readable while we run, and safe for any character, even if not UTF-8."""
-    if sys.stdout is None:  # the process that started us has closed it
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")
-    atexit.register(flush_stdout)
-
-
-def flush_stdout() -> None:
-    """At exit drops what can't be printed, since Python would exit with status 120."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def message_for_user(error: Exception) -> str | None:
-    """The one line about an error that the user can fix or should know; None if it is a bug."""
-    if isinstance(error, UserError | RunError):
-        return str(error)
-    if isinstance(error, OSError) and error.errno in HINTS:
-        name = f"{error.filename}: " if error.filename else ""
-        return f"{name}{error.strerror}{HINTS[error.errno]}"
-    return None
-
-
-def print_error(message: str, rank: int, world_size: int, lost: bool) -> None:
-    """Prints the `error: ` line, once where all ranks fail alike. lost: another rank has exited.
-
-    Rank 0 prints at once and exits, so torchrun ends the others. They wait for that first: if they
-    are still here, rank 0 did not fail."""
-    if world_size > 1 and (rank > 0 or lost):
-        if lost and received:  # torchrun is already ending this rank because another one failed
-            return
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(2)
-    name = f"rank {rank}: " if rank else ""
-    warn(f"{name}{message}", "error")
+def duration(seconds: float) -> str:
+    """A time for people: 0 min 40 s, 19 h 8 min, or 3.5 days."""
+    hours, rest = divmod(round(seconds), 3600)
+    if hours >= 72:
+        return f"{seconds / 86_400:,.1f} days"
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"

@@ -1,4 +1,4 @@
-"""What a training run prints: its first lines, the speed of each step, its last lines."""
+"""What a training run prints of itself: its first lines, the speed of each step, its last lines."""
 
 import time
 from pathlib import Path
@@ -6,17 +6,9 @@ from typing import Any
 
 import torch
 
-from support import devices
-from support.cli import print0, shown
+from support import devices, plan
+from support.command_line import duration, print0
 from support.ranks import Ranks
-
-
-def duration(seconds: float) -> str:
-    """A time for people: 0 min 40 s, 19 h 8 min, or 3.5 days."""
-    hours, rest = divmod(round(seconds), 3600)
-    if hours >= 72:
-        return f"{seconds / 86_400:,.1f} days"
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
 
 class Progress:
@@ -30,7 +22,7 @@ class Progress:
         self.tokens_per_step = config.total_batch_size
         self.flops_per_token = model.flops_per_token(config.seq_len)
         # What counts as 100 % MFU on one device, in FLOP/s, and where the figure comes from.
-        self.peak_flops, self.source = devices.peak_flops(ranks.device, dtype)
+        self.peak_flops, self.peak_source = devices.peak_flops(ranks.device, dtype)
         self.devices = ranks.world_size
         self.seconds = 0.0  # of the latest step
         self.seconds_left = 0.0  # until the end of the run
@@ -87,27 +79,21 @@ def announce(
     """Prints the first lines of a run. They say what it trains, on what, and from which checkpoint.
 
     config is a TrainConfig, model a GPT, and loader that of the training data."""
-    T = config.seq_len
-    steps_per_epoch = loader.sequences_per_epoch * T / config.total_batch_size
-    micro_steps = config.total_batch_size // (loader.B * T * loader.world_size)
-    print0(f"device: {device_line}")
-    flops = f"{progress.flops_per_token / 1e6:,.0f} MFLOP per token"
-    print0(f"model: {model.num_parameters():,} parameters, {flops}")
+    peak = (progress.peak_flops, progress.peak_source)
+    rows = plan.describe(config, model, device_line, peak, loader.total_tokens)
     shares = []
     for optimizer in optimizers:
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
         size = sum(p.numel() for p in tensors)
         shares.append(f"{type(optimizer).__name__} for {len(tensors)} tensors of {size:,}")
-    print0(f"optimizers: {'; '.join(shares)} parameters")
-    peak = f"{progress.peak_flops / 1e12:,.3g} TFLOP/s per device ({progress.source})"
-    print0(f"speed: MFU 100 % = {peak}")
-    print0(f"data: {shown(config.data)}, {loader.total_tokens:,} training tokens")
-    epochs = f"{config.max_steps / steps_per_epoch:.3f} epochs"
-    print0(f"steps: {config.max_steps:,} of {config.total_batch_size:,} tokens, {epochs}")
-    shape = f"{loader.B} x {T} tokens x {micro_steps} micro-steps"
-    print0(f"batch: {shape} x {loader.world_size} ranks")
+    rows["optimizers"] = f"{'; '.join(shares)} parameters"
+    micro_steps = config.total_batch_size // (loader.B * loader.T * loader.world_size)
+    shape = f"{loader.B} x {loader.T} tokens x {micro_steps} micro-steps"
+    rows["batch"] = f"{shape} x {loader.world_size} ranks"
     resumed = f", resumed from {checkpoint}" if checkpoint else ""
-    print0(f"log and checkpoints: {config.log_dir}/{resumed}")
+    rows["log and checkpoints"] = f"{config.log_dir}/{resumed}"
+    for name, value in rows.items():
+        print0(f"{name}: {value}")
 
 
 def print_validation(loss: float, text: Any) -> None:

@@ -1,6 +1,6 @@
 """Runs our script and build-nanogpt's from the same weights on the same tokens, and compares them.
 
-    python bench/fidelity/compare.py PEER [STEPS] [FLAG …]
+    python bench/fidelity/fidelity.py PEER [STEPS] [FLAG …]
 
 PEER is a copy of build-nanogpt. Both train GPT-2 (124M) in float32 on the CPU, with the settings of
 the gpt2 preset, for STEPS updates (60) of 2 x 2 x 32 tokens. Theirs is changed by EDITS. FLAGs are
@@ -18,10 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.cli import run
-from support.errors import UserError
-from support.run_log import read_log
-from support.tokenizer import tokenize_text
+from support.errors_and_signals import UserError, run_and_exit
+from support.log_txt import read_log
+from support.shards import tokenize_text
 from train_gpt2 import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -119,4 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_and_exit(main)

@@ -1,6 +1,6 @@
 """Atomic writes: files and folders that appear whole or not at all, and stay until replaced.
 
-And a lock, so that only one process at a time writes into a folder."""
+And a lock, so that only one process at a time writes into a folder, and the root folder."""
 
 import contextlib
 import errno
@@ -10,7 +10,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.errors import UserError
+from support.errors_and_signals import UserError
+
+ROOT = Path(__file__).parents[1]  # the folder of train_gpt2.py
 
 
 @contextlib.contextmanager

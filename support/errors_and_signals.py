@@ -1,0 +1,194 @@
+"""Errors, stop signals, and the exit status: how a process ends.
+
+Exit status 0 means done, 2 that the user's input was wrong, and 1 any other error. A run that was
+stopped by a signal exits with 130 or 143."""
+
+import atexit
+import contextlib
+import errno
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+# --------------------------------------------------------------------------------------------------
+# Errors
+
+
+class UserError(Exception):
+    """Something that the user can fix. Its one line says what is wrong and how to fix it."""
+
+
+class RunError(Exception):
+    """A run with valid input cannot go on. The message is one line."""
+
+
+class LostRank(RunError):
+    """An exchange failed because another rank has ended."""
+
+
+# Errors of the operating system that the user can fix, with a remedy if it is not obvious.
+SYSTEM_ERRORS = {
+    errno.ENOENT: "",
+    errno.EEXIST: "",
+    errno.ENOTDIR: "",
+    errno.EISDIR: "",
+    errno.EACCES: "; choose a writable place",
+    errno.EPERM: "; choose a writable place",
+    errno.EROFS: "; choose a writable place",
+    errno.ENOSPC: "; free some space",
+    errno.EDQUOT: "; free some space",
+    errno.EMFILE: "; raise it with `ulimit -n`",
+}
+OUT_OF_MEMORY = (  # what torch's errors say, on its several devices
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC",
+    "Storage size calculation overflowed",
+)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def explain(error: Exception, device: str = "", B: int = 0) -> Exception:
+    """Turns an error of the operating system or of torch into a UserError or a RunError.
+
+    Any other error is a bug, and returned as it is. `device` is where it happened, and B the
+    sequences per micro-batch, or 0 if that is not known."""
+    if isinstance(error, OSError) and error.errno in SYSTEM_ERRORS:
+        name = f"{error.filename}: " if error.filename else ""
+        return UserError(f"{name}{error.strerror}{SYSTEM_ERRORS[error.errno]}")
+    if not device or not isinstance(error, RuntimeError):
+        return error
+    import torch  # not at the top, since fineweb.py needs no torch
+
+    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+        problem = f"torch.compile does not work on this machine ({first_line(error)})"
+        compiler = "g++" if device == "cpu" else "gcc"
+        remedy = f"`apt install {compiler} python3-dev` may help; --no-compile trains without it"
+        return UserError(f"{problem}; {remedy}")
+    full = any(text in str(error) for text in OUT_OF_MEMORY) and "NCCL" not in str(error)
+    if full or isinstance(error, torch.OutOfMemoryError):
+        smaller = f"--micro-batch-size {B // 2} or " if B > 1 else ""
+        return UserError(f"out of memory on {device}: try {smaller}--low-memory")
+    # NCCL and gloo name themselves, at least by the path of their source file.
+    if isinstance(error, torch.distributed.DistError) or re.search("NCCL|gloo", str(error)):
+        problem = f"an exchange between ranks failed ({first_line(error)})"
+        remedy = "another rank has probably ended: see its error line, or torchrun's report"
+        return LostRank(f"{problem}; {remedy}")
+    return error
+
+
+# --------------------------------------------------------------------------------------------------
+# Stop signals: a run that is asked to stop saves and exits after the current update.
+#
+# They are SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal closes), and SIGUSR1, which Slurm can send
+# before a time limit. Evaluations, which may take longer, end early. A signal may reach only some
+# of the ranks, so they tell each other in every update and in every round of an evaluation.
+
+
+class Stopped(Exception):
+    """The run was asked to stop. It is raised on all ranks at the same place."""
+
+
+# The stop signals that this process has received. Global, as signal handlers are.
+received_signals: list[int] = []
+
+
+def collect_stop_signals() -> None:
+    """From now on stop signals only enter `received_signals`. A second SIGINT exits at once."""
+    received_signals.clear()
+
+    def note(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and signal.SIGINT in received_signals:
+            os._exit(130)
+        received_signals.append(number)
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if os.name != "nt":
+        numbers.append(signal.SIGUSR1)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, note)
+
+
+def status_after_signal() -> int:
+    """The status of a run that was stopped: 130 after SIGINT, otherwise 143."""
+    return 130 if received_signals[:1] == [signal.SIGINT] else 143
+
+
+# --------------------------------------------------------------------------------------------------
+# Exit
+
+
+def run_and_exit(main: Callable[[], int | None]) -> None:
+    """Calls main() and exits with its result, or prints one `error: ` line and exits.
+
+    A UserError exits with status 2, a RunError with 1. Any other error keeps its traceback."""
+    prepare_stdout()
+    try:
+        status = main() or 0
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
+        sys.exit(1)
+    except Exception as raised:
+        error = explain(raised)
+        if not isinstance(error, UserError | RunError):
+            raise
+        print_error(error)
+        status = 1 if isinstance(error, RunError) else 2
+        if rank_of_several() is not None:
+            os._exit(status)  # a normal exit would wait for exchanges that never complete
+        sys.exit(status)
+    if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
+        atexit._run_exitfuncs()
+        os._exit(status)
+    sys.exit(status)
+
+
+def rank_of_several() -> int | None:
+    """This process's rank, or None if it is alone."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() and os.environ.get("WORLD_SIZE", "1") != "1" else None
+
+
+def print_error(error: Exception) -> None:
+    """Prints the `error: ` line, once where all ranks fail alike.
+
+    Rank 0 prints at once and exits, so torchrun ends the others. They wait for that first: if they
+    are still here, rank 0 did not fail. Rank 0 also waits if it has lost another rank."""
+    lost = isinstance(error, LostRank)
+    rank = rank_of_several()
+    if rank is not None and (rank > 0 or lost):
+        if lost and received_signals:  # torchrun ends this rank, since another one has failed
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(2)
+    name = f"rank {rank}: " if rank else ""
+    with contextlib.suppress(OSError):
+        print(f"error: {name}{error}", file=sys.stderr, flush=True)
+
+
+def prepare_stdout() -> None:
+    """Makes `> file` readable while we run, and safe for any character, even if not UTF-8."""
+    if sys.stdout is None:  # the process that started us has closed it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    atexit.register(flush_stdout)
+
+
+def flush_stdout() -> None:
+    """At exit drops what can't be printed, since Python would exit with status 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

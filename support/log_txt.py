@@ -1,0 +1,62 @@
+"""log.txt, which has one `step stream value` per line. Does not import torch."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from support.files_and_locks import write_text
+
+# How values are written; other streams have the format .6f.
+FORMATS = {"hella": ".4f", "lr": ".6e", "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f"}
+
+
+def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
+    """The streams of a run: {"train": (steps, values), "val": …}."""
+    streams = {}
+    for step, stream, value in log_lines(Path(log_dir) / "log.txt"):
+        steps, values = streams.setdefault(stream, ([], []))
+        steps.append(step)
+        values.append(float(value))
+    return streams
+
+
+def log_lines(path: Path) -> list[tuple[int, str, str]]:
+    """The (step, stream, value) of each line. Skips malformed lines, such as one cut by a kill."""
+    lines = []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.split("\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            step, stream, value = line.split()
+            float(value)
+            lines.append((int(step), stream, value))
+    return lines
+
+
+def format_line(step: int, stream: str, value: float) -> str:
+    return f"{step} {stream} {value:{FORMATS.get(stream, '.6f')}}\n"
+
+
+def trim_log(path: Path, step: int) -> dict[str, float]:
+    """Keeps the lines before the update of `step`, which will be made again.
+
+    Returns the evaluations at `step`: {stream: value}. They precede that update's lines, of which
+    the first is the training loss."""
+    kept = []
+    for line in log_lines(path):
+        if line[0] > step or line[:2] == (step, "train"):
+            break
+        kept.append(line)
+    write_text(path, "".join(" ".join(map(str, line)) + "\n" for line in kept))
+    return {stream: float(value) for s, stream, value in kept if s == step}
+
+
+def append(path: Path, lines: bytes) -> None:
+    """Appends all lines or, if the disk is full, none: a part could be another number."""
+    with open(path, "ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            while lines:  # a nearly full disk takes a part
+                lines = lines[file.write(lines) :]
+        except OSError:
+            file.truncate(end)
+            raise

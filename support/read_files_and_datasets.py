@@ -1,0 +1,291 @@
+"""Reads documents for fineweb.py, from files (--input) or from a dataset (--dataset).
+
+A source of documents is a list of streams: each file is one, or each split of a dataset. It yields
+batches of documents, each with the place where the batch begins, from which a later run can go on.
+
+Libraries report bad input by exceptions of many kinds. `explained` makes one line of them."""
+
+import csv
+import glob
+import io
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from support.errors_and_signals import UserError
+
+BATCH_ROWS = 256  # documents in a batch
+# The files that --input takes. (No .parquet.gz: .parquet is compressed inside.)
+SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+DATASET_REMEDY = (
+    "check its name, --config and the network; if it is private or gated, run `hf auth login`; "
+    "if it is a folder, try it with --input, whose errors name the file and the row"
+)
+
+# A place in the text is a dictionary, as manifest.json holds it:
+# - "stream" is the number of a file, or of a split
+# - "position" is where a batch begins in it. For a file it is a number of rows, for a split what
+#   `datasets` calls its state, and at the beginning of both None.
+# - "used" is how many of the batch's tokens are in shards already. fineweb.py sets it.
+Place = dict[str, Any]
+START: Place = {"stream": 0, "position": None, "used": 0}
+Batches = Iterator[tuple[Place, list[str | None]]]  # (place, documents); a row may have no text
+
+
+@contextmanager
+def explained(where: Callable[[], str], remedy: str) -> Iterator[None]:
+    """Turns an exception of a library into one line: where it happened, the error, and a remedy."""
+    try:
+        yield
+    except Exception as error:  # theirs have no base class in common
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{where()}: {cause:.400}; {remedy}") from None
+
+
+class Source:
+    """Documents to tokenize, in streams. Files and Dataset are the two kinds of sources."""
+
+    kind: str  # as manifest.json names it
+    identity: dict[str, Any]  # what tells this text from another
+    sizes: list[tuple[str, int]]  # (name, bytes) of its files
+    has_validation_split: bool  # if so, it is stream 0
+    stream_count: int
+
+    def open(self) -> None:
+        """Prepares reading. Worker processes must have been started before."""
+
+    def read_stream(self, stream: int, position: Any) -> Iterator[tuple[Any, list[str | None]]]:
+        """Yields (the position after it, documents) for each batch from a position on."""
+        raise NotImplementedError
+
+    def read(self, start: Place, end: int | None = None) -> Batches:
+        """Reads from a place on, up to the stream `end`, by default to the last one."""
+        place = start
+        for stream in range(start["stream"], self.stream_count if end is None else end):
+            for position, documents in self.read_stream(stream, place["position"]):
+                yield place, documents
+                place = START | {"stream": stream, "position": position}
+            place = START | {"stream": stream + 1}
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+
+class Files(Source):
+    """The files that --input names. `column` is the column, or the key, of the text."""
+
+    kind = "files"
+    has_validation_split = False
+
+    def __init__(self, patterns: tuple[str, ...], column: str):
+        self.paths = find_files(patterns)
+        self.column = column
+        self.sizes = [(path.name, path.stat().st_size) for path in self.paths]
+        self.identity = {"files": [[name, size] for name, size in self.sizes]}
+        self.stream_count = len(self.paths)
+
+    def read_stream(self, stream: int, position: int | None) -> Iterator[tuple[int, list]]:
+        row = position or 0
+        texts = read_texts(self.paths[stream], self.column)
+        for _ in islice(texts, row):  # skips the rows before
+            pass
+        while batch := list(islice(texts, BATCH_ROWS)):
+            row += len(batch)
+            yield row, batch
+
+
+def find_files(patterns: tuple[str, ...]) -> list[Path]:
+    """The files that --input names, in this order; those of a folder or a pattern by name."""
+    paths: list[Path] = []
+    for pattern in patterns:
+        if os.path.isfile(pattern):  # also if its name contains [
+            found = [Path(pattern)]
+        elif os.path.isdir(pattern):
+            found = [path for path in files_in(pattern) if path.name != "README.md"]
+            found = [path for path in found if SUFFIX.search(path.name)]
+        else:
+            found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+        if not found or not all(path.is_file() and SUFFIX.search(path.name) for path in found):
+            kinds = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
+            raise UserError(f"--input {pattern}: no such file, or not one of {kinds}")
+        paths += found
+    return paths
+
+
+def files_in(folder: str) -> list[Path]:
+    """The files of a folder and its subfolders, sorted, without hidden ones, each once."""
+    paths = map(Path, glob.glob(f"{glob.escape(folder)}/**", recursive=True))
+    found: dict[Path, Path] = {}  # what a path leads to, which several links may: the first path
+    for path in sorted(path for path in paths if path.is_file()):
+        found.setdefault(path.resolve(), path)
+    return [*found.values()]
+
+
+def read_texts(path: Path, column: str) -> Iterator[str | None]:
+    """Yields the text of each row, or None. Errors name the file and the row, counted from 1."""
+    row = 1
+    remedy = "correct it, or name another column (or key) of strings with --text-column"
+    with explained(lambda: f"{path}: row {row}", remedy):
+        for text in read_rows(path, column):
+            if text is not None:
+                if not isinstance(text, str):
+                    raise TypeError(f"not a text: {text!r:.50}")
+                text.encode()  # raises for half a surrogate pair, which JSON may contain
+            yield text
+            row += 1
+
+
+def read_rows(path: Path, column: str) -> Iterator[Any]:
+    """Yields the value in each row's column; of a .txt or .md file, its text."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kind = SUFFIX.search(path.name)[1].lower()
+    if kind == "parquet":
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
+                yield from batch.column(column).to_pylist()
+        return
+    newline = "" if kind == "csv" else None  # None: line ends become \n
+    with (
+        # pyarrow reports a truncated file, which other decompressors take for a whole one.
+        pa.input_stream(path, COMPRESSION.get(path.suffix.lower())) as stream,
+        io.TextIOWrapper(stream, "utf-8-sig", newline=newline) as file,  # drops a byte order mark
+    ):
+        if kind == "jsonl":
+            for line in file:
+                yield json.loads(line)[column] if line.strip() else None
+        elif kind == "csv":
+            csv.field_size_limit(2**31 - 1)  # the largest that Windows takes
+            rows = csv.reader(file, strict=True)
+            header = next(rows, None)
+            if header is None:  # an empty file
+                return
+            index = header.index(column)
+            for row in rows:
+                if len(row) > len(header):
+                    raise ValueError(f"line {rows.line_num} has more values than the header")
+                if row == [] or (len(row) == 1 and not row[0].strip()):
+                    yield None  # a blank line
+                elif len(row) <= index:
+                    yield None  # a row too short to have a text
+                else:
+                    yield row[index]
+        else:
+            yield file.read()
+
+
+# --------------------------------------------------------------------------------------------------
+# Datasets, by the library `datasets`
+
+
+class Dataset(Source):
+    """A dataset of the Hub at a commit, or a local folder in the layout of one."""
+
+    def __init__(self, name: str, config: str, split: str, column: str, commit: str | None):
+        """`commit` is None for a local folder."""
+        self.name = name
+        self.config = config
+        self.split = split
+        self.column = column
+        self.commit = commit
+        self.kind = name
+        self.identity = {"commit": commit}
+        if commit is None:
+            self.kind = "folder"
+            paths = files_in(name)
+            self.identity = {"files": [[path.name, path.stat().st_size] for path in paths]}
+
+    def open(self) -> None:
+        with explained(lambda: f"--dataset {self.name}", DATASET_REMEDY):
+            self.splits, self.sizes = open_dataset(
+                self.name, self.config, self.split, self.column, self.commit
+            )
+        self.stream_count = len(self.splits)
+        self.has_validation_split = self.stream_count == 2
+
+    def read_stream(self, stream: int, position: Any) -> Iterator[tuple[Any, list]]:
+        split = self.splits[stream]
+        with explained(lambda: f"--dataset {self.name}", DATASET_REMEDY):
+            if position is not None:
+                split.load_state_dict(position)
+            for table in split.iter(BATCH_ROWS):
+                types = {field.name: str(field.type) for field in table.schema}
+                if types.get(self.column) not in ("string", "large_string", "string_view"):
+                    problem = f"no column of strings {self.column!r} (--text-column)"
+                    raise ValueError(f"{problem} in {types}")
+                yield split.state_dict(), table[self.column].to_pylist()
+
+
+def open_dataset(
+    dataset: str, config: str, split: str, column: str, commit: str | None
+) -> tuple[list, list[tuple[str, int]]]:
+    """([an IterableDataset for each split to read, validation first], [(file, its size in bytes)]).
+
+    Most of it works around what `datasets` would read otherwise than the file has it."""
+    import datasets
+    import fsspec
+    import pandas
+    import pyarrow as pa
+    from pyarrow.dataset import ParquetFragmentScanOptions
+
+    def open_zstd(file: Any, **_: Any) -> Any:
+        return pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
+
+    # As in read_rows: pyarrow reports a truncated file.
+    fsspec.compression.register_compression("zstd", open_zstd, "zst", force=True)
+    warnings.simplefilter("error", pandas.errors.ParserWarning)  # .csv rows longer than the header
+    datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch, and is slower
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its exceptions say the same
+    name = dataset if commit else os.path.realpath(dataset)
+    if re.search(r"[*?[]|::", name):
+        raise ValueError("`datasets` can't read paths with * ? [ or ::; rename it")
+    builder = datasets.load_dataset_builder(name, config or None, revision=commit)
+    if builder.name == "csv":
+        builder.config.index_col = False  # otherwise columns shift if rows are longer
+        # Keep this column alone, as text. Otherwise types are inferred in each part of a file.
+        builder.config.features = datasets.Features({column: datasets.Value("string")})
+    if builder.name == "json":
+        refuse_mixed_types(builder, column)
+    if builder.name == "parquet":  # with pre_buffer, a whole file would be kept in memory
+        builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
+    files = {str(key): paths for key, paths in builder.config.data_files.items()}
+    split = split or (next(iter(files)) if len(files) == 1 else "train")
+    if split not in files:
+        raise ValueError(f"no split {split!r}; --split takes one of {', '.join(files)}")
+    validation = [key for key in ("validation", "valid", "val", "dev") if key in files]
+    splits = [*validation[:1], split] if split == "train" else [split]
+    print(f"splits: {', '.join(splits)}")
+    found = [fsspec.core.url_to_fs(path) for key in splits for path in files[key]]
+    try:
+        streams = [builder.as_streaming_dataset(key).with_format("arrow") for key in splits]
+    except StopIteration:  # has no message
+        raise ValueError("the first file of a split is empty") from None
+    return streams, [(path, filesystem.size(path) or 0) for filesystem, path in found]
+
+
+def refuse_mixed_types(builder: Any, column: str) -> None:
+    """Makes a JSON dataset fail where `datasets` would store other texts than the file's: it infers
+    a type for each part of a file, then converts dates and numbers to the type of the first part,
+    and stores the source of all values of a part where types are mixed."""
+    cast_table = builder._cast_table
+
+    def checked(table: Any, json_field_paths: Any = ()) -> Any:
+        if column in table.column_names:
+            kind = str(table[column].type)
+            if [column] in [list(path) for path in json_field_paths]:
+                kind = "mixed"
+            if kind not in ("string", "null"):
+                raise ValueError(f"{column!r} (--text-column) is not text in all rows, but {kind}")
+        return cast_table(table, json_field_paths)
+
+    builder._cast_table = checked

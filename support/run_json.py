@@ -1,0 +1,117 @@
+"""run.json, and the script that ran: what a run records about itself. Does not import torch.
+
+run.json is a list with one entry for the start of the run, and one for each time it was resumed."""
+
+import contextlib
+import inspect
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from support.command_line import print0, shown
+from support.errors_and_signals import UserError
+from support.files_and_locks import ROOT, atomic_path, sha256, write_text
+
+
+def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
+    """The entries of run.json, oldest first; [] without one."""
+    path = Path(log_dir) / "run.json"
+    if not path.exists():
+        return []
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if type(entries) is list and all(type(entry["config"]) is dict for entry in entries):
+            return entries
+    raise UserError(f"{path}: not a list of a run's starts; move it away")
+
+
+def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
+    write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
+
+
+def copy_script(log_dir: Path, entries: list[dict[str, Any]], script: Path | None) -> None:
+    """Writes run.json, and a copy of the script that runs into the log folder, under its name."""
+    if script is None:
+        write_entries(log_dir, entries)
+        return
+    entries[-1] |= {"script": script.name, "script_sha256": sha256(script)}
+    write_entries(log_dir, entries)
+    copy = log_dir / script.name
+    if copy.exists() and sha256(copy) not in [entry.get("script_sha256") for entry in entries]:
+        print0(f"{copy} is not a run's copy: it stays, and this run's script is not kept")
+        return
+    with atomic_path(copy) as new:
+        new.write_bytes(script.read_bytes())
+
+
+def git_commit(script: Path | None) -> str | None:
+    """The commit of this clone, with a + if files have changed since or git lacks the script.
+
+    None without git."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+        describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
+        commit = git(describe, check=True).stdout.strip()
+        known = script is None or not git(["git", "ls-files", "--error-unmatch", script]).returncode
+        return commit if known or commit.endswith("+") else f"{commit}+"
+    return None
+
+
+def new_entry(config: dict[str, Any], script: Path | None = None, **more: Any) -> dict[str, Any]:
+    """An entry of run.json about this start. script: the file that runs."""
+    import torch  # here, since reading logs needs no torch
+
+    versions = {"torch": torch.__version__}  # with its build, such as +cu130
+    versions |= {name: version(name) for name in ("numpy", "tiktoken", "safetensors")}
+    # The folder may be published, so it has no local paths.
+    public = {k: shown(value) if isinstance(value, str) else value for k, value in config.items()}
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": [shown(word) for word in sys.argv],
+        "git_commit": git_commit(script),
+        "versions": versions | {"python": sys.version.split()[0]},
+        **more,
+        "config": public,
+    }
+
+
+def file_of(model_class: type) -> Path | None:
+    """The file that defines a class; None if there is none, as in a notebook."""
+    with contextlib.suppress(TypeError):
+        path = Path(inspect.getfile(model_class)).absolute()
+        return path if path.is_file() else None
+    return None
+
+
+def recorded(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """(the log folder of the run that trained the model in a folder, its last entry in run.json)"""
+    for log_dir in (folder, folder.parent):
+        with contextlib.suppress(UserError):  # another program's run.json
+            for entry in run_entries(log_dir)[-1:]:
+                return log_dir, entry
+    return folder, {}
+
+
+def find_code(folder: Path) -> Path:
+    """The file whose GPT the model in a folder is.
+
+    That is the file that run.json records, if this clone still has it as it was. (The copy in the
+    log folder is never taken: a folder from elsewhere could bring any code.) Otherwise it is
+    train_gpt2.py."""
+    _, entry = recorded(folder)
+    path = ROOT / Path(entry.get("script") or "").name
+    if path.is_file() and sha256(path) == entry.get("script_sha256"):
+        return path
+    return ROOT / "train_gpt2.py"
+
+
+def kept_code(folder: Path) -> Path | None:
+    """The copy of that file in the log folder; None if there is none."""
+    log_dir, entry = recorded(folder)
+    path = log_dir / Path(entry.get("script") or "").name
+    return path if path.is_file() else None
