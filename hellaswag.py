@@ -5,23 +5,24 @@
     python hellaswag.py -m log/step_019073 --data my_tasks.jsonl --limit 100
 
 HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?") has 10,042
-validation tasks. A task has a context, four endings and the number of the right one:
+validation tasks. A task has a context, four endings, and the index of the right one:
 
     {"ctx": "A man is sitting on a roof. He", "label": 3, "endings": ["is using wrap to wrap a pair
      of skis.", "is ripping level tiles off.", "is holding a rubik's cube.", "starts pulling up
      roofing on a roof."]}
 
-The model never sees the four endings side by side. It reads the context with each of them, and we
-sum its loss over the tokens of the ending. `acc` takes the ending with the lowest sum, and
-`acc_norm` the one with the lowest mean per token. The scores below are build-nanogpt's, which
-counts in the same way. Guessing gets 0.25.
+The model never sees the four endings side by side. It reads the context followed by one ending, and
+its losses on the tokens of the ending are added up. `acc` is the share of tasks in which the right
+ending has the lowest sum. `acc_norm` is the share in which it has the lowest mean per token. A
+model that guesses gets 0.25. OpenAI's models get these scores from the script of build-nanogpt,
+which chose the same endings as this one in 1,000 tasks:
 
     GPT-2 (124M)    10042 acc: 0.2859 acc_norm: 0.2955
     GPT-2 XL        10042 acc: 0.3842 acc_norm: 0.4893
 
-train_gpt2.py uses load_tasks() and accuracy() while it trains."""
+While train_gpt2.py trains, it calls load_tasks() and accuracy()."""
 
-import contextlib
+import hashlib
 import json
 import os
 import time
@@ -36,10 +37,9 @@ import torch
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
-from tqdm import tqdm
 
-from support.command_line import parse_args, print0, torchrun_ranks
-from support.devices import choose_device, choose_precision, keep_freed_memory, padded
+from support.command_line import parse_args, print0, progress_bar, torchrun_ranks
+from support.devices import choose_device, choose_precision, keep_freed_memory, padded_length
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, sha256, write_text
 from support.huggingface import find_model, load_causal_lm, load_gpt
@@ -47,101 +47,114 @@ from support.ranks import Ranks
 from support.tokenizer import VOCAB_SIZE, get_tokenizer
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # of that file
+SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # of the file there
 DOWNLOADED = ROOT / "hellaswag" / "hellaswag_val.jsonl"
-MAX_LOGITS = 2**28  # that transformers may compute at a time: a gigabyte
 
 # --------------------------------------------------------------------------------------------------
 # Tasks
 
 
 def download() -> Path:
-    """Downloads the validation set, unless it is there already, and returns its path."""
+    """Downloads the validation set, unless it is here already. Returns its path."""
     for attempt in range(3):
-        time.sleep(attempt)  # seconds
+        time.sleep(attempt)  # waits for 0, 1 and 2 seconds
         try:
             if DOWNLOADED.exists() and sha256(DOWNLOADED) == SHA256:
                 return DOWNLOADED
+            print0(f"downloading {URL}")
+            with urlopen(URL, timeout=20) as response:
+                content = response.read()
+            if hashlib.sha256(content).hexdigest() != SHA256:
+                raise OSError("not the official file")
             DOWNLOADED.parent.mkdir(exist_ok=True)
-            with atomic_path(DOWNLOADED) as partial, urlopen(URL, timeout=20) as response:
-                lines = tqdm(response, "download", 10042, leave=False, disable=None, unit="task")
-                partial.write_bytes(b"".join(lines))
-                if sha256(partial) != SHA256:
-                    raise OSError("not the official file")
+            with atomic_path(DOWNLOADED) as partial:
+                partial.write_bytes(content)
             return DOWNLOADED
         except (OSError, HTTPException) as error:
             problem = error
-    raise UserError(f"{URL}: download failed ({problem}); --data (--hellaswag-data) takes a file")
+    remedy = "give a local file with --data, or --hellaswag-data in training"
+    raise UserError(f"{URL}: download failed ({problem}); {remedy}")
 
 
 def read_examples(path: str | Path = "") -> list[dict[str, Any]]:
     """The tasks in a .jsonl file, by default the official ones."""
     path = Path(path) if path else download()
-    examples = []
+    # As bytes, since lines that are not UTF-8 are named below, and a text has other line ends, too.
     lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    examples = []
     for number, line in enumerate(lines, start=1):
-        example = None
-        with contextlib.suppress(ValueError, RecursionError):  # it is not JSON
-            found = json.loads(line)
-            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
-            example = found
-        match example:
-            case {
-                "ctx": str(context),
-                "label": 0 | 1 | 2 | 3,
-                "endings": [str(), str(), str(), str()] as endings,
-            } if context and all(endings):
-                examples.append(example)
-            case _:
-                needs = "with ctx, a label from 0 to 3 and four endings"
-                raise UserError(f"{path}, line {number}: not a HellaSwag task {needs}")
+        example = parse_example(line)
+        if example is None:
+            needs = "with ctx, a label from 0 to 3 and four endings"
+            raise UserError(f"{path}, line {number}: not a HellaSwag task {needs}")
+        examples.append(example)
     return examples
+
+
+def parse_example(line: bytes) -> dict[str, Any] | None:
+    """The task in a line of JSON, or None if the line is something else."""
+    try:
+        example = json.loads(line)
+        # JSON can hold half of a character, a lone surrogate. encode() raises a ValueError for it.
+        json.dumps(example, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):  # the latter for brackets that are nested too deeply
+        return None
+    match example:
+        case {
+            "ctx": str(context),
+            "label": 0 | 1 | 2 | 3,
+            "endings": [str(), str(), str(), str()] as endings,
+        } if context and all(endings):
+            return example
+    return None
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """What must be known of a model to score it. train_gpt2.py's and transformers' differ in it."""
+    """What score() needs of a model, whether it is train_gpt2.py's or any other."""
 
-    context: int  # the longest input, in tokens
-    encode: Callable[[str], list[int]]  # text -> tokens
-    first: list[int]  # tokens that begin every input, such as <s>; GPT-2 has none
-    # (tokens (B, T), where (B, T) bool) -> the logits at the n places where `where` is true, (n, V)
-    logits: Callable[[Tensor, Tensor], Tensor]
+    max_length: int  # the longest input that the model takes, in tokens
+    encode: Callable[[str], list[int]]  # turns a text into tokens
+    start: list[int]  # the tokens before each text: often <s>, none for GPT-2
+    # Takes tokens (B, T) and a mask (B, T) of bools. Returns the logits (n, V) at the n places
+    # where the mask is true.
+    logits_at: Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Task:
     context: list[int]  # tokens
-    endings: list[list[int]]  # the tokens of each ending
-    label: int  # the right ending, 0 to 3
+    endings: list[list[int]]  # the tokens of each
+    label: int  # index of the right ending
 
     @property
     def length(self) -> int:
-        """The number of tokens of the context and the longest ending."""
+        """The number of tokens of the context with the longest ending."""
         return len(self.context) + max(len(ending) for ending in self.endings)
 
 
 def tokenize(examples: list[dict[str, Any]], model: LanguageModel) -> list[Task]:
     """Tokenizes tasks. A context that is too long for the model loses its beginning."""
     tasks = []
-    cut = 0  # contexts that have lost their beginning
+    shortened = 0
     for number, example in enumerate(examples, start=1):
         context = model.encode(example["ctx"])
-        # An ending is tokenized behind its context, since some tokenizers would give an ending
-        # alone another first token.
+        # Some tokenizers give an ending other tokens alone than after its context. So both are
+        # tokenized together. The first tokens are those of the context, and the rest the ending's.
         texts = [model.encode(f"{example['ctx']} {ending}") for ending in example["endings"]]
         endings = [text[len(context) :] for text in texts]
         longest = max(len(ending) for ending in endings)
-        # The last token of an ending is predicted, but never read. So one more token has room.
-        room = model.context + 1 - len(model.first) - longest
+        # The model predicts the last token of an ending, but does not read it.
+        room = model.max_length - len(model.start) - (longest - 1)
         if room < 1:
-            problem = f"an ending of {longest} tokens, too long for a context of {model.context}"
-            raise UserError(f"HellaSwag task {number}: {problem}; a longer --seq-len has room")
+            problem = f"an ending has {longest} tokens, but the model's context {model.max_length}"
+            raise UserError(f"HellaSwag task {number}: {problem}; train with a longer --seq-len")
         if len(context) > room:
-            cut += 1
-        tasks.append(Task(model.first + context[-room:], endings, example["label"]))
-    if cut:
-        print0(f"HellaSwag: {cut} contexts cut to fit the model's {model.context} tokens")
+            shortened += 1
+            context = context[-room:]
+        tasks.append(Task(model.start + context, endings, example["label"]))
+    if shortened:
+        print0(f"HellaSwag: {shortened} contexts cut to fit the model's {model.max_length} tokens")
     return tasks
 
 
@@ -157,121 +170,147 @@ def score(
     batch_size: int = 8,
     show_progress: bool = False,
 ) -> dict[int, list[float]]:
-    """Sums the losses of the tokens of each ending: {number of a task: four sums, in nats}.
+    """Returns {index of a task: the summed losses of its four endings, in nats}.
 
-    Each rank scores its share of the tasks. After a stop signal this raises Stopped."""
-    # Tasks of similar lengths are scored together, so that little padding is needed.
+    Each rank scores its share of the tasks, and returns that."""
+    # Tasks of similar lengths are scored together, so that rows need little padding.
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].length)
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    sums = {}
-    # With disable=None tqdm shows its bar only on a terminal.
-    bar = tqdm(total=len(tasks), unit="task", disable=None if show_progress else True)
-    for batch in ranks.share(batches):
-        # A row holds a context and one of its endings. Zeros fill it up behind them, which no
-        # earlier token sees.
+    # share() yields the batches of this rank. If train_gpt2.py is asked to stop, it raises an
+    # error, which train() catches.
+    batches_of_rank = ranks.share(batches)
+    if show_progress:
+        batches_of_rank = progress_bar(batches_of_rank, "batch", total=len(batches))
+    losses_of_tasks = {}
+    for batch in batches_of_rank:
+        # A row has a context, one of its endings, and zeros up to the length of the longest row.
+        # The zeros change nothing, since each token sees only earlier ones.
         rows = [(tasks[i].context, ending) for i in batch for ending in tasks[i].endings]
+        # A row of T + 1 tokens has T that are read, and T that are predicted.
         T = max(tasks[i].length for i in batch) - 1
+        T = padded_length(T, ranks.device, model.max_length)  # a GPU prefers multiples of 64
         tokens = torch.zeros(len(rows), T + 1, dtype=torch.int64)
-        predicts_ending = torch.zeros(len(rows), T, dtype=torch.bool)
+        in_ending = torch.zeros(len(rows), T + 1, dtype=torch.bool)
         for row, (context, ending) in enumerate(rows):
-            n = len(context) + len(ending)
-            tokens[row, :n] = torch.tensor(context + ending)
-            # The last token of the context predicts the first one of the ending.
-            predicts_ending[row, len(context) - 1 : n - 1] = True
-        x = tokens[:, :-1].to(ranks.device)  # (B, T)
-        y = tokens[:, 1:][predicts_ending].to(ranks.device)  # (n,): the tokens of all endings
-        logits = model.logits(x, predicts_ending.to(ranks.device)).float()  # (n, V)
-        losses = F.cross_entropy(logits, y, reduction="none").cpu().double()  # (n,)
-        # Back to rows: zeros, but for the losses of each row's ending.
+            end = len(context) + len(ending)
+            tokens[row, :end] = torch.tensor(context + ending)
+            in_ending[row, len(context) : end] = True
+        x = tokens[:, :-1]  # (B, T)
+        y = tokens[:, 1:]  # (B, T), where y[row, t] is predicted from x[row, : t + 1]
+        mask = in_ending[:, 1:]  # (B, T), true where y is a token of the ending
+        logits = model.logits_at(x.to(ranks.device), mask.to(ranks.device))  # (n, V)
+        losses = F.cross_entropy(logits.float(), y[mask].to(ranks.device), reduction="none")  # (n,)
+        # Put each loss back in its place, and add up the rows.
         table = torch.zeros(len(rows), T, dtype=torch.float64)
-        table[predicts_ending] = losses
-        for i, four in zip(batch, table.sum(dim=1).view(-1, 4).tolist(), strict=True):
-            sums[i] = four
-        bar.update(len(batch))
-    bar.close()
-    return sums
+        table[mask] = losses.cpu().double()
+        sums = table.sum(dim=1).view(len(batch), 4)
+        losses_of_tasks |= dict(zip(batch, sums.tolist(), strict=True))
+    return losses_of_tasks
 
 
-def choices(task: Task, sums: list[float]) -> tuple[int, int]:
-    """The endings that acc and acc_norm choose, given the summed losses of the four."""
-    means = [loss / len(ending) for loss, ending in zip(sums, task.endings, strict=True)]
-    return sums.index(min(sums)), means.index(min(means))
+def choices(task: Task, losses: list[float]) -> tuple[int, int]:
+    """The endings that `acc` and `acc_norm` choose, by the summed losses of the four endings."""
+    means = [loss / len(ending) for loss, ending in zip(losses, task.endings, strict=True)]
+    return losses.index(min(losses)), means.index(min(means))
 
 
 # --------------------------------------------------------------------------------------------------
 # Models
 
 
-def of_train_gpt2(model: Any) -> LanguageModel:
-    """A GPT of train_gpt2.py. It computes the logits of the endings alone."""
-    context = model.config.block_size
+def wrap_gpt(gpt: Any) -> LanguageModel:
+    """Wraps a GPT of train_gpt2.py for score()."""
 
-    def logits(tokens: Tensor, where: Tensor) -> Tensor:
-        tokens, where = padded(tokens, context), padded(where, context)
-        return model(tokens, at=where)[:, :VOCAB_SIZE]  # what follows has no text
+    def logits_at(tokens: Tensor, mask: Tensor) -> Tensor:
+        logits = gpt(tokens, at=mask)  # computes logits only where the mask is true
+        return logits[:, :VOCAB_SIZE]  # A padded vocabulary has more, which belong to no token.
 
-    return LanguageModel(context, get_tokenizer().encode_ordinary, [], logits)
+    return LanguageModel(
+        max_length=gpt.config.block_size,
+        encode=get_tokenizer().encode_ordinary,
+        start=[],
+        logits_at=logits_at,
+    )
 
 
-def of_transformers(folder: Path, device: torch.device) -> LanguageModel:
-    """Any causal language model, by transformers, with its own tokenizer."""
-    # In float32, whatever it is saved in. With another --dtype autocast computes in that.
+MAX_LOGITS = 2**28  # four bytes each make a gigabyte
+
+
+def wrap_transformers(folder: Path, device: torch.device) -> LanguageModel:
+    """Loads any causal language model by transformers, with its own tokenizer, for score()."""
     model, tokenizer = load_causal_lm(folder, device, torch.float32)
-    config = model.config.get_text_config()
-    # A model such as Mamba has no longest input.
-    context = getattr(config, "max_position_embeddings", None) or 2**20
+    check_causal(model, folder)
+    config = model.config.get_text_config()  # its own, but for models of text and images
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False).input_ids
 
-    with_special = tokenizer("a").input_ids
-    first = with_special[: with_special.index(encode("a")[0])]
+    # `start` is what the tokenizer puts before the first token of a text.
+    first_token = encode("a")[0]
+    with_start = tokenizer("a").input_ids  # the tokens of <s> and "a", for example
+    start = with_start[: with_start.index(first_token)]
 
-    def logits(tokens: Tensor, where: Tensor) -> Tensor:
-        tokens, where = padded(tokens, context), padded(where, context)
-        # transformers computes the logits of all tokens, so only some rows have room at a time.
+    def logits_at(tokens: Tensor, mask: Tensor) -> Tensor:
+        # transformers computes the logits at all places, which may take much memory. So a few rows
+        # are computed at a time, with at most MAX_LOGITS numbers.
         rows = max(MAX_LOGITS // (config.vocab_size * tokens.size(1)), 1)
-        parts = zip(tokens.split(rows), where.split(rows), strict=True)
+        parts = zip(tokens.split(rows), mask.split(rows), strict=True)
         return torch.cat([model(x, use_cache=False).logits[at] for x, at in parts])
 
-    # Change the last token. In a causal model the logits before it stay the same.
-    tokens = torch.arange(8, device=device).repeat(2, 1)  # (2, 8)
-    tokens[1, -1] = 8
-    before_last = torch.tensor([[True] * 7 + [False]] * 2, device=device)
-    with torch.no_grad():
-        a, b = logits(tokens, before_last).chunk(2)  # (7, V) each
-    if not torch.allclose(a, b, atol=1e-3 * float(a.std())):
+    return LanguageModel(
+        # transformers has this setting, under this name, for all models with a longest input.
+        max_length=getattr(config, "max_position_embeddings", None) or 2**20,
+        encode=encode,
+        start=start,
+        logits_at=logits_at,
+    )
+
+
+@torch.no_grad()
+def check_causal(model: Any, folder: Path) -> None:
+    """UserError if the logits of a token depend on later tokens, as they do in BERT."""
+    tokens = torch.arange(8, device=model.device)[None]  # (1, 8)
+    changed = tokens.clone()
+    changed[0, -1] = 8
+    before, after = (model(idx).logits[0, :-1] for idx in (tokens, changed))  # (7, V) each
+    # They may differ by rounding, for which a thousandth of their spread is enough.
+    if not torch.allclose(before, after, atol=1e-3 * before.std().item()):
         raise UserError(f"{folder}: not a causal language model: its tokens see later ones")
-    return LanguageModel(context, encode, first, logits)
 
 
 # --------------------------------------------------------------------------------------------------
-# In training
+# For train_gpt2.py
 
 
-def load_tasks(path: str, model: Any, ranks: Ranks) -> list[Task]:
-    """The tasks for a GPT of train_gpt2.py, from a .jsonl file, or by default the official ones.
+def load_tasks(path: str, gpt: Any, ranks: Ranks) -> list[Task]:
+    """The tasks in a .jsonl file, by default the official ones, tokenized for a GPT.
 
-    If these can't be downloaded, this warns and returns [] on all ranks."""
+    If they cannot be downloaded, this prints a warning and returns [] on all ranks. The run then
+    goes on without HellaSwag."""
+    _rank, local_rank, _world_size = torchrun_ranks()
     problem = ""
-    if not path and torchrun_ranks()[1] == 0:  # one process of each machine downloads
+    if not path and local_rank == 0:  # The first process of each machine downloads.
         try:
             download()
         except UserError as error:
             problem = str(error)
-    for found in ranks.gather(problem):  # the others wait here
+    # gather() gives each rank the problems of all, so all of them wait for the downloads.
+    for found in ranks.gather(problem):
         if found:
             print0(f"warning: training without HellaSwag: {found}")
             return []
-    return tokenize(read_examples(path), of_train_gpt2(model))
+    return tokenize(read_examples(path), wrap_gpt(gpt))
 
 
-def accuracy(model: Any, tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:
-    """The acc_norm of a GPT of train_gpt2.py, over the tasks of all ranks."""
-    # Without force_eager a compiled model would be compiled again for each length.
+def accuracy(gpt: Any, tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:
+    """The acc_norm of a GPT on at least one task. All ranks call this, and get the same number."""
+    # Without force_eager, a compiled model would be compiled again for each new length.
     with autocast, torch.compiler.set_stance("force_eager"):
-        sums = score(of_train_gpt2(model), tasks, ranks)
-    right = sum(choices(tasks[i], four)[1] == tasks[i].label for i, four in sums.items())
+        losses_of_tasks = score(wrap_gpt(gpt), tasks, ranks)
+    right = 0
+    for i, losses in losses_of_tasks.items():
+        _, chosen = choices(tasks[i], losses)
+        right += chosen == tasks[i].label
     return ranks.sum(right) / len(tasks)
 
 
@@ -281,7 +320,9 @@ def accuracy(model: Any, tasks: list[Task], ranks: Ranks, autocast: torch.autoca
 
 @dataclass(frozen=True)
 class HellaSwagConfig:
-    """Evaluates a model of train_gpt2.py, or any Hugging Face causal LM, on HellaSwag."""
+    """Evaluates a model of train_gpt2.py, or any causal language model, on HellaSwag."""
+
+    # Each field is a flag, and its comment is the flag's help.
 
     # Hub name, folder of a model, or log folder of a run (its newest checkpoint)
     model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
@@ -289,10 +330,10 @@ class HellaSwagConfig:
     data: str = ""  # local .jsonl of tasks; empty: the official validation set, downloaded once
     limit: int = 0  # number of tasks to evaluate, from the first; 0: all
     batch_size: int = 8  # tasks per forward pass, of four rows each
-    # precision of matmuls; losses are always float32
+    # precision of matrix products; losses are computed in float32, and added up in float64
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     json: str = ""  # file for the predictions and losses of every task
-    code: str = ""  # script whose model it is; empty: as the run recorded it, else train_gpt2.py
+    code: str = ""  # file with the model's class GPT; empty: as log/run.json says, or train_gpt2.py
 
 
 def check_writable(path: str) -> None:
@@ -305,40 +346,47 @@ def check_writable(path: str) -> None:
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(HellaSwagConfig, args=args)
-    if config.batch_size < 1 or config.limit < 0:
-        numbers = f"--batch-size {config.batch_size}, --limit {config.limit}"
-        raise UserError(f"{numbers}: must be at least 1 and 0")
+    if config.batch_size < 1:
+        raise UserError(f"--batch-size {config.batch_size}: must be at least 1")
+    if config.limit < 0:
+        raise UserError(f"--limit {config.limit}: must be at least 0")
     if config.json:
-        check_writable(config.json)  # now, and not after hours of scoring
+        check_writable(config.json)  # before hours of scoring, not after
     device = choose_device(config.device)
     if device.type == "cpu":
-        keep_freed_memory()
-    # With auto, a model of any size is scored in float32 on a CPU.
-    dtype, description = choose_precision(config.dtype, device, parameters=0)
+        keep_freed_memory()  # for the next tensors, which saves time on a CPU
+    dtype, device_and_dtype = choose_precision(config.dtype, device)  # the second is for the user
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
     folder = find_model(config.model)
-    examples = read_examples(config.data)[: config.limit or None]
-    print(f"model: {folder}; device: {description}")
+    examples = read_examples(config.data)
+    if config.limit:
+        examples = examples[: config.limit]
+    print(f"model: {folder}; device: {device_and_dtype}")
 
-    gpt = load_gpt(folder, device, config.code)  # None if another program has made the model
-    model = of_train_gpt2(gpt) if gpt is not None else of_transformers(folder, device)
+    # A model that was trained here is run by the file that defines it, others by transformers.
+    gpt = load_gpt(folder, device, config.code)  # None for others
+    model = wrap_gpt(gpt) if gpt is not None else wrap_transformers(folder, device)
     tasks = tokenize(examples, model)
-    alone = Ranks(rank=0, world_size=1, device=device)
-    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-        sums = score(model, tasks, alone, config.batch_size, show_progress=True)
+    one_rank = Ranks(rank=0, world_size=1, device=device)
+    with autocast:
+        losses_of_tasks = score(model, tasks, one_rank, config.batch_size, show_progress=True)
 
     rows = []
-    for number, task in enumerate(tasks):
-        by_sum, by_mean = choices(task, sums[number])
-        row = {"task": number, "label": task.label}
-        row |= {"prediction": by_sum, "prediction_norm": by_mean}
-        row |= {"losses": sums[number], "lengths": [len(ending) for ending in task.endings]}
+    for i, task in enumerate(tasks):
+        by_sum, by_mean = choices(task, losses_of_tasks[i])
+        row = {
+            "task": i,
+            "label": task.label,
+            "prediction": by_sum,
+            "prediction_norm": by_mean,
+            "losses": losses_of_tasks[i],
+            "lengths": [len(ending) for ending in task.endings],
+        }
         rows.append(row)
     if config.json:
         write_text(config.json, json.dumps(rows))
-    acc, acc_norm = (
-        sum(row[prediction] == row["label"] for row in rows) / len(rows)
-        for prediction in ("prediction", "prediction_norm")
-    )
+    acc = sum(row["prediction"] == row["label"] for row in rows) / len(rows)
+    acc_norm = sum(row["prediction_norm"] == row["label"] for row in rows) / len(rows)
     print(f"{len(rows)} acc: {acc:.4f} acc_norm: {acc_norm:.4f}")
 
 

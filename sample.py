@@ -28,7 +28,7 @@ class SampleConfig:
 
     model: Positional[str]  # log folder (its newest checkpoint), model folder, or hub name
     prompt: Positional[str] = ""  # text to continue; empty: each line of standard input
-    max_new_tokens: int = 100  # at most; also ends at <|endoftext|> and at the model's context
+    max_new_tokens: int = 100  # at most; a sample also ends at <|endoftext|>
     temperature: float = 1.0  # divides the logits: below 1 favours likely tokens; 0: the likeliest
     top_k: int = 50  # number of likeliest tokens to draw from; 0: all
     seed: int = 42  # of the first sample; incremented per sample
@@ -41,7 +41,7 @@ class SampleConfig:
 class Sampler:
     """A model of either kind, and how to use it."""
 
-    context: int  # tokens
+    context: int | None  # in tokens; None: it goes on, and forgets what is further back
     encode: Callable[[str], list[int]]
     # prints the prompt idx (1, T), then each of up to n new tokens as it is sampled
     stream: Callable[[Tensor, int, SampleConfig, int], None]  # (idx, n, config, seed)
@@ -67,7 +67,7 @@ def gpt_sampler(model: Any) -> Sampler:
             print(text, end="", flush=True)
         print(utf8.decode(b"", final=True))
 
-    return Sampler(model.config.block_size, encode, stream)
+    return Sampler(None, encode, stream)
 
 
 def transformers_sampler(model: Any, tokenizer: Any) -> Sampler:
@@ -94,7 +94,7 @@ def transformers_sampler(model: Any, tokenizer: Any) -> Sampler:
         model.generate(idx, generation, attention_mask=torch.ones_like(idx), streamer=streamer)
 
     # Some models, such as Mamba, have no limit.
-    context = getattr(model.config, "max_position_embeddings", None) or 2**20
+    context = getattr(model.config, "max_position_embeddings", None)
     return Sampler(context, encode, stream)
 
 
@@ -115,14 +115,16 @@ def sample(sampler: Sampler, prompt: str, config: SampleConfig, device: torch.de
         raise UserError(f"prompt {prompt!a}: not UTF-8") from None
     # Without a prompt: after <|endoftext|>, where a new document begins.
     tokens = sampler.encode(prompt) or [EOT]
-    length = len(tokens)
+    n = config.max_new_tokens
     context = sampler.context
-    if length >= context:  # make room for the new tokens, but keep half a context of the prompt
-        kept = max(context - config.max_new_tokens, context // 2)
-        tokens = tokens[-kept:]
-        warn(f"prompt of {length} tokens cut to its last {kept}; the context has {context}")
+    if context is not None and len(tokens) + n > context:  # it would stop with an error there
+        length = len(tokens)
+        if length >= context:  # makes room for new tokens, but keeps half a context of the prompt
+            tokens = tokens[-max(context - n, context // 2) :]
+        n = context - len(tokens)
+        used = f"it reads the last {len(tokens)} of {length} tokens and adds at most {n}"
+        warn(f"the model's context has {context} tokens, so {used}")
     idx = torch.tensor([tokens], device=device)  # (1, T)
-    n = min(config.max_new_tokens, context - len(tokens))
     for i in range(config.num_samples):
         sampler.stream(idx, n, config, config.seed + i)
 

@@ -223,8 +223,9 @@ class GPT(nn.Module):
             T = window.size(1)
             # On a GPU the kernels of attention take time to prepare for each new length. So zeros
             # are added there, up to a multiple of 64 tokens. No token attends to later ones.
-            longer = devices.padded(window, block_size)
-            logits = self(longer, at=(slice(None), T - 1))[:, :V].float() / temperature  # (B, V)
+            zeros = devices.padded_length(T, idx.device, block_size) - T
+            window = F.pad(window, (0, zeros))
+            logits = self(window, at=(slice(None), T - 1))[:, :V].float() / temperature  # (B, V)
             logits, candidates = logits.topk(k)  # (B, k) each
             p = logits.softmax(-1)
             if not p.isfinite().all():
@@ -499,10 +500,19 @@ PRESETS = {
         optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
         warmdown_steps=450, beta2=0.995,
         eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300,
-        sample_prompt="ROMEO:", save_every=200,
+        sample_prompt="\n", save_every=200,
     ),
 }
 # fmt: on
+
+
+def choose_preset(preset: str) -> tuple[str, str]:
+    """The preset that --preset means, and the reason."""
+    if preset != "auto":
+        return preset, "as requested"
+    if shards.holds_shards(Path(SHARDS_FOLDER)):
+        return "gpt2", f"{SHARDS_FOLDER}/ has shards"
+    return "shakespeare", f"{SHARDS_FOLDER}/ has no shards; `python fineweb.py` makes them"
 
 
 def read_config(args: list[str] | None = None) -> TrainConfig:
@@ -512,9 +522,7 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     # the defaults of the second time depend. --help waits for the second time.
     no_help = [word for word in words if word not in ("-h", "--help")]
     given = parse_args(TrainConfig, no_help)
-    preset = given.preset
-    if preset == "auto":
-        preset = "gpt2" if shards.holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
+    preset, _ = choose_preset(given.preset)
     defaults = {"compile": devices.uses_cuda(given.device)} | PRESETS[preset]
     if given.init != "scratch":
         defaults |= dict.fromkeys(SHAPE, 0)  # 0 means not given: the weights have their own
@@ -912,9 +920,11 @@ def main(args: list[str] | None = None) -> int:
             plan.print_plan(config, new_model(config))
         return 0
     ranks = Ranks.start(config.device, config.deterministic)
-    if config.preset == "auto" and config.data == PRESETS["shakespeare"]["data"]:  # auto's choice
-        missing = f"no shards in {SHARDS_FOLDER}/ (`python fineweb.py` builds them)"
-        print0(f"{missing}: the shakespeare preset")
+    preset, reason = choose_preset(config.preset)
+    print0(f"preset: {preset} ({reason})")
+    if config.preset == "auto" and config.data != TrainConfig(**PRESETS[preset]).data:
+        suits = {"shakespeare": "about a megabyte of text", "gpt2": "gigabytes of text"}[preset]
+        print0(f"note: this preset suits {suits}; --preset small suits 50 megabytes and more")
     if ranks.device.type == "cpu" and not config.low_memory:
         # The process keeps freed memory for new tensors. Steps take less time, and more memory.
         devices.keep_freed_memory()

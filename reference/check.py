@@ -127,6 +127,24 @@ def comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
     return True
 
 
+def judge_alone(streams: Streams) -> None:
+    """Prints what can be said of a run without a reference."""
+    print("So nothing says whether its losses are right. What can be said:")
+    losses = [v for stream in ("train", "val") for v in streams.get(stream, {}).values()]
+    infinite = sum(not math.isfinite(loss) for loss in losses)
+    print(f"- {infinite or 'none'} of its {len(losses)} losses are not finite")
+    first = streams.get("train", {}).get(0)
+    if first is not None:
+        print(f"- the first loss is {first:.2f}; of a model that knows nothing it is near 10.82")
+    val = streams.get("val", {})
+    if val:
+        best = min(val, key=val.get)
+        print(f"- the validation loss went from {val[min(val)]:.4f} to {val[max(val)]:.4f}")
+        if best != max(val):
+            print(f"- it was lowest at step {best}, {val[best]:.4f}; then the model overfitted")
+    print("reference/README.md says how to make a reference of your own")
+
+
 def verdict(values: list[Value], name: str) -> bool:
     """Prints what the verdict rests on, and the verdict."""
     outside = [v for v in values if not v.low <= v.value <= v.high]
@@ -158,6 +176,10 @@ def main(args: list[str] | None = None) -> int:
         reference = Path(__file__).parent / preset
     name = reference.name
     entries = run_entries(reference)
+    if not entries and config.reference is None:
+        print(f"no reference for the preset {name}: there are shakespeare and gpt2")
+        judge_alone(streams)
+        return 1
     if not entries:
         raise UserError(f"{reference}: not a reference; choose reference/shakespeare or gpt2")
     theirs = entries[-1]["config"]
@@ -165,6 +187,7 @@ def main(args: list[str] | None = None) -> int:
         print(f"no run.json next to {log}: the settings are assumed to be those of {name}")
         ours = theirs
     if not comparable(ours, theirs, name):
+        judge_alone(streams)
         return 1
     values = [  # outside of any bounds
         Value(stream, step, value, -math.inf, math.inf)

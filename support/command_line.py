@@ -4,10 +4,12 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from support.errors_and_signals import UserError
 
@@ -89,6 +91,11 @@ def warn(message: str, label: str = "warning") -> None:
     """Prints to stderr; dropped if it can't be printed."""
     with contextlib.suppress(OSError):
         print(f"{label}: {message}", file=sys.stderr, flush=True)
+
+
+def progress_bar(iterable: Iterable[Any] | None, unit: str, **options: Any) -> tqdm:
+    """A bar of tqdm on a terminal. Elsewhere it prints nothing."""
+    return tqdm(iterable, unit=unit, leave=False, disable=None, **options)
 
 
 def shown(value: Any) -> str:

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from support.command_line import warn
 from support.errors_and_signals import UserError
@@ -96,14 +94,11 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: don't shrink the heap
 
 
-def padded(idx: Tensor, block_size: int) -> Tensor:
-    """Tokens (B, T) with zeros behind them on a CUDA GPU: up to the next multiple of 64 tokens.
+def padded_length(T: int, device: torch.device, longest: int) -> int:
+    """On a CUDA GPU the next multiple of 64 tokens, but at most `longest`. Elsewhere T itself.
 
-    cuDNN plans its attention kernels again for each new length, which takes time. No token attends
-    to later ones. block_size: the model's context, in tokens, which the zeros do not exceed."""
-    T = idx.size(1)
-    longer = min(T + -T % 64, block_size) if idx.device.type == "cuda" else T
-    return F.pad(idx, (0, longer - T))
+    cuDNN plans its attention kernels again for each new length, which takes time."""
+    return min(T + -T % 64, longest) if device.type == "cuda" else T
 
 
 def peak_memory() -> int | None:
@@ -139,11 +134,12 @@ LARGE = 50_000_000  # parameters from which a CPU may train in bfloat16
 
 
 def choose_precision(
-    dtype: str, device: torch.device, parameters: int, before: str | None = None
+    dtype: str, device: torch.device, parameters: int = 0, before: str | None = None
 ) -> tuple[torch.dtype, str]:
     """(dtype of matmuls, a line with device, dtype and the reason for it)
 
-    dtype: --dtype. before: that of a run that is resumed."""
+    dtype: --dtype. parameters: of the model; without them it counts as small. before: the dtype of
+    a run that is resumed."""
     chip = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)

@@ -2,8 +2,7 @@
 
 A source of documents is a list of streams: each file is one, or each split of a dataset. It yields
 batches of documents, each with the place where the batch begins, from which a later run can go on.
-
-Libraries report bad input by exceptions of many kinds. `explained` makes one line of them."""
+"""
 
 import csv
 import glob
@@ -12,11 +11,11 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.errors_and_signals import UserError
 
@@ -29,31 +28,42 @@ DATASET_REMEDY = (
     "if it is a folder, try it with --input, whose errors name the file and the row"
 )
 
-# A place in the text is a dictionary, as manifest.json holds it:
-# - "stream" is the number of a file, or of a split
-# - "position" is where a batch begins in it. For a file it is a number of rows, for a split what
-#   `datasets` calls its state, and at the beginning of both None.
-# - "used" is how many of the batch's tokens are in shards already. fineweb.py sets it.
-Place = dict[str, Any]
-START: Place = {"stream": 0, "position": None, "used": 0}
+TOKENS_PER_BYTE = {".parquet": 0.35, ".gz": 0.8, ".zst": 0.8}  # roughly; other files have 0.25
+
+
+class Place(NamedTuple):
+    """A place in the text: that of a token, from which a later run can go on."""
+
+    stream: int = 0  # the number of a file, or of a split of a dataset
+    # Where a batch of documents begins in the stream. For a file it is a number of rows, for a
+    # split what `datasets` calls its state, and at the beginning of both None.
+    position: Any = None
+    used: int = 0  # how many tokens of that batch come before the place
+
+
 Batches = Iterator[tuple[Place, list[str | None]]]  # (place, documents); a row may have no text
 
 
+def as_one_line(where: str, error: Exception, remedy: str) -> UserError:
+    """A library's exception for the user."""
+    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    return UserError(f"{where}: {cause:.400}; {remedy}")
+
+
 @contextmanager
-def explained(where: Callable[[], str], remedy: str) -> Iterator[None]:
-    """Turns an exception of a library into one line: where it happened, the error, and a remedy."""
+def any_error_as_user_error(where: str, remedy: str) -> Iterator[None]:
+    """Turns exceptions of a library into one line. They have no base class in common."""
     try:
         yield
-    except Exception as error:  # theirs have no base class in common
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{where()}: {cause:.400}; {remedy}") from None
+    except Exception as error:
+        raise as_one_line(where, error, remedy) from None
 
 
 class Source:
     """Documents to tokenize, in streams. Files and Dataset are the two kinds of sources."""
 
-    kind: str  # as manifest.json names it
-    identity: dict[str, Any]  # what tells this text from another
+    name: str  # as manifest.json has it
+    identity: dict[str, Any]  # for manifest.json: what tells this text from another
     sizes: list[tuple[str, int]]  # (name, bytes) of its files
     has_validation_split: bool  # if so, it is stream 0
     stream_count: int
@@ -62,17 +72,27 @@ class Source:
         """Prepares reading. Worker processes must have been started before."""
 
     def read_stream(self, stream: int, position: Any) -> Iterator[tuple[Any, list[str | None]]]:
-        """Yields (the position after it, documents) for each batch from a position on."""
+        """Yields each batch of documents from a position on, as (the position after it, batch)."""
         raise NotImplementedError
 
-    def read(self, start: Place, end: int | None = None) -> Batches:
-        """Reads from a place on, up to the stream `end`, by default to the last one."""
-        place = start
-        for stream in range(start["stream"], self.stream_count if end is None else end):
-            for position, documents in self.read_stream(stream, place["position"]):
-                yield place, documents
-                place = START | {"stream": stream, "position": position}
-            place = START | {"stream": stream + 1}
+    after_validation_split = Place(stream=1)
+
+    def read(self, start: Place) -> Batches:
+        """Reads all documents from a place on."""
+        for stream in range(start.stream, self.stream_count):
+            yield from self.read_rest_of_stream(start if stream == start.stream else Place(stream))
+
+    def read_validation_split(self) -> Batches:
+        return self.read_rest_of_stream(Place(stream=0))
+
+    def read_rest_of_stream(self, place: Place) -> Batches:
+        for position, documents in self.read_stream(place.stream, place.position):
+            yield place, documents
+            place = Place(place.stream, position)
+
+    def estimate_tokens(self) -> float:
+        """Roughly how many tokens it has, by the sizes of its files."""
+        return sum(TOKENS_PER_BYTE.get(Path(n).suffix.lower(), 0.25) * b for n, b in self.sizes)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -82,7 +102,7 @@ class Source:
 class Files(Source):
     """The files that --input names. `column` is the column, or the key, of the text."""
 
-    kind = "files"
+    name = "files"
     has_validation_split = False
 
     def __init__(self, patterns: tuple[str, ...], column: str):
@@ -132,8 +152,7 @@ def files_in(folder: str) -> list[Path]:
 def read_texts(path: Path, column: str) -> Iterator[str | None]:
     """Yields the text of each row, or None. Errors name the file and the row, counted from 1."""
     row = 1
-    remedy = "correct it, or name another column (or key) of strings with --text-column"
-    with explained(lambda: f"{path}: row {row}", remedy):
+    try:
         for text in read_rows(path, column):
             if text is not None:
                 if not isinstance(text, str):
@@ -141,6 +160,9 @@ def read_texts(path: Path, column: str) -> Iterator[str | None]:
                 text.encode()  # raises for half a surrogate pair, which JSON may contain
             yield text
             row += 1
+    except Exception as error:
+        remedy = "correct it, or name another column (or key) of strings with --text-column"
+        raise as_one_line(f"{path}: row {row}", error, remedy) from None
 
 
 def read_rows(path: Path, column: str) -> Iterator[Any]:
@@ -192,29 +214,29 @@ class Dataset(Source):
 
     def __init__(self, name: str, config: str, split: str, column: str, commit: str | None):
         """`commit` is None for a local folder."""
-        self.name = name
+        self.dataset = name
         self.config = config
         self.split = split
         self.column = column
         self.commit = commit
-        self.kind = name
+        self.name = name
         self.identity = {"commit": commit}
         if commit is None:
-            self.kind = "folder"
+            self.name = "folder"
             paths = files_in(name)
             self.identity = {"files": [[path.name, path.stat().st_size] for path in paths]}
 
     def open(self) -> None:
-        with explained(lambda: f"--dataset {self.name}", DATASET_REMEDY):
+        with any_error_as_user_error(f"--dataset {self.dataset}", DATASET_REMEDY):
             self.splits, self.sizes = open_dataset(
-                self.name, self.config, self.split, self.column, self.commit
+                self.dataset, self.config, self.split, self.column, self.commit
             )
         self.stream_count = len(self.splits)
         self.has_validation_split = self.stream_count == 2
 
     def read_stream(self, stream: int, position: Any) -> Iterator[tuple[Any, list]]:
         split = self.splits[stream]
-        with explained(lambda: f"--dataset {self.name}", DATASET_REMEDY):
+        with any_error_as_user_error(f"--dataset {self.dataset}", DATASET_REMEDY):
             if position is not None:
                 split.load_state_dict(position)
             for table in split.iter(BATCH_ROWS):

@@ -240,7 +240,9 @@ class RunFolder:
         if best not in (None, step):
             advice = "the loss rose afterwards: train for fewer steps, or on more text"
             print0(f"best: {self.path}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
-        command = ["python", shown(ROOT / "sample.py"), str(self.path), self.config.sample_prompt]
+        command = ["python", shown(ROOT / "sample.py"), str(self.path)]
+        if self.config.sample_prompt.strip():  # without one, sample.py asks for it
+            command.append(self.config.sample_prompt)
         if (
             self.script
             and not huggingface.is_gpt2(type(model), model.config)

@@ -62,9 +62,6 @@ class OnGPU(torch.Tensor):
     is_cpu = property(lambda self: False)
     is_cuda = property(lambda self: self.gpu.device.type == "cuda")
 
-    def __repr__(self, **_) -> str:
-        return f"OnGPU({self.on_host()})"
-
     def on_host(self) -> torch.Tensor:
         """The same memory as a tensor of the host, which a program cannot have."""
         with no_dispatch():
@@ -82,14 +79,13 @@ class OnGPU(torch.Tensor):
 
 
 class PretendGPU(TorchDispatchMode):
-    """kind: cuda or mps. name and capability are what torch.cuda says. memory: in bytes. count: of
-    GPUs, of which the first one works."""
+    """kind: cuda or mps. memory: in bytes. count: of GPUs, of which the first one works."""
 
     def __init__(
         self, kind="cuda", name="NVIDIA A100-SXM4-80GB", capability=(8, 0), memory=80e9, count=1
     ):
         super().__init__()
-        self.count = count
+        self.count, self.current = count, 0  # the number of the GPU that set_device() has chosen
         self.device = torch.device(kind, 0)
         self.name, self.capability, self.memory = name, capability, int(memory)
         self.used = self.peak = 0  # bytes
@@ -98,6 +94,7 @@ class PretendGPU(TorchDispatchMode):
         self.waits = Counter()  # The keys are lines of the project, here and below.
         self.unpinned = Counter()  # copies from unpinned memory that nobody waits for
         self.calls = Counter()  # of functions such as gelu
+        self.is_working = False  # True from an operation until the program waits for the device
         self.generators = {}  # those of the device, at each address
         self.random = torch.Generator().manual_seed(0)  # for calls without a generator
 
@@ -116,6 +113,10 @@ class PretendGPU(TorchDispatchMode):
 
     def is_here(self, device: torch.device | str) -> bool:
         return torch.device(device).type == self.device.type
+
+    def wait(self) -> None:
+        self.is_working = False
+        self.note(self.waits)
 
     def note(self, counter: Counter) -> None:
         """Counts for the line of the project that is running."""
@@ -147,8 +148,9 @@ class PretendGPU(TorchDispatchMode):
             if (generator._cdata in self.generators) != here:
                 raise RuntimeError(f"{name}: a generator of another device")
         by_mask = name == "index" and any(t.dtype == torch.bool for t in tensors[1:])
+        self.is_working = self.is_working or here
         if ours and (by_mask or name in WAITING):
-            self.note(self.waits)
+            self.wait()
         if name in ("copy_", "_to_copy") and self.is_late_copy(name, args, kwargs, here):
             return OnGPU(args[0], self)
         random = here and torch.Tag.nondeterministic_seeded in function.tags
@@ -168,7 +170,7 @@ class PretendGPU(TorchDispatchMode):
         if isinstance(source, OnGPU) == here:
             return False
         if not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])):
-            self.note(self.waits)
+            self.wait()
         elif here and not self.is_pinned(source):
             self.note(self.unpinned)
         else:
@@ -267,11 +269,11 @@ class PretendGPU(TorchDispatchMode):
             is_available=lambda: True,
             current_accelerator=lambda *_, **__: torch.device(kind),
             current_stream=lambda *_: SimpleNamespace(is_capturing=lambda: False),
-            synchronize=lambda *_: self.note(self.waits),
+            synchronize=lambda *_: self.wait(),
         )
         self.replace(
             torch.get_device_module(kind),
-            synchronize=lambda *_: self.note(self.waits),
+            synchronize=lambda *_: self.wait(),
             get_rng_state=lambda *_: self.random.get_state(),
             set_rng_state=lambda state, *_: self.random.set_state(state),
         )
@@ -285,8 +287,8 @@ class PretendGPU(TorchDispatchMode):
             is_initialized=lambda: self.peak > 0,
             _lazy_init=lambda: None,
             device_count=lambda: self.count,
-            current_device=lambda: 0,
-            set_device=lambda device: None,
+            current_device=lambda: self.current,
+            set_device=lambda device: setattr(self, "current", torch.device(device).index),
             get_device_name=lambda *_: self.name,
             get_device_capability=lambda *_: self.capability,
             get_arch_list=lambda: ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],

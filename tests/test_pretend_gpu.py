@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+import time
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import bench
 import hellaswag
 import sample
 import train_gpt2
-from support.devices import matmul_flops  # which conftest.py replaces
+from support.devices import choose_device, matmul_flops  # conftest.py replaces the latter
 from support.errors_and_signals import UserError
 from support.run_json import run_entries
 from tests.conftest import RANK, ROOT, losses, numbers, train, words
@@ -180,11 +181,29 @@ def test_more_processes_than_gpus_are_one_line(run, monkeypatch):
         run("log", gpu=PretendGPU())
 
 
+def test_each_process_works_on_a_gpu_of_its_own():
+    with PretendGPU(count=2) as gpu:
+        assert choose_device("auto", local_rank=1, world_size=2).index == gpu.current == 1
+
+
 def test_low_memory_computes_the_blocks_twice(run):
     plain, low = PretendGPU(), PretendGPU()
     expected = run("plain", gpu=plain)
     assert run("low", "--low-memory", gpu=low) == pytest.approx(expected, abs=1e-6)
     assert low.calls["gelu"] == 2 * plain.calls["gelu"] > 0
+
+
+def test_low_memory_keeps_no_copy_of_the_weights_in_16_bits(run):
+    """A deeper model takes 16 bytes more per parameter, of weights, gradients and moments."""
+    peaks = {}
+    for layers in (24, 48):
+        for dtype in ("float32", "bfloat16"):
+            gpu = PretendGPU()
+            flags = f"--low-memory --dtype {dtype} --n-layer {layers} --n-embd 64 --max-steps 2"
+            run(f"{layers}_{dtype}", flags, gpu=gpu)
+            peaks[layers, dtype] = gpu.peak
+    growth = {dtype: peaks[48, dtype] - peaks[24, dtype] for dtype in ("float32", "bfloat16")}
+    assert growth["bfloat16"] < 1.05 * growth["float32"]
 
 
 def test_evaluations_equal_the_cpus(run, tmp_path, capsys):
@@ -288,10 +307,24 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(text, tmp_path, capsys):
     assert row["device"].startswith("cpu") and row["tokens"] == 32
 
 
-def test_a_product_is_timed_until_it_has_ended():
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(gpu) is the list of whether the GPU was working when the clock was read."""
+
+    def watch(gpu):
+        found, clock = [], time.perf_counter
+        monkeypatch.setattr(time, "perf_counter", lambda: found.append(gpu.is_working) or clock())
+        return found
+
+    return watch
+
+
+def test_a_product_is_timed_until_it_has_ended(clock):
     with PretendGPU() as gpu:
+        torch.zeros((), device=gpu.device).item()
+        was_working = clock(gpu)
         matmul_flops(gpu.device, torch.float32, 64)
-    assert gpu.waits.total() >= 20
+    assert len(was_working) == 40 and not any(was_working[1:])
 
 
 def test_scoring_and_sampling(tmp_path, capsys):
@@ -325,13 +358,16 @@ def test_scoring_and_sampling(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("rung", ["float32", "fused", "ours"])
-def test_rungs_of_the_benchmark(rung, capsys):
+def test_rungs_of_the_benchmark(rung, capsys, clock):
     small = words("--n-layer 1 --n-embd 16 --n-head 2 --seq-len 16 --total-batch-size 32")
     small += words("--micro-batch-size 2")
     waits = []
     for steps in (1, 3):
         with PretendGPU() as gpu:
+            was_working = clock(gpu)
             bench.main([*words("--steps", steps, "--rung", rung, "--"), *small])
+        if rung != "ours":
+            assert len(was_working) == 2 * (10 + steps) and not any(was_working[1:])
         waits.append(gpu.waits)
         row = json.loads(capsys.readouterr().out)
         assert row["rung"] == rung and "cuda" in row["device"]

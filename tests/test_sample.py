@@ -32,8 +32,8 @@ def greedy(log_dir, prompt, max_new_tokens):
 
     model = AutoModelForCausalLM.from_pretrained(log_dir / "step_000100")
     idx = torch.tensor([get_tokenizer().encode_ordinary(prompt)])
-    for _ in range(max_new_tokens):
-        idx = torch.cat([idx, model(idx).logits[:, -1:].argmax(-1)], dim=1)
+    for _ in range(max_new_tokens):  # slides over the context
+        idx = torch.cat([idx, model(idx[:, -24:]).logits[:, -1:].argmax(-1)], dim=1)
     return get_tokenizer().decode(idx[0].tolist())
 
 
@@ -132,15 +132,22 @@ def test_prompts_from_standard_input(of, log_dir, of_another_program, monkeypatc
     assert out == f"{greedy(log_dir, 'To be', 9)}\n\n{greedy(log_dir, 'or not', 9)}\n" and not err
 
 
-@pytest.mark.parametrize("of", ["this program", "another"])
-def test_a_prompt_that_fills_the_context_leaves_room(of, log_dir, of_another_program, capsys):
-    folder = log_dir if of == "this program" else of_another_program
-    for n, tokens, kept in ((100, 5, 19), (100, 50, 12), (24, 5, 19)):
-        prompt = " to" + " or" * (n - 2) + " be"  # n tokens
-        sample.main([str(folder), prompt, *words("--temperature 0 --max-new-tokens", tokens)])
+def test_this_programs_models_slide_over_the_context(log_dir, capsys):
+    for prompt, n in (("ROMEO:", 40), (" to" + " or" * 98, 5)):
+        sample.main([str(log_dir), prompt, *words("--temperature 0 --max-new-tokens", n)])
         out, err = capsys.readouterr()
-        assert err.count("\n") == 1 and {str(n), str(kept)} <= set(re.findall(r"\d+", err))
-        expected = greedy(log_dir, " or" * (kept - 1) + " be", 24 - kept)
+        assert out == greedy(log_dir, prompt, n) + "\n" and not err
+
+
+def test_other_models_end_at_their_context_with_a_note(log_dir, of_another_program, capsys):
+    """A long prompt loses its beginning, but not more than half a context of it."""
+    for n, tokens, kept in ((100, 5, 19), (100, 50, 12), (24, 5, 19), (20, 50, 20)):
+        prompt = " to" + " or" * (n - 2) + " be"  # n tokens
+        flags = words("--temperature 0 --max-new-tokens", tokens)
+        sample.main([str(of_another_program), prompt, *flags])
+        out, err = capsys.readouterr()
+        assert err.count("\n") == 1 and {"24", str(n), str(kept)} <= set(re.findall(r"\d+", err))
+        expected = greedy(log_dir, prompt if kept == n else " or" * (kept - 1) + " be", 24 - kept)
         assert out.rstrip("\n") == expected.rstrip("\n")
 
 
