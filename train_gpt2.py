@@ -58,7 +58,7 @@ from support.muon import Muon
 from support.progress import Progress, announce, print_cost, print_validation
 from support.ranks import Ranks, settle_buckets
 from support.run_folder import RunFolder
-from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer, printable, text_size
+from support.tokenizer import VOCAB_SIZE, get_tokenizer, printable, text_size
 
 # --------------------------------------------------------------------------------------------------
 # Model: section 2.3 of "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019)
@@ -438,7 +438,7 @@ class RunConfig:
     hellaswag_every: int = 250  # steps between HellaSwag evaluations; 0: never
     hellaswag_data: str = ""  # local HellaSwag .jsonl; empty: the official tasks, downloaded once
     sample_every: int = 250  # steps between samples; 0: never
-    sample_prompt: str = "Hello, I'm a language model,"  # prompt of the samples
+    sample_prompt: str = "Hello, I'm a language model,"  # their beginning; empty: a line end
 
     # Checkpoints and logs.
     save_every: int = 1000  # steps between checkpoints; 0: never
@@ -500,7 +500,7 @@ PRESETS = {
         optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
         warmdown_steps=450, beta2=0.995,
         eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300,
-        sample_prompt="\n", save_every=200,
+        sample_prompt="", save_every=200,
     ),
 }
 # fmt: on
@@ -632,11 +632,11 @@ def validation_loss(
 
 
 def print_samples(model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocast) -> None:
-    """Prints two continuations of the prompt from each rank."""
+    """Prints two continuations of the prompt, or of a line end, from each rank."""
     # Samples have random numbers of their own, so they do not change how training goes on.
     generator = torch.Generator(device=ranks.device)
     generator.manual_seed(42 + ranks.rank)
-    tokens = get_tokenizer().encode_ordinary(prompt) or [EOT]
+    tokens = get_tokenizer().encode_ordinary(prompt or "\n")
     idx = torch.tensor([tokens] * 2, device=ranks.device)
     try:
         with autocast, torch.compiler.set_stance("force_eager"):  # each length would be compiled

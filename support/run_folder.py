@@ -241,7 +241,7 @@ class RunFolder:
             advice = "the loss rose afterwards: train for fewer steps, or on more text"
             print0(f"best: {self.path}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
         command = ["python", shown(ROOT / "sample.py"), str(self.path)]
-        if self.config.sample_prompt.strip():  # without one, sample.py asks for it
+        if self.config.sample_prompt:  # without one, sample.py asks for it
             command.append(self.config.sample_prompt)
         if (
             self.script
