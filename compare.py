@@ -12,10 +12,12 @@ is missing. At the end it prints the final validation losses, and the difference
 These are paired by seed: with the same seed two runs read the same tokens in the same order, and if
 their models have the same parameters, they start from the same weights."""
 
+import contextlib
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,9 +140,9 @@ def train(variant: Variant, seed: int, out: Path, processes: int) -> str:
         start += [f"--nproc_per_node={processes}"]
     folder = variant.folder(out, seed)
     console = folder.with_suffix(".txt")
-    console.parent.mkdir(parents=True, exist_ok=True)
+    wait_until_free(folder)
     with (
-        open(console, "wb") as output,
+        open(console, "ab") as output,
         subprocess.Popen(
             start + variant.command(out, seed), stdout=output, stderr=subprocess.STDOUT
         ) as process,
@@ -156,6 +158,18 @@ def train(variant: Variant, seed: int, out: Path, processes: int) -> str:
         raise RunError(f"{folder}: was stopped; the same command goes on")
     line = last_line(console.read_text(encoding="utf-8", errors="replace"))
     return f"status {status}, {line.removeprefix('error: ')} ({shown(console)})"
+
+
+def wait_until_free(folder: Path) -> None:
+    """Waits for a run that is still going on, as it may be after `kill -9` of compare.py."""
+    said = False
+    while True:
+        with contextlib.suppress(UserError), locked(folder, "in use"):
+            return
+        if not said:
+            print(f"waiting for the run that is going on in {folder}", flush=True)
+            said = True
+        time.sleep(1)
 
 
 def validation_losses(folder: Path) -> Curve:

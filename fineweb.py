@@ -11,11 +11,7 @@ is for validation.
 
 This process reads documents and writes shards, and worker processes tokenize. manifest.json lists
 the finished shards, and says at which place in the text the next one begins. So the same command
-goes on after it was stopped. It writes the same bytes with any number of workers.
-
-A place in the text is a Place(stream, position, used). `stream` is the number of a file, or of a
-split of a dataset. `position` is where a batch of documents begins in it. `used` is how many tokens
-of this batch are in shards already. Place() is the beginning of the text."""
+goes on after it was stopped. It writes the same bytes with any number of workers."""
 
 import json
 import multiprocessing
@@ -29,7 +25,7 @@ from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -42,17 +38,15 @@ from support.read_files_and_datasets import (
     Batches,
     Dataset,
     Files,
-    Place,
     Source,
     any_error_as_user_error,
 )
-from support.shards import SHARD_NAME as ANY_SHARD
-from support.shards import open_shard
+from support.shards import SHARD_NAME, open_shard
 from support.tokenizer import EOT, encode, get_tokenizer
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"  # the name of a dataset on the Hub
 SHARD_SIZE = 10**8  # tokens in a shard, if --shard-size does not say otherwise
-SHARD = "edufineweb_{split}_{number:06d}.npy"  # the name of a shard, where split is val or train
+NAMES = "edufineweb_{split}_{number:06d}.npy"  # how shards are called; split is val or train
 
 
 @dataclass(frozen=True)
@@ -64,10 +58,11 @@ class ShardConfig:
     input: tuple[str, ...] = ()  # your own .parquet .jsonl .csv .txt .md files (.gz, .zst), folders
     dataset: str = ""  # another text dataset of the Hub, or a local folder in its layout
     config: str = ""  # the part of --dataset that the Hub calls its configuration; empty: default
-    split: str = ""  # split of --dataset; empty: train, after its validation split, if it has one
+    # split of --dataset; empty: train, and if it has a validation split, that becomes shard 0
+    split: str = ""
     text_column: str = "text"  # the column, or key, of the text
     out: str = "edu_fineweb10B"  # folder for the shards
-    # tokens per shard; 0: 100 million, but in shard 0 of --input and --dataset 10 million
+    # tokens per shard; 0: 100 million. With --input or --dataset shard 0 then has 10 million.
     shard_size: int = 0
     workers: int = 0  # tokenizing processes; 0: one per core
     max_shards: int = 0  # stop after this many, validation included; 0: no limit
@@ -90,23 +85,33 @@ def tokenize(documents: list[str | None]) -> np.ndarray:
     return np.concatenate(parts)
 
 
-Tokens = Iterator[tuple[Place, np.ndarray]]  # (the place of the first token, the tokens)
+class Place(NamedTuple):
+    """Where a token is in the text. Place() is the beginning."""
+
+    stream: int = 0  # the number of a file, or of a split of a dataset
+    # Where a batch of documents begins in the stream. For a file it is a number of rows, for a
+    # split what the library `datasets` calls its state. None is the beginning.
+    position: Any = None
+    used: int = 0  # the number of tokens of the batch that come before this place
+
+
+Piece = tuple[Place, np.ndarray]  # some tokens, and the place of the first of them
 
 
 def tokenize_in_workers(
     pool: ProcessPoolExecutor, workers: int, batches: Batches, bar: tqdm
-) -> Tokens:
+) -> Iterator[Piece]:
     """Tokenizes batches of documents in worker processes, and yields their tokens in order."""
     pending: deque[tuple[Place, Future]] = deque()
 
-    def oldest_result() -> tuple[Place, np.ndarray]:
+    def oldest_result() -> Piece:
         place, future = pending.popleft()
-        tokens = future.result()[place.used :]  # those before are in a shard of an earlier run
+        tokens = future.result()
         bar.update(len(tokens))
         return place, tokens
 
-    for place, documents in batches:
-        pending.append((place, pool.submit(tokenize, documents)))
+    for stream, position, documents in batches:
+        pending.append((Place(stream, position), pool.submit(tokenize, documents)))
         if len(pending) > 2 * workers:  # This keeps the workers busy. More would fill memory.
             yield oldest_result()
     while pending:
@@ -127,56 +132,64 @@ def start_worker() -> None:
 # --------------------------------------------------------------------------------------------------
 # From tokens to shards
 
-# Pairs of a shard's tokens and the place after them, which is None at the end of the text.
-Shards = Iterator[tuple[np.ndarray, Place | None]]
 
+def cut(
+    pieces: Iterator[Piece], number: int, val_size: int, size: int
+) -> Iterator[tuple[np.ndarray, Place | None]]:
+    """Cuts the text into shards, beginning with shard `number`. Yields (the tokens of a shard, the
+    place after them, or None at the end of the text).
 
-def cut(batches: Tokens, number: int, val_size: int, size: int) -> Shards:
-    """Cuts tokens into shards, beginning with shard `number`.
-
-    Shard 0 has val_size tokens, the others have `size`, and the last one has what is left. A text
-    of at most `size` tokens gives its first tenth to shard 0, and the rest to shard 1."""
-    held: list[tuple[Place, np.ndarray]] = []  # batches that are in no shard yet
+    Shard 0 has val_size tokens, the others have `size`, and the last one has what is left. But if
+    the whole text has at most `size` tokens, shard 0 has a tenth of them, and shard 1 the rest."""
+    held: list[Piece] = []  # what is in no shard yet
     count = 0  # how many tokens are held
-    for place, tokens in batches:
-        held.append((place, tokens))
+    for piece in pieces:
+        held.append(piece)
+        _, tokens = piece
         count += len(tokens)
-        # Shard 0 is smaller, but only a text of more than `size` tokens shows how it is to be cut.
+        # Shard 0 may have fewer than `size` tokens, but also waits for more than `size`. A text
+        # that ends before that is divided below.
         while count > size:
             length = val_size if number == 0 else size
             shard, after, held = take_first(held, length)
             yield shard, after
             number += 1
             count -= length
-    if count == 0:  # Without any text there is no shard. (A validation split may be shard 0.)
-        part = "the split `train`" if number > 0 else "the input"
-        raise UserError(f"no text in {part}: nothing to tokenize")
+    if count == 0:  # The loop always leaves some tokens, so there were none at all.
+        raise UserError("there is no text to train on: nothing to tokenize")
     if number == 0:
+        # A document has at least two tokens, so this leaves something for shard 1.
         shard, after, held = take_first(held, max(count // 10, 1))
         yield shard, after
     yield np.concatenate([tokens for _, tokens in held]), None
 
 
-def take_first(
-    held: list[tuple[Place, np.ndarray]], n: int
-) -> tuple[np.ndarray, Place, list[tuple[Place, np.ndarray]]]:
-    """Takes n tokens from batches that have more. Returns (them, the place after, the rest)."""
+def take_first(pieces: list[Piece], n: int) -> tuple[np.ndarray, Place, list[Piece]]:
+    """Takes n tokens from pieces that have more. Returns (them, the place after, the rest)."""
     taken = []
-    while n >= len(held[0][1]):  # the whole batch
-        taken.append(held[0][1])
-        n -= len(held[0][1])
-        held = held[1:]
-    place, tokens = held[0]
-    taken.append(tokens[:n])
-    after = place._replace(used=place.used + n)
-    return np.concatenate(taken), after, [(after, tokens[n:]), *held[1:]]
+    for i, (place, tokens) in enumerate(pieces):
+        if n < len(tokens):  # the last piece, of which something is left
+            taken.append(tokens[:n])
+            after = place._replace(used=place.used + n)  # n tokens further in the same batch
+            return np.concatenate(taken), after, [(after, tokens[n:]), *pieces[i + 1 :]]
+        taken.append(tokens)
+        n -= len(tokens)  # those that are still to be taken
+    raise ValueError("there are not more than n tokens")
+
+
+def drop_first(pieces: Iterator[Piece], n: int) -> Iterator[Piece]:
+    """Yields what follows the first n tokens."""
+    for place, tokens in pieces:
+        dropped = min(n, len(tokens))
+        n -= dropped
+        yield place._replace(used=place.used + dropped), tokens[dropped:]
 
 
 class Folder:
     """The shards in --out, and manifest.json, which lists them."""
 
     def __init__(self, out: Path, shard_name: str, max_shards: int):
-        """`shard_name` is a pattern such as SHARD. With max_shards 0 there is no limit."""
+        """`shard_name` is a pattern such as NAMES. With max_shards 0 there is no limit."""
         self.out = out
         self.shard_name = shard_name
         self.max_shards = max_shards
@@ -187,15 +200,11 @@ class Folder:
         if self.manifest.exists():
             with any_error_as_user_error(str(self.manifest), "move it and its shards away"):
                 found = json.loads(self.manifest.read_text(encoding="utf-8"))
-                self.shards = found.pop("shards")
+                keys = ("name", "tokens", "sha256")
+                self.shards = [{key: shard[key] for key in keys} for shard in found.pop("shards")]
                 place = found.pop("next")
                 self.next = None if place is None else Place(**place)
-                self.made_from = found
-                self.checksums()  # An error here means that the file is damaged, too.
-
-    def checksums(self) -> dict[str, str]:
-        """{name of a shard: its SHA-256}"""
-        return {shard["name"]: shard["sha256"] for shard in self.shards}
+                self.made_from = found  # what is left of it
 
     def is_finished(self) -> bool:
         return self.next is None or 0 < self.max_shards <= len(self.shards)
@@ -211,24 +220,24 @@ class Folder:
         for key, now in made_from.items():
             then = self.made_from.get(key)
             if self.shards and now != then:
-                change = "other files" if key == "files" else f"{key} {then!r}, now {now!r}"
+                change = f"{key} {then!r}, now {now!r}"
+                if key == "files":  # a long list of their names and sizes
+                    change = "other files"
                 raise UserError(f"{self.out}: started with {change}; restore it or use a new --out")
         expected = [shard["name"] for shard in self.shards]
         for name in expected:
             open_shard(self.out / name)  # raises an error if it is missing or damaged
-        # Another shard in this folder would be trained on by mistake. But where a manifest shows
-        # that fineweb.py was here, it may have been killed before it listed its latest shard, which
-        # is now written again.
-        if self.manifest.exists():
+        # Any other shard in this folder would be trained on by mistake. Only the next one may be
+        # here, if fineweb.py was killed after it had written it, and before it listed it.
+        if self.manifest.exists():  # otherwise fineweb.py has not been here
             expected.append(self.next_name())
         for path in self.out.iterdir():
-            if ANY_SHARD.fullmatch(path.name) and path.name not in expected:
+            if SHARD_NAME.fullmatch(path.name) and path.name not in expected:
                 raise UserError(f"{path}: not in manifest.json; remove it or use a new --out")
-        for path in self.out.glob(".*.partial"):  # files that a killed run was writing
+        for path in self.out.glob(".*.partial"):  # what a killed run was writing by atomic_path()
             path.unlink()
         self.made_from = made_from
-        if not self.is_finished():
-            self.save()
+        self.save()
 
     def write(self, tokens: np.ndarray, after: Place | None) -> None:
         """Writes the next shard. `after` is the place after it, or None at the end of the text."""
@@ -258,7 +267,7 @@ class Folder:
         """UserError that names the shards that have changed, are missing, or are not listed."""
         paths = [path for path in self.out.iterdir() if path.suffix in (".npy", ".bin", ".partial")]
         found = {path.name: sha256(path) for path in progress_bar(paths, "file")}
-        listed = self.checksums()
+        listed = {shard["name"]: shard["sha256"] for shard in self.shards}
         names = {*found, *listed}
         wrong = [name for name in names if found.get(name) != listed.get(name)]
         if wrong or not found:
@@ -275,7 +284,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
     """Makes the shards of --input, of --dataset, or else of FineWeb-Edu."""
     dataset, part = config.dataset, config.config
     if not config.input and not config.dataset:
-        dataset, part = FINEWEB, config.name
+        dataset, part = FINEWEB, config.name  # Its parts are what the Hub calls configurations.
     if config.input:
         source: Source = Files(config.input, config.text_column)
     else:
@@ -287,37 +296,40 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         "text_column": config.text_column,
         "shard_size": config.shard_size,
     }
-    # `identity` is a dataset's commit, or the names and sizes of files, under the key "files".
+    # `identity` has the commit of a dataset on the Hub, or else the names and sizes of the files.
     folder.begin({"source": source.name, **settings, **source.identity})
     if folder.is_finished():
         return
     val_size = size = config.shard_size or SHARD_SIZE
-    if not config.shard_size and dataset != FINEWEB:
+    if not config.shard_size and (config.input or dataset != FINEWEB):
         val_size = size // 10  # Your own text may hardly be longer than a shard.
     workers = config.workers or os.cpu_count() or 1
     get_tokenizer()  # is loaded now, so that the workers have it if they are forked
     with ProcessPoolExecutor(workers, initializer=start_worker) as pool:
-        # The first task starts all workers. That must be before the source starts threads, since a
-        # process with threads should not be forked.
+        # A pool starts its workers when it gets a task. This task does nothing, but comes before
+        # the source starts threads, since a process with threads should not be forked.
         pool.submit(os.getpid)
-        source.open()
-        tokens = source.estimate_tokens()
-        print(f"reading {len(source.sizes)} files, roughly {tokens / 1e6:,.1f} million tokens")
+        source.open()  # asks the Hub for the files of a dataset, for example
+        estimate = source.estimate_tokens()
+        print(f"reading {len(source.sizes)} files, roughly {estimate / 1e6:,.1f} million tokens")
         if config.max_shards:
-            tokens = min(tokens, config.max_shards * size)
+            estimate = min(estimate, config.max_shards * size)
         before = sum(shard["tokens"] for shard in folder.shards)
-        with progress_bar(None, "tok", total=tokens, initial=before, unit_scale=True) as bar:
+        with progress_bar(None, "tok", total=estimate, initial=before, unit_scale=True) as bar:
+            start = folder.next
             if source.has_validation_split and not folder.shards:
-                # The whole split becomes shard 0, unless it has no text.
-                split = source.read_validation_split()
-                batches = list(tokenize_in_workers(pool, workers, split, bar))
-                validation = np.concatenate([np.empty(0, np.uint16), *(t for _, t in batches)])
-                if len(validation) > 0:
-                    folder.write(validation, after=source.after_validation_split)
-            if folder.is_finished():  # --max-shards 1
-                return
-            batches = tokenize_in_workers(pool, workers, source.read(folder.next), bar)
-            for shard, after in cut(batches, len(folder.shards), val_size, size):
+                # Stream 0 is the validation split, and all of it becomes shard 0.
+                start = Place(stream=1)
+                batches = source.read_one_stream(0)
+                parts = [tokens for _, tokens in tokenize_in_workers(pool, workers, batches, bar)]
+                if sum(len(part) for part in parts) > 0:  # otherwise train is cut into shard 0
+                    folder.write(np.concatenate(parts), after=start)
+                if folder.is_finished():  # as with --max-shards 1
+                    return
+            batches = source.read_from(start.stream, start.position)
+            pieces = tokenize_in_workers(pool, workers, batches, bar)
+            pieces = drop_first(pieces, start.used)  # These tokens are in an earlier shard.
+            for shard, after in cut(pieces, len(folder.shards), val_size, size):
                 folder.write(shard, after)
                 if folder.is_finished():
                     return
@@ -327,8 +339,8 @@ def commit_of(dataset: str, folder: Folder) -> str:
     """The commit of the dataset that the shards in a folder were made from, or else the newest."""
     from huggingface_hub import HfApi
 
-    if folder.shards and "commit" in folder.made_from:
-        return folder.made_from["commit"]  # begin() raises an error if it is of another dataset
+    if folder.shards and folder.made_from.get("source") == dataset:
+        return folder.made_from["commit"]
     with any_error_as_user_error(f"--dataset {dataset}", DATASET_REMEDY):
         return HfApi().dataset_info(dataset).sha
 
@@ -337,11 +349,11 @@ def commit_of(dataset: str, folder: Folder) -> str:
 # --pretokenized: shards of FineWeb-Edu that others have made
 
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"  # the name of a dataset on the Hub
-PRETOKENIZED_SHARD = "finewebedu_{split}_{number:06d}.bin"
+PRETOKENIZED_NAMES = "finewebedu_{split}_{number:06d}.bin"  # in llm.c's format
 
 
 def fetch_pretokenized(folder: Folder) -> None:
-    """Downloads shards of PRETOKENIZED, until the folder has as many as it may have."""
+    """Downloads shards of PRETOKENIZED, until the folder has its max_shards."""
     from huggingface_hub import hf_hub_download
 
     commit = commit_of(PRETOKENIZED, folder)
@@ -355,7 +367,8 @@ def fetch_pretokenized(folder: Folder) -> None:
             )
         open_shard(Path(path))  # raises an error if it is damaged
         os.replace(path, folder.out / name)
-        folder.add(name, after=Place())  # Any place will do: the text itself is never read.
+        # None would mean the end of the text. Any other place will do, since no text is read.
+        folder.add(name, after=Place())
     shutil.rmtree(downloads, ignore_errors=True)
 
 
@@ -368,7 +381,7 @@ def read_config(args: list[str] | None) -> ShardConfig:
     config = parse_args(ShardConfig, args=args)
     problems = []
     for name in ("input", "dataset"):
-        # `--input $FILES` without any files is a mistake, and must not make FineWeb-Edu.
+        # `--input $FILES` has no value if $FILES is empty. That must not make FineWeb-Edu.
         given = flag(name) in (sys.argv if args is None else args)  # flag("input") is "--input"
         if given and not getattr(config, name):
             problems.append(f"{flag(name)}: has no value")
@@ -384,9 +397,9 @@ def read_config(args: list[str] | None) -> ShardConfig:
         problems.append(f"--name {config.name}: {problem}")
     if (config.config or config.split) and not config.dataset:
         problems.append("--config and --split need --dataset")
-    if config.dataset:
+    if config.dataset and Path(config.dataset).is_dir():
         out, dataset = Path(config.out).resolve(), Path(config.dataset).resolve()
-        if out.is_relative_to(dataset):  # the next run would take the shards for its files
+        if out.is_relative_to(dataset):  # The next run would take the shards for its files.
             problem = f"is inside --dataset {config.dataset}; choose another"
             problems.append(f"--out {config.out}: {problem}")
     if problems:
@@ -400,9 +413,9 @@ def main(args: list[str] | None = None) -> None:
     # locked() also makes the folder, if it is not there.
     with locked(out, f"{out}: another fineweb.py uses it; wait for it or choose another --out"):
         if config.pretokenized:
-            folder = Folder(out, PRETOKENIZED_SHARD, max_shards=config.pretokenized)
+            folder = Folder(out, PRETOKENIZED_NAMES, max_shards=config.pretokenized)
         else:
-            folder = Folder(out, SHARD, config.max_shards)
+            folder = Folder(out, NAMES, config.max_shards)
         if config.verify:
             folder.verify()
             return
@@ -414,7 +427,7 @@ def main(args: list[str] | None = None) -> None:
         except BrokenExecutor:
             raise UserError("a worker was killed (out of memory?); use fewer --workers") from None
         finally:
-            if not folder.shards:  # an error before the first one leaves nothing behind
+            if not folder.shards:  # After an error before the first shard, nothing is left.
                 folder.manifest.unlink(missing_ok=True)
     tokens = sum(shard["tokens"] for shard in folder.shards)
     print(f"{out}: {len(folder.shards)} shards, {tokens:,} tokens")

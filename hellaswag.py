@@ -14,8 +14,8 @@ validation tasks. A task has a context, four endings, and the index of the right
 The model never sees the four endings side by side. It reads the context followed by one ending, and
 its losses on the tokens of the ending are added up. `acc` is the share of tasks in which the right
 ending has the lowest sum. `acc_norm` is the share in which it has the lowest mean per token. A
-model that guesses gets 0.25. OpenAI's models get these scores from the script of build-nanogpt,
-which chose the same endings as this one in 1,000 tasks:
+model that guesses gets 0.25. build-nanogpt, the code of Karpathy's lecture, counts in the same
+way, and reports for OpenAI's models:
 
     GPT-2 (124M)    10042 acc: 0.2859 acc_norm: 0.2955
     GPT-2 XL        10042 acc: 0.3842 acc_norm: 0.4893
@@ -38,7 +38,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from support.command_line import parse_args, print0, progress_bar, torchrun_ranks
+from support.command_line import parse_args, print0, progress_bar
 from support.devices import choose_device, choose_precision, keep_freed_memory, padded_length
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, sha256, write_text
@@ -79,7 +79,7 @@ def download() -> Path:
 def read_examples(path: str | Path = "") -> list[dict[str, Any]]:
     """The tasks in a .jsonl file, by default the official ones."""
     path = Path(path) if path else download()
-    # As bytes, since lines that are not UTF-8 are named below, and a text has other line ends, too.
+    # Split as bytes, since str.splitlines() would also split at other characters than \n.
     lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     examples = []
     for number, line in enumerate(lines, start=1):
@@ -95,7 +95,8 @@ def parse_example(line: bytes) -> dict[str, Any] | None:
     """The task in a line of JSON, or None if the line is something else."""
     try:
         example = json.loads(line)
-        # JSON can hold half of a character, a lone surrogate. encode() raises a ValueError for it.
+        # JSON can hold half of a character, a lone surrogate, which cannot be tokenized. This
+        # raises a ValueError for it.
         json.dumps(example, ensure_ascii=False).encode()
     except (ValueError, RecursionError):  # the latter for brackets that are nested too deeply
         return None
@@ -139,8 +140,8 @@ def tokenize(examples: list[dict[str, Any]], model: LanguageModel) -> list[Task]
     shortened = 0
     for number, example in enumerate(examples, start=1):
         context = model.encode(example["ctx"])
-        # Some tokenizers give an ending other tokens alone than after its context. So both are
-        # tokenized together. The first tokens are those of the context, and the rest the ending's.
+        # Some tokenizers split an ending differently where it stands alone. So it is tokenized
+        # together with its context, and then the tokens of the context are removed.
         texts = [model.encode(f"{example['ctx']} {ending}") for ending in example["endings"]]
         endings = [text[len(context) :] for text in texts]
         longest = max(len(ending) for ending in endings)
@@ -148,7 +149,8 @@ def tokenize(examples: list[dict[str, Any]], model: LanguageModel) -> list[Task]
         room = model.max_length - len(model.start) - (longest - 1)
         if room < 1:
             problem = f"an ending has {longest} tokens, but the model's context {model.max_length}"
-            raise UserError(f"HellaSwag task {number}: {problem}; train with a longer --seq-len")
+            remedy = "use a model with a longer context (train_gpt2.py --seq-len)"
+            raise UserError(f"HellaSwag task {number}: {problem}; {remedy}")
         if len(context) > room:
             shortened += 1
             context = context[-room:]
@@ -176,19 +178,18 @@ def score(
     # Tasks of similar lengths are scored together, so that rows need little padding.
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].length)
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    # share() yields the batches of this rank. If train_gpt2.py is asked to stop, it raises an
-    # error, which train() catches.
     batches_of_rank = ranks.share(batches)
-    if show_progress:
+    if show_progress:  # only where there is one rank
         batches_of_rank = progress_bar(batches_of_rank, "batch", total=len(batches))
     losses_of_tasks = {}
     for batch in batches_of_rank:
-        # A row has a context, one of its endings, and zeros up to the length of the longest row.
-        # The zeros change nothing, since each token sees only earlier ones.
+        # A row has a context, one of its endings, and zeros at its end, so that all rows have the
+        # same length. The zeros change nothing, since each token sees only earlier ones.
         rows = [(tasks[i].context, ending) for i in batch for ending in tasks[i].endings]
         # A row of T + 1 tokens has T that are read, and T that are predicted.
         T = max(tasks[i].length for i in batch) - 1
-        T = padded_length(T, ranks.device, model.max_length)  # a GPU prefers multiples of 64
+        # On a GPU this rounds T up to a multiple of 64, which is faster there.
+        T = padded_length(T, ranks.device, longest=model.max_length)
         tokens = torch.zeros(len(rows), T + 1, dtype=torch.int64)
         in_ending = torch.zeros(len(rows), T + 1, dtype=torch.bool)
         for row, (context, ending) in enumerate(rows):
@@ -233,14 +234,14 @@ def wrap_gpt(gpt: Any) -> LanguageModel:
     )
 
 
-MAX_LOGITS = 2**28  # four bytes each make a gigabyte
+MAX_LOGITS = 2**28  # With transformers, at most so many are computed at a time, a gigabyte.
 
 
 def wrap_transformers(folder: Path, device: torch.device) -> LanguageModel:
     """Loads any causal language model by transformers, with its own tokenizer, for score()."""
     model, tokenizer = load_causal_lm(folder, device, torch.float32)
     check_causal(model, folder)
-    config = model.config.get_text_config()  # its own, but for models of text and images
+    config = model.config.get_text_config()  # A model of texts and images has several configs.
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -258,7 +259,7 @@ def wrap_transformers(folder: Path, device: torch.device) -> LanguageModel:
         return torch.cat([model(x, use_cache=False).logits[at] for x, at in parts])
 
     return LanguageModel(
-        # transformers has this setting, under this name, for all models with a longest input.
+        # Models without a limit, such as Mamba, do not have this setting.
         max_length=getattr(config, "max_position_embeddings", None) or 2**20,
         encode=encode,
         start=start,
@@ -273,7 +274,7 @@ def check_causal(model: Any, folder: Path) -> None:
     changed = tokens.clone()
     changed[0, -1] = 8
     before, after = (model(idx).logits[0, :-1] for idx in (tokens, changed))  # (7, V) each
-    # They may differ by rounding, for which a thousandth of their spread is enough.
+    # Rounding may change them by less than a thousandth of their standard deviation.
     if not torch.allclose(before, after, atol=1e-3 * before.std().item()):
         raise UserError(f"{folder}: not a causal language model: its tokens see later ones")
 
@@ -287,9 +288,8 @@ def load_tasks(path: str, gpt: Any, ranks: Ranks) -> list[Task]:
 
     If they cannot be downloaded, this prints a warning and returns [] on all ranks. The run then
     goes on without HellaSwag."""
-    _rank, local_rank, _world_size = torchrun_ranks()
     problem = ""
-    if not path and local_rank == 0:  # The first process of each machine downloads.
+    if not path and ranks.local_rank == 0:  # The first process of each machine downloads.
         try:
             download()
         except UserError as error:
@@ -299,11 +299,14 @@ def load_tasks(path: str, gpt: Any, ranks: Ranks) -> list[Task]:
         if found:
             print0(f"warning: training without HellaSwag: {found}")
             return []
-    return tokenize(read_examples(path), wrap_gpt(gpt))
+    examples = read_examples(path)  # finds the file that was downloaded
+    return tokenize(examples, wrap_gpt(gpt))
 
 
 def accuracy(gpt: Any, tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:
-    """The acc_norm of a GPT on at least one task. All ranks call this, and get the same number."""
+    """The acc_norm of a GPT. All ranks call this together, and get the same number.
+
+    `tasks` must not be empty."""
     # Without force_eager, a compiled model would be compiled again for each new length.
     with autocast, torch.compiler.set_stance("force_eager"):
         losses_of_tasks = score(wrap_gpt(gpt), tasks, ranks)
@@ -333,7 +336,9 @@ class HellaSwagConfig:
     # precision of matrix products; losses are computed in float32, and added up in float64
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     json: str = ""  # file for the predictions and losses of every task
-    code: str = ""  # file with the model's class GPT; empty: as log/run.json says, or train_gpt2.py
+    # file with the model's class GPT; empty: the one that the run.json of its run names, or else
+    # train_gpt2.py
+    code: str = ""
 
 
 def check_writable(path: str) -> None:
@@ -354,14 +359,14 @@ def main(args: list[str] | None = None) -> None:
         check_writable(config.json)  # before hours of scoring, not after
     device = choose_device(config.device)
     if device.type == "cpu":
-        keep_freed_memory()  # for the next tensors, which saves time on a CPU
-    dtype, device_and_dtype = choose_precision(config.dtype, device)  # the second is for the user
+        keep_freed_memory()  # New tensors are made faster where freed memory is kept for them.
+    dtype, device_line = choose_precision(config.dtype, device)  # The line is printed below.
     autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
     folder = find_model(config.model)
     examples = read_examples(config.data)
     if config.limit:
         examples = examples[: config.limit]
-    print(f"model: {folder}; device: {device_and_dtype}")
+    print(f"model: {folder}; device: {device_line}")
 
     # A model that was trained here is run by the file that defines it, others by transformers.
     gpt = load_gpt(folder, device, config.code)  # None for others

@@ -33,6 +33,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
+    local_rank: int = 0  # among the processes of this machine
 
     @classmethod
     def start(cls, device: str = "auto", deterministic: bool = False) -> "Ranks":
@@ -54,7 +55,7 @@ class Ranks:
                 join_process_group(rank, world_size, chosen)
             except RuntimeError as error:
                 raise explain(error, str(chosen)) from None
-        return cls(rank, world_size, chosen)
+        return cls(rank, world_size, chosen, local_rank)
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, in rank order."""

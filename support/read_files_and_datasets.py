@@ -1,7 +1,6 @@
 """Reads documents for fineweb.py, from files (--input) or from a dataset (--dataset).
 
-A source of documents is a list of streams: each file is one, or each split of a dataset. It yields
-batches of documents, each with the place where the batch begins, from which a later run can go on.
+Documents come in batches, each with the position where it begins, from which a later run can go on.
 """
 
 import csv
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from support.errors_and_signals import UserError
 
@@ -31,17 +30,8 @@ DATASET_REMEDY = (
 TOKENS_PER_BYTE = {".parquet": 0.35, ".gz": 0.8, ".zst": 0.8}  # roughly; other files have 0.25
 
 
-class Place(NamedTuple):
-    """A place in the text: that of a token, from which a later run can go on."""
-
-    stream: int = 0  # the number of a file, or of a split of a dataset
-    # Where a batch of documents begins in the stream. For a file it is a number of rows, for a
-    # split what `datasets` calls its state, and at the beginning of both None.
-    position: Any = None
-    used: int = 0  # how many tokens of that batch come before the place
-
-
-Batches = Iterator[tuple[Place, list[str | None]]]  # (place, documents); a row may have no text
+# (the number of a stream, a position in it, the documents from there on). A row may have no text.
+Batches = Iterator[tuple[int, Any, list[str | None]]]
 
 
 def as_one_line(where: str, error: Exception, remedy: str) -> UserError:
@@ -60,9 +50,12 @@ def any_error_as_user_error(where: str, remedy: str) -> Iterator[None]:
 
 
 class Source:
-    """Documents to tokenize, in streams. Files and Dataset are the two kinds of sources."""
+    """Documents to tokenize, in streams. Files and Dataset are the two kinds of sources.
 
-    name: str  # as manifest.json has it
+    A stream is a file, or a split of a dataset. A position in it is a number of rows of a file, or
+    what `datasets` calls the state of a split, or None for the beginning."""
+
+    name: str  # as manifest.json has it: files, folder, or the name of a dataset on the Hub
     identity: dict[str, Any]  # for manifest.json: what tells this text from another
     sizes: list[tuple[str, int]]  # (name, bytes) of its files
     has_validation_split: bool  # if so, it is stream 0
@@ -75,20 +68,16 @@ class Source:
         """Yields each batch of documents from a position on, as (the position after it, batch)."""
         raise NotImplementedError
 
-    after_validation_split = Place(stream=1)
+    def read_from(self, stream: int, position: Any) -> Batches:
+        """Reads the documents from a position in a stream on, and those of all later streams."""
+        for number in range(stream, self.stream_count):
+            yield from self.read_one_stream(number, position if number == stream else None)
 
-    def read(self, start: Place) -> Batches:
-        """Reads all documents from a place on."""
-        for stream in range(start.stream, self.stream_count):
-            yield from self.read_rest_of_stream(start if stream == start.stream else Place(stream))
-
-    def read_validation_split(self) -> Batches:
-        return self.read_rest_of_stream(Place(stream=0))
-
-    def read_rest_of_stream(self, place: Place) -> Batches:
-        for position, documents in self.read_stream(place.stream, place.position):
-            yield place, documents
-            place = Place(place.stream, position)
+    def read_one_stream(self, stream: int, position: Any = None) -> Batches:
+        """Reads the documents of one stream, from a position on."""
+        for after, documents in self.read_stream(stream, position):
+            yield stream, position, documents
+            position = after
 
     def estimate_tokens(self) -> float:
         """Roughly how many tokens it has, by the sizes of its files."""

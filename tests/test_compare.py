@@ -14,6 +14,7 @@ import pytest
 
 import compare
 from support.errors_and_signals import UserError
+from support.files_and_locks import locked
 from tests.conftest import ROOT, numbers, posix, words
 
 # Trains nothing: notes what it is called with, and logs losses that depend on its name, the seed
@@ -147,6 +148,18 @@ def test_a_run_of_another_code_or_with_other_flags_is_not_taken_for_it(folder):
     with pytest.raises(UserError, match=r"seed_1337.*a\.py"):
         run(*args)
     assert len(calls()) == 1
+
+
+@posix
+def test_it_waits_for_a_run_that_goes_on_without_it(folder):
+    """After kill -9 of compare.py, for example."""
+    command = [sys.executable, ROOT / "compare.py", "--code", "a.py", "--seeds", "1"]
+    with locked(Path("compared/a/seed_1337"), ""):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        while "waiting" not in process.stdout.readline():
+            pass
+        assert not calls()
+    assert "a" in rows(process.communicate(timeout=30)[0]) and len(calls()) == 1
 
 
 @posix

@@ -1,0 +1,46 @@
+"""Draws shakespeare/loss.png, the curve of the default run: `python reference/draw.py`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from matplotlib.figure import Figure
+
+from support.files_and_locks import ROOT, atomic_path
+from support.log_txt import read_log
+from support.plots import smooth
+from support.shards import tokenize_text
+from support.tokenizer import text_size
+
+HERE = Path(__file__).parent
+# nanoGPT's README, config/train_shakespeare_char.py: nats per character of its own validation part.
+NANOGPT = {
+    1.88: "nanoGPT, three minutes on a MacBook's CPU",
+    1.47: "nanoGPT, three minutes on an A100",
+}
+
+
+def main() -> None:
+    log = read_log(HERE / "shakespeare")
+    text = text_size(tokenize_text(ROOT / "input.txt", "val"))
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for stream, style in (("train", "C0-"), ("val", "C1o-")):
+        steps, losses = log[stream]
+        values = [text.nats_per_character(loss) for loss in losses]
+        name = {"train": "training loss", "val": "validation loss"}[stream]
+        axes.plot(steps, smooth(values) if stream == "train" else values, style, ms=4, label=name)
+    for loss, name in NANOGPT.items():
+        axes.axhline(loss, color="gray", linestyle=":")
+        va = "bottom" if loss > 1.5 else "top"  # beside the curve
+        axes.text(0, loss - 0.01, f"{name}: {loss}", va=va, size="small")
+    axes.set(xlabel="steps", ylabel="nats per character", ylim=(1.3, 3.0))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with atomic_path(HERE / "shakespeare" / "loss.png") as partial:
+        figure.savefig(partial, format="png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
