@@ -118,14 +118,15 @@ def check(variants: list[Variant], seeds: range, out: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             command = shlex.join(["python", shown(variant.code), *variant.flags, "--plan"])
-            problem = last_line(done.stderr) or f"status {done.returncode}"
-            raise UserError(f"`{command}` fails: {problem.removeprefix('error: ')}")
+            problem = last_line(done.stderr).removeprefix("error: ")
+            if problem.startswith("╰"):  # the end of a box, in which tyro explains a wrong flag
+                print(done.stderr, end="", file=sys.stderr)
+                problem = "see above"
+            raise UserError(f"`{command}` fails: {problem or f'status {done.returncode}'}")
 
 
 def last_line(text: str) -> str:
-    """The last line that says something. tyro draws a box around its own."""
-    lines = [line.strip(" │╭╮╰╯─") for line in text.splitlines()]
-    return next((line for line in reversed(lines) if line), "")
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -237,7 +237,8 @@ class Folder:
         for path in self.out.glob(".*.partial"):  # what a killed run was writing by atomic_path()
             path.unlink()
         self.made_from = made_from
-        self.save()
+        if not self.is_finished():  # A finished folder stays as it is.
+            self.save()
 
     def write(self, tokens: np.ndarray, after: Place | None) -> None:
         """Writes the next shard. `after` is the place after it, or None at the end of the text."""

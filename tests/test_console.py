@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import losses, numbers, train
+from train_gpt2 import get_tokenizer
 
 resource = pytest.importorskip("resource", reason="Windows has none")
 
@@ -41,3 +42,17 @@ def test_what_a_run_prints_agrees_with_its_log(text, tmp_path, capsys, at_step):
     if sys.platform == "linux" and not torch.cuda.is_initialized():
         (memory,) = [numbers(line) for line in out.splitlines() if line.endswith(" GB")]
         assert memory == [pytest.approx(peak, abs=0.02)]
+
+
+def test_a_text_that_is_read_too_often_is_a_warning(tmp_path, capsys):
+    """The warning names the number of steps that make ten epochs."""
+    path = tmp_path / "short.txt"
+    path.write_text("to be or not to be " * 20, encoding="utf-8")
+    tokens = 1 + len(get_tokenizer().encode_ordinary(path.read_text(encoding="utf-8")))
+    train_tokens = tokens - tokens // 10
+    for epochs, warned in ((19, False), (21, True)):
+        steps = round(epochs * train_tokens / 128)
+        train("--max-steps", steps, "--data", path, "--log-dir", tmp_path / f"{epochs}")
+        err = capsys.readouterr().err
+        assert ("epochs" in err) == warned
+    assert f"--max-steps {round(10 * train_tokens / 128)} " in err

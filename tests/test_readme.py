@@ -101,7 +101,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     shutil.copytree(ROOT / "reference/shakespeare", "log")
     for name in ("log/step_000600", "gpt2"):  # a folder comes before the Hub
         GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(name)
-    for name in ("log_pairs", "log_gpt2"):
+    for name in ("log_pairs", "log_gpt2", "log_mine", "log_tiny"):
         shutil.copytree("log", name)
     # instead of the download
     fineweb.main(["--input", "a.txt", "--out", "edu_fineweb10B", "--workers", "1"])
