@@ -100,8 +100,9 @@ def check(variants: list[Variant], seeds: range, out: Path) -> None:
     for variant in variants:
         if variant.code.suffix != ".py" or not variant.code.is_file():
             raise UserError(f"--code {variant.code}: not a Python file")
+        given = {word.split("=")[0].replace("_", "-") for word in variant.flags}  # --seed=1 as well
         for own in ("--seed", "--log-dir", "--resume", "--plan"):
-            if own in variant.flags:
+            if own in given:
                 raise UserError(f"{own}: compare.py sets it; see --seeds and --out")
         for seed in seeds:
             folder = variant.folder(out, seed)

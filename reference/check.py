@@ -141,7 +141,7 @@ def judge_alone(streams: Streams) -> None:
         best = min(val, key=val.get)
         print(f"- the validation loss went from {val[min(val)]:.4f} to {val[max(val)]:.4f}")
         if best != max(val):
-            print(f"- it was lowest at step {best}, {val[best]:.4f}; then the model overfitted")
+            print(f"- it was lowest at step {best}, {val[best]:.4f}, and has risen since")
     print("reference/README.md says how to make a reference of your own")
 
 

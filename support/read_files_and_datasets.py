@@ -26,9 +26,7 @@ DATASET_REMEDY = (
     "check its name, --config and the network; if it is private or gated, run `hf auth login`; "
     "if it is a folder, try it with --input, whose errors name the file and the row"
 )
-
 TOKENS_PER_BYTE = {".parquet": 0.35, ".gz": 0.8, ".zst": 0.8}  # roughly; other files have 0.25
-
 
 # (the number of a stream, a position in it, the documents from there on). A row may have no text.
 Batches = Iterator[tuple[int, Any, list[str | None]]]

@@ -164,8 +164,7 @@ class PretendGPU(TorchDispatchMode):
     def is_late_copy(self, name: str, args: tuple, kwargs: dict, here: bool) -> bool:
         """Counts a copy between host and device. True if nobody waits for it and it is allowed.
 
-        The result of such a copy shares memory with its source, since on a real GPU it may see what
-        becomes of the source later."""
+        Its result shares memory with its source, since a late copy may see later changes."""
         source = args[1] if name == "copy_" else args[0]
         if isinstance(source, OnGPU) == here:
             return False

@@ -132,6 +132,7 @@ def test_mistakes_are_found_before_any_run(folder):
         "--code a.py -- -- --max-lr 1 -- --no-such-flag": "no such flag",
         "--code a.py a.py": "twice",
         "--code a.py -- --seed 1": "--seed",
+        "--code a.py -- --log_dir=b": "--log-dir",
         "--code a.py --seeds 0": "--seeds 0",
     }.items():
         with pytest.raises(UserError, match=re.escape(named)):
