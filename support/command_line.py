@@ -87,10 +87,10 @@ def print0(message: str) -> None:
         print_line(message)
 
 
-def warn(message: str) -> None:
-    """Prints a warning to stderr, if that is possible."""
+def warn(message: str, label: str = "warning") -> None:
+    """Prints a line that begins with `label` to stderr, if that is possible."""
     with contextlib.suppress(OSError):
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        print(f"{label}: {message}", file=sys.stderr, flush=True)
 
 
 def progress_bar(iterable: Iterable[Any] | None, unit: str, **options: Any) -> tqdm:
