@@ -140,6 +140,16 @@ def describe(
     }
 
 
+def warn_of_many_epochs(config: Any, available: int) -> None:
+    """Warns if the run reads its training tokens, `available` of them, more than 20 times."""
+    steps_per_epoch = available / config.total_batch_size
+    if config.max_steps > 20 * steps_per_epoch:
+        epochs = config.max_steps / steps_per_epoch
+        problem = f"the model reads the data {epochs:,.0f} times, and may learn it by heart"
+        few = max(round(10 * steps_per_epoch), 1)
+        warn(f"{problem}; --max-steps {few} makes 10 epochs")
+
+
 def print_plan(config: Any, model: Any) -> None:
     """Prints what a run will take. Trains nothing."""
     device = choose_device(config.device)
@@ -182,3 +192,5 @@ def print_plan(config: Any, model: Any) -> None:
             rows[f"{count} x {card}".removeprefix("1 x ")] = row
     for name, value in rows.items():
         print(f"{name}: {value}")
+    if available:
+        warn_of_many_epochs(config, available)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from support import devices, plan
-from support.command_line import duration, print0, warn
+from support.command_line import duration, print0
 from support.ranks import Ranks
 
 
@@ -94,12 +94,8 @@ def announce(
     rows["log and checkpoints"] = f"{config.log_dir}/{resumed}"
     for name, value in rows.items():
         print0(f"{name}: {value}")
-    steps_per_epoch = loader.total_tokens / config.total_batch_size
-    epochs = config.max_steps / steps_per_epoch
-    if epochs > 20 and loader.rank == 0:
-        few = max(round(10 * steps_per_epoch), 1)
-        problem = f"the model reads the data {epochs:,.0f} times, and may learn it by heart"
-        warn(f"{problem}; --max-steps {few} makes 10 epochs")
+    if loader.rank == 0:
+        plan.warn_of_many_epochs(config, loader.total_tokens)
 
 
 def print_validation(loss: float, text: Any) -> None:

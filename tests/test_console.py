@@ -45,7 +45,7 @@ def test_what_a_run_prints_agrees_with_its_log(text, tmp_path, capsys, at_step):
 
 
 def test_a_text_that_is_read_too_often_is_a_warning(tmp_path, capsys):
-    """The warning names the number of steps that make ten epochs."""
+    """The warning names the number of steps that make ten epochs. --plan has it as well."""
     path = tmp_path / "short.txt"
     path.write_text("to be or not to be " * 20, encoding="utf-8")
     tokens = 1 + len(get_tokenizer().encode_ordinary(path.read_text(encoding="utf-8")))
@@ -56,3 +56,5 @@ def test_a_text_that_is_read_too_often_is_a_warning(tmp_path, capsys):
         err = capsys.readouterr().err
         assert ("epochs" in err) == warned
     assert f"--max-steps {round(10 * train_tokens / 128)} " in err
+    train("--max-steps", steps, "--data", path, "--log-dir", tmp_path / "plan", "--plan")
+    assert capsys.readouterr().err == err
