@@ -5,11 +5,11 @@ python reference/check.py log.txt           # of build-nanogpt
 python reference/check.py log my_reference
 """
 
-import math
 import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def judge_alone(streams: Streams) -> None:
     """Prints what can be said of a run without a reference."""
     print("So nothing says whether its losses are right. What can be said:")
     losses = [v for stream in ("train", "val") for v in streams.get(stream, {}).values()]
-    infinite = sum(not math.isfinite(loss) for loss in losses)
+    infinite = sum(not isfinite(loss) for loss in losses)
     print(f"- {infinite or 'none'} of its {len(losses)} losses are not finite")
     first = streams.get("train", {}).get(0)
     if first is not None:
@@ -150,7 +150,8 @@ def verdict(values: list[Value], name: str) -> bool:
     outside = [v for v in values if not v.low <= v.value <= v.high]
     if outside:
         v = outside[0]
-        print(f"step {v.step}: {v.name} {v.value:.8g} is outside {v.low:.8g} to {v.high:.8g}")
+        fault = f"outside {v.low:.8g} to {v.high:.8g}" if isfinite(v.value) else "not finite"
+        print(f"step {v.step}: {v.name} {v.value:.8g} is {fault}")
         print(f"{len(outside)} of {len(values)} values are outside: does not match {name}")
         return False
     trained = [v for v in values if v.step > 0]  # step 0 is the untrained model
@@ -189,11 +190,11 @@ def main(args: list[str] | None = None) -> int:
     if not comparable(ours, theirs, name):
         judge_alone(streams)
         return 1
-    values = [  # outside of any bounds
-        Value(stream, step, value, -math.inf, math.inf)
+    values = [  # outside of any bounds, since no number is between nan and nan
+        Value(stream, step, value, nan, nan)
         for stream in ("train", "val")
         for step, value in streams.get(stream, {}).items()
-        if not math.isfinite(value)
+        if not isfinite(value)
     ]
     if starts and ours.get("seed") == theirs.get("seed", "unknown"):
         width = tolerance(starts + entries)

@@ -42,9 +42,9 @@ def test_bounds_hold_for_any_seed(tmp_path):
     bounds.write_text("2048 val 4.49 4.51\n")
     diverged = run_folder(tmp_path / "diverged", log.replace("4 val 4.5", "4 val nan"), seed=1)
     assert check.main([diverged, reference]) == 1
-    for step in ("3 train", "5 train", "5 val"):  # also where no bound is
-        bad = log.replace("3 train 3.9", "3 train nan") if "3" in step else f"{log}\n{step} nan\n"
-        assert check.main([run_folder(tmp_path / "bad", bad, seed=1), reference]) == 1, step
+    for line in ("3 train nan", "5 train nan", "5 val nan", "5 val inf"):  # also where no bound is
+        bad = log.replace("3 train 3.9", line) if "3" in line else f"{log}\n{line}\n"
+        assert check.main([run_folder(tmp_path / "bad", bad, seed=1), reference]) == 1, line
     bounds.write_text("512 train one two\n")
     for args, message in (
         ([run, reference], "512 train one two"),
