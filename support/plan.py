@@ -128,7 +128,10 @@ def describe(
     `peak` is the result of peak_flops(). `available` is the number of training tokens, or 0 if
     there is no data yet."""
     tokens = config.max_steps * config.total_batch_size
-    epochs = f"{tokens / available:.3f} of {available:,} training tokens" if available else ""
+    epochs = "no data yet"
+    if available:
+        steps = max(round(available / config.total_batch_size), 1)
+        epochs = f"{tokens / available:.3f} of {available:,} training tokens, {steps:,} steps each"
     return {
         "device": device_line,
         "model": f"{model.num_parameters():,} parameters, "
@@ -136,7 +139,7 @@ def describe(
         "MFU 100 %": f"{peak[0] / 1e12:,.3g} TFLOP/s per device ({peak[1]})",
         "tokens": f"{tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
         "data": shown(config.data),
-        "epochs": epochs or "no data yet",
+        "epochs": epochs,
     }
 
 
