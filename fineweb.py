@@ -62,7 +62,7 @@ class ShardConfig:
     split: str = ""
     text_column: str = "text"  # the column, or key, of the text
     out: str = "edu_fineweb10B"  # folder for the shards
-    # tokens per shard; 0: 100 million. With --input or --dataset shard 0 then has 10 million.
+    # tokens per shard; 0: 100 million, but 10 million in shard 0 of --input or --dataset
     shard_size: int = 0
     workers: int = 0  # tokenizing processes; 0: one per core
     max_shards: int = 0  # stop after this many, validation included; 0: no limit
@@ -80,7 +80,7 @@ def tokenize(documents: list[str | None]) -> np.ndarray:
     for text in documents:
         if text:
             parts.append(np.array([EOT], np.uint16))
-            # encode() yields the tokens of a long text in pieces. All of them are below 2**16.
+            # encode() tokenizes a long text in pieces, to save memory. A token is below 2**16.
             parts.extend(piece.astype(np.uint16) for piece in encode(text))
     return np.concatenate(parts)
 
@@ -89,8 +89,8 @@ class Place(NamedTuple):
     """Where a token is in the text. Place() is the beginning."""
 
     stream: int = 0  # the number of a file, or of a split of a dataset
-    # Where a batch of documents begins in the stream. For a file it is a number of rows, for a
-    # split what the library `datasets` calls its state. None is the beginning.
+    # Where a batch of documents begins in the stream. In a file this is the number of rows before
+    # it. In a split it is what the library `datasets` gives as its state. None is the beginning.
     position: Any = None
     used: int = 0  # the number of tokens of the batch that come before this place
 
@@ -120,7 +120,7 @@ def tokenize_in_workers(
 
 def start_worker() -> None:
     """Runs first in each worker. Makes the worker end when its parent ends, even if by a kill."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and so the workers
 
     def follow_parent() -> None:
         multiprocessing.parent_process().join()
@@ -139,26 +139,27 @@ def cut(
     """Cuts the text into shards, beginning with shard `number`. Yields (the tokens of a shard, the
     place after them, or None at the end of the text).
 
-    Shard 0 has val_size tokens, the others have `size`, and the last one has what is left. But if
-    the whole text has at most `size` tokens, shard 0 has a tenth of them, and shard 1 the rest."""
+    Shard 0 has val_size tokens, which are at most `size`. The others have `size`, and the last one
+    has what is left. But if the whole text has at most `size` tokens, shard 0 has a tenth of them,
+    and shard 1 the rest."""
     held: list[Piece] = []  # what is in no shard yet
     count = 0  # how many tokens are held
     for piece in pieces:
         held.append(piece)
         _, tokens = piece
         count += len(tokens)
-        # Shard 0 may have fewer than `size` tokens, but also waits for more than `size`. A text
-        # that ends before that is divided below.
+        # This also holds for shard 0: a text that ends before `size` tokens is divided below. After
+        # each shard some tokens are left, so the last shard is never empty.
         while count > size:
             length = val_size if number == 0 else size
             shard, after, held = take_first(held, length)
             yield shard, after
             number += 1
             count -= length
-    if count == 0:  # The loop always leaves some tokens, so there were none at all.
+    if count == 0:
         raise UserError("there is no text to train on: nothing to tokenize")
     if number == 0:
-        # A document has at least two tokens, so this leaves something for shard 1.
+        # There are at least two tokens, 50256 and one of a text, so shard 1 gets something.
         shard, after, held = take_first(held, max(count // 10, 1))
         yield shard, after
     yield np.concatenate([tokens for _, tokens in held]), None
@@ -168,7 +169,7 @@ def take_first(pieces: list[Piece], n: int) -> tuple[np.ndarray, Place, list[Pie
     """Takes n tokens from pieces that have more. Returns (them, the place after, the rest)."""
     taken = []
     for i, (place, tokens) in enumerate(pieces):
-        if n < len(tokens):  # the last piece, of which something is left
+        if n < len(tokens):  # This piece has more than what is still to be taken, which may be 0.
             taken.append(tokens[:n])
             after = place._replace(used=place.used + n)  # n tokens further in the same batch
             return np.concatenate(taken), after, [(after, tokens[n:]), *pieces[i + 1 :]]
@@ -198,10 +199,13 @@ class Folder:
         self.next: Place | None = Place()  # where the next shard begins; None after the last one
         self.made_from: dict[str, Any] = {}  # the text and the settings that determine the shards
         if self.manifest.exists():
+            # An error in here becomes one line: the file, what is wrong, and how to mend it.
             with any_error_as_user_error(str(self.manifest), "move it and its shards away"):
                 found = json.loads(self.manifest.read_text(encoding="utf-8"))
-                keys = ("name", "tokens", "sha256")
-                self.shards = [{key: shard[key] for key in keys} for shard in found.pop("shards")]
+                for shard in found.pop("shards"):
+                    # An error if one of the keys is missing.
+                    keys = ("name", "tokens", "sha256")
+                    self.shards.append({key: shard[key] for key in keys})
                 place = found.pop("next")
                 self.next = None if place is None else Place(**place)
                 self.made_from = found  # what is left of it
@@ -221,15 +225,15 @@ class Folder:
             then = self.made_from.get(key)
             if self.shards and now != then:
                 change = f"{key} {then!r}, now {now!r}"
-                if key == "files":  # a long list of their names and sizes
+                if key == "files":  # the names and sizes of --input's files, a long list
                     change = "other files"
                 raise UserError(f"{self.out}: started with {change}; restore it or use a new --out")
         expected = [shard["name"] for shard in self.shards]
         for name in expected:
-            open_shard(self.out / name)  # raises an error if it is missing or damaged
-        # Any other shard in this folder would be trained on by mistake. Only the next one may be
-        # here, if fineweb.py was killed after it had written it, and before it listed it.
-        if self.manifest.exists():  # otherwise fineweb.py has not been here
+            open_shard(self.out / name)  # raises an error if it is missing or too short
+        # Any other shard in this folder would be trained on by mistake. Only the next shard may be
+        # here, from a fineweb.py that was killed just before it added that shard to the manifest.
+        if self.manifest.exists():
             expected.append(self.next_name())
         for path in self.out.iterdir():
             if SHARD_NAME.fullmatch(path.name) and path.name not in expected:
@@ -237,7 +241,7 @@ class Folder:
         for path in self.out.glob(".*.partial"):  # what a killed run was writing by atomic_path()
             path.unlink()
         self.made_from = made_from
-        if not self.is_finished():  # A finished folder stays as it is.
+        if not self.is_finished():  # A finished folder is left untouched.
             self.save()
 
     def write(self, tokens: np.ndarray, after: Place | None) -> None:
@@ -271,7 +275,7 @@ class Folder:
         listed = {shard["name"]: shard["sha256"] for shard in self.shards}
         names = {*found, *listed}
         wrong = [name for name in names if found.get(name) != listed.get(name)]
-        if wrong or not found:
+        if wrong or not paths:
             problem = ", ".join(sorted(wrong)) or "no shards"
             raise UserError(f"{self.out}: does not match manifest.json: {problem}")
         print(f"{len(found)} shards: all checksums match")
@@ -283,9 +287,11 @@ class Folder:
 
 def make_shards(config: ShardConfig, folder: Folder) -> None:
     """Makes the shards of --input, of --dataset, or else of FineWeb-Edu."""
-    dataset, part = config.dataset, config.config
-    if not config.input and not config.dataset:
-        dataset, part = FINEWEB, config.name  # Its parts are what the Hub calls configurations.
+    if config.input or config.dataset:
+        dataset, part = config.dataset, config.config
+    else:
+        dataset, part = FINEWEB, config.name
+    # A source has documents in streams, which it reads from any position on.
     if config.input:
         source: Source = Files(config.input, config.text_column)
     else:
@@ -302,13 +308,13 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
     if folder.is_finished():
         return
     val_size = size = config.shard_size or SHARD_SIZE
-    if not config.shard_size and (config.input or dataset != FINEWEB):
-        val_size = size // 10  # Your own text may hardly be longer than a shard.
+    if not config.shard_size and dataset != FINEWEB:
+        val_size = size // 10  # Else most of a text of one or two shards would be for validation.
     workers = config.workers or os.cpu_count() or 1
-    get_tokenizer()  # is loaded now, so that the workers have it if they are forked
+    get_tokenizer()  # loads it once, for all workers that are forked from this process
     with ProcessPoolExecutor(workers, initializer=start_worker) as pool:
-        # A pool starts its workers when it gets a task. This task does nothing, but comes before
-        # the source starts threads, since a process with threads should not be forked.
+        # The first task makes the pool start its workers. This one does nothing else, but comes
+        # before the source starts threads, since a process with threads should not be forked.
         pool.submit(os.getpid)
         source.open()  # asks the Hub for the files of a dataset, for example
         estimate = source.estimate_tokens()
@@ -319,11 +325,11 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         with progress_bar(None, "tok", total=estimate, initial=before, unit_scale=True) as bar:
             start = folder.next
             if source.has_validation_split and not folder.shards:
-                # Stream 0 is the validation split, and all of it becomes shard 0.
+                # The validation split is stream 0 of this dataset, and all of it becomes shard 0.
                 start = Place(stream=1)
                 batches = source.read_one_stream(0)
                 parts = [tokens for _, tokens in tokenize_in_workers(pool, workers, batches, bar)]
-                if sum(len(part) for part in parts) > 0:  # otherwise train is cut into shard 0
+                if sum(map(len, parts)) > 0:  # If it is empty, shard 0 is cut from stream 1 below.
                     folder.write(np.concatenate(parts), after=start)
                 if folder.is_finished():  # as with --max-shards 1
                     return
@@ -382,7 +388,7 @@ def read_config(args: list[str] | None) -> ShardConfig:
     config = parse_args(ShardConfig, args=args)
     problems = []
     for name in ("input", "dataset"):
-        # `--input $FILES` has no value if $FILES is empty. That must not make FineWeb-Edu.
+        # `--input $FILES` has no value if $FILES is empty. Then FineWeb-Edu is not what is meant.
         given = flag(name) in (sys.argv if args is None else args)  # flag("input") is "--input"
         if given and not getattr(config, name):
             problems.append(f"{flag(name)}: has no value")
@@ -428,7 +434,7 @@ def main(args: list[str] | None = None) -> None:
         except BrokenExecutor:
             raise UserError("a worker was killed (out of memory?); use fewer --workers") from None
         finally:
-            if not folder.shards:  # After an error before the first shard, nothing is left.
+            if not folder.shards:  # Without a shard, the folder can be used for another text.
                 folder.manifest.unlink(missing_ok=True)
     tokens = sum(shard["tokens"] for shard in folder.shards)
     print(f"{out}: {len(folder.shards)} shards, {tokens:,} tokens")

@@ -48,7 +48,7 @@ from support.tokenizer import VOCAB_SIZE, get_tokenizer
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # of the file there
-DOWNLOADED = ROOT / "hellaswag" / "hellaswag_val.jsonl"
+DOWNLOADED = ROOT / "hellaswag" / "hellaswag_val.jsonl"  # ROOT is the folder of this script
 
 # --------------------------------------------------------------------------------------------------
 # Tasks
@@ -59,9 +59,9 @@ def download() -> Path:
     for attempt in range(3):
         time.sleep(attempt)  # waits for 0, 1 and 2 seconds
         try:
-            if DOWNLOADED.exists() and sha256(DOWNLOADED) == SHA256:
+            if DOWNLOADED.exists() and sha256(DOWNLOADED) == SHA256:  # from an earlier run
                 return DOWNLOADED
-            print0(f"downloading {URL}")
+            print0(f"downloading {URL}")  # prints on rank 0 only
             with urlopen(URL, timeout=20) as response:
                 content = response.read()
             if hashlib.sha256(content).hexdigest() != SHA256:
@@ -79,7 +79,7 @@ def download() -> Path:
 def read_examples(path: str | Path = "") -> list[dict[str, Any]]:
     """The tasks in a .jsonl file, by default the official ones."""
     path = Path(path) if path else download()
-    # Split as bytes, since str.splitlines() would also split at other characters than \n.
+    # Split as bytes, and at \n alone: a text may hold other characters that end a line in Unicode.
     lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     examples = []
     for number, line in enumerate(lines, start=1):
@@ -95,9 +95,8 @@ def parse_example(line: bytes) -> dict[str, Any] | None:
     """The task in a line of JSON, or None if the line is something else."""
     try:
         example = json.loads(line)
-        # JSON can hold half of a character, a lone surrogate, which cannot be tokenized. This
-        # raises a ValueError for it.
-        json.dumps(example, ensure_ascii=False).encode()
+        text = json.dumps(example, ensure_ascii=False)
+        text.encode()  # a ValueError if there is half of a character, which cannot be tokenized
     except (ValueError, RecursionError):  # the latter for brackets that are nested too deeply
         return None
     match example:
@@ -124,7 +123,7 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class Task:
-    context: list[int]  # tokens
+    context: list[int]  # the tokens before an ending
     endings: list[list[int]]  # the tokens of each
     label: int  # index of the right ending
 
@@ -141,11 +140,12 @@ def tokenize(examples: list[dict[str, Any]], model: LanguageModel) -> list[Task]
     for number, example in enumerate(examples, start=1):
         context = model.encode(example["ctx"])
         # Some tokenizers split an ending differently where it stands alone. So it is tokenized
-        # together with its context, and then the tokens of the context are removed.
-        texts = [model.encode(f"{example['ctx']} {ending}") for ending in example["endings"]]
-        endings = [text[len(context) :] for text in texts]
+        # together with its context, and then the tokens of the context are removed. The space
+        # between them keeps those as they are.
+        joined = [model.encode(f"{example['ctx']} {ending}") for ending in example["endings"]]
+        endings = [tokens[len(context) :] for tokens in joined]
         longest = max(len(ending) for ending in endings)
-        # The model predicts the last token of an ending, but does not read it.
+        # So many tokens of the context fit. The model need not read the last token of an ending.
         room = model.max_length - len(model.start) - (longest - 1)
         if room < 1:
             problem = f"an ending has {longest} tokens, but the model's context {model.max_length}"
@@ -178,13 +178,14 @@ def score(
     # Tasks of similar lengths are scored together, so that rows need little padding.
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].length)
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    batches_of_rank = ranks.share(batches)
+    batches_of_rank = ranks.share(batches)  # Of two ranks, each gets every second batch.
     if show_progress:  # only where there is one rank
         batches_of_rank = progress_bar(batches_of_rank, "batch", total=len(batches))
     losses_of_tasks = {}
     for batch in batches_of_rank:
         # A row has a context, one of its endings, and zeros at its end, so that all rows have the
-        # same length. The zeros change nothing, since each token sees only earlier ones.
+        # same length. The zeros change nothing, since each token sees only earlier ones. The four
+        # rows of a task follow each other.
         rows = [(tasks[i].context, ending) for i in batch for ending in tasks[i].endings]
         # A row of T + 1 tokens has T that are read, and T that are predicted.
         T = max(tasks[i].length for i in batch) - 1
@@ -201,7 +202,7 @@ def score(
         mask = in_ending[:, 1:]  # (B, T), true where y is a token of the ending
         logits = model.logits_at(x.to(ranks.device), mask.to(ranks.device))  # (n, V)
         losses = F.cross_entropy(logits.float(), y[mask].to(ranks.device), reduction="none")  # (n,)
-        # Put each loss back in its place, and add up the rows.
+        # Put each loss back in its place, and add up the rows, in float64 against rounding.
         table = torch.zeros(len(rows), T, dtype=torch.float64)
         table[mask] = losses.cpu().double()
         sums = table.sum(dim=1).view(len(batch), 4)
@@ -224,7 +225,7 @@ def wrap_gpt(gpt: Any) -> LanguageModel:
 
     def logits_at(tokens: Tensor, mask: Tensor) -> Tensor:
         logits = gpt(tokens, at=mask)  # computes logits only where the mask is true
-        return logits[:, :VOCAB_SIZE]  # A padded vocabulary has more, which belong to no token.
+        return logits[:, :VOCAB_SIZE]  # The logits after these, if any, belong to no token.
 
     return LanguageModel(
         max_length=gpt.config.block_size,
@@ -234,22 +235,22 @@ def wrap_gpt(gpt: Any) -> LanguageModel:
     )
 
 
-MAX_LOGITS = 2**28  # With transformers, at most so many are computed at a time, a gigabyte.
+MAX_LOGITS = 2**28  # how many transformers may compute at a time: a gigabyte in float32
 
 
 def wrap_transformers(folder: Path, device: torch.device) -> LanguageModel:
     """Loads any causal language model by transformers, with its own tokenizer, for score()."""
-    model, tokenizer = load_causal_lm(folder, device, torch.float32)
+    model, tokenizer = load_causal_lm(folder, device, torch.float32)  # without dropout
     check_causal(model, folder)
     config = model.config.get_text_config()  # A model of texts and images has several configs.
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False).input_ids
 
-    # `start` is what the tokenizer puts before the first token of a text.
-    first_token = encode("a")[0]
-    with_start = tokenizer("a").input_ids  # the tokens of <s> and "a", for example
-    start = with_start[: with_start.index(first_token)]
+    # `start` is what the tokenizer puts before a text, for example <s> before "a".
+    a = encode("a")[0]
+    with_start = tokenizer("a").input_ids
+    start = with_start[: with_start.index(a)]
 
     def logits_at(tokens: Tensor, mask: Tensor) -> Tensor:
         # transformers computes the logits at all places, which may take much memory. So a few rows
@@ -259,7 +260,7 @@ def wrap_transformers(folder: Path, device: torch.device) -> LanguageModel:
         return torch.cat([model(x, use_cache=False).logits[at] for x, at in parts])
 
     return LanguageModel(
-        # Models without a limit, such as Mamba, do not have this setting.
+        # GPT-2's is 1024. Models without a limit, such as Mamba, do not have this setting.
         max_length=getattr(config, "max_position_embeddings", None) or 2**20,
         encode=encode,
         start=start,
@@ -274,7 +275,7 @@ def check_causal(model: Any, folder: Path) -> None:
     changed = tokens.clone()
     changed[0, -1] = 8
     before, after = (model(idx).logits[0, :-1] for idx in (tokens, changed))  # (7, V) each
-    # Rounding may change them by less than a thousandth of their standard deviation.
+    # The same logits, computed twice, can differ by rounding, so a small difference is allowed.
     if not torch.allclose(before, after, atol=1e-3 * before.std().item()):
         raise UserError(f"{folder}: not a causal language model: its tokens see later ones")
 
@@ -313,7 +314,7 @@ def accuracy(gpt: Any, tasks: list[Task], ranks: Ranks, autocast: torch.autocast
     right = 0
     for i, losses in losses_of_tasks.items():
         _, chosen = choices(tasks[i], losses)
-        right += chosen == tasks[i].label
+        right += int(chosen == tasks[i].label)
     return ranks.sum(right) / len(tasks)
 
 
@@ -336,8 +337,7 @@ class HellaSwagConfig:
     # precision of matrix products; losses are computed in float32, and added up in float64
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     json: str = ""  # file for the predictions and losses of every task
-    # file with the model's class GPT; empty: the one that the run.json of its run names, or else
-    # train_gpt2.py
+    # file with the class GPT of the model; empty: the script that trained it, or train_gpt2.py
     code: str = ""
 
 
@@ -359,10 +359,10 @@ def main(args: list[str] | None = None) -> None:
         check_writable(config.json)  # before hours of scoring, not after
     device = choose_device(config.device)
     if device.type == "cpu":
-        keep_freed_memory()  # New tensors are made faster where freed memory is kept for them.
-    dtype, device_line = choose_precision(config.dtype, device)  # The line is printed below.
+        keep_freed_memory()  # makes scoring faster
+    dtype, device_line = choose_precision(config.dtype, device)  # The line names both.
     autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-    folder = find_model(config.model)
+    folder = find_model(config.model)  # downloads it if it is a name on the Hub
     examples = read_examples(config.data)
     if config.limit:
         examples = examples[: config.limit]

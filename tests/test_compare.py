@@ -160,7 +160,7 @@ def test_it_waits_for_a_run_that_goes_on_without_it(folder):
         while "waiting" not in process.stdout.readline():
             pass
         assert not calls()
-    assert "a" in rows(process.communicate(timeout=30)[0]) and len(calls()) == 1
+    assert "a" in rows(process.communicate(timeout=120)[0]) and len(calls()) == 1
 
 
 @posix
@@ -175,7 +175,7 @@ def test_stopped_and_gone_on_with(folder, number):
     time.sleep(0.2)
     target = os.killpg if number == signal.SIGKILL else os.kill
     target(process.pid, number)
-    assert process.wait(timeout=30) == {signal.SIGTERM: 143, signal.SIGINT: 130}.get(number, -9)
+    assert process.wait(timeout=120) == {signal.SIGTERM: 143, signal.SIGINT: 130}.get(number, -9)
     (path,) = Path("compared").glob("*/*/run.json")  # the code above cannot go on by itself
     path.unlink()
     path.parent.rmdir()

@@ -518,6 +518,9 @@ def test_missing_damaged_and_foreign_shards():
     args = ["--input", write("a.jsonl", json_lines(SPLITS["train"])), "--shard-size", 1000]
     make(*args, "--max-shards", 3)
     manifest = Path("out/manifest.json").read_bytes()
+    before = contents()
+    make(*args, "--max-shards", 2)
+    assert contents() == before, "there are more already"
     make(*args)
     before, paths = contents(), shard_paths()
     for path in paths[4:]:

@@ -70,6 +70,7 @@ def test_a_fork_under_its_own_name(clone):
     assert (clone / "log/train_erf.py").read_bytes() == fork.read_bytes()
     assert not (clone / "log/train_gpt2.py").exists()
     assert "train_erf.py" in (clone / "log/step_000002/README.md").read_text()
+    fork.write_text(f"{fork.read_text(encoding='utf-8')}# a comment\n", encoding="utf-8")
     start(clone, "train_erf.py", SMALL, "--max-steps 4 --resume")
     command = re.search("^sample: python (.+)", out, re.MULTILINE)[1]
     # It asks for a prompt, since the preset has none.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import sys
 import time
@@ -286,6 +287,12 @@ def test_an_apple_gpu(run, tmp_path):
     for stream in ("train", "val", "hella"):
         expected = pytest.approx(losses(tmp_path / "cpu", stream), abs=1e-6)
         assert losses(tmp_path / "mps", stream) == expected, stream
+
+
+def test_the_data_sheets_peak_is_that_of_16_bits(run, capsys):
+    for dtype, source in (("bfloat16", "data sheet"), ("float32", "measured")):
+        run(dtype, f"--dtype {dtype}", gpu=PretendGPU())
+        assert re.search(rf"MFU 100 %: .*\({source}", capsys.readouterr().out)
 
 
 def test_a_plan_leaves_the_gpu_alone(capsys):
