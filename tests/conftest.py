@@ -26,6 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests of Hub code start a local server
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+# A process in the background ignores Ctrl-C, and so would those that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if os.name != "nt":  # ranks are forked from a process with these; from Python 3.14 on, all are
     modules = ["tests.preloaded"]
     if sys.version_info >= (3, 14):

@@ -116,6 +116,8 @@ def test_wrong_input_is_one_line(monkeypatch):
     for flags in ("--steps 0", "--rung bf16", "--rung compile"):
         with pytest.raises(UserError, match=flags.split()[0]):
             bench.main([*flags.split(), *TINY])
+    with pytest.raises(UserError, match="nowhere"):  # the flags after -- come last
+        bench.main(["--rung", "ours", *TINY, "--data", "nowhere.txt"])
     for name, value in (RANK | {"WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
     for flags in (["--ladder"], ["--rung", "ours"]):
