@@ -1,6 +1,7 @@
 """The tokenizer against tiktoken's own and transformers'; texts and shards as they are read."""
 
 import hashlib
+import math
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.errors_and_signals import UserError
+from support.tokenizer import text_size
 from tests.conftest import ROOT, posix
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, get_tokenizer
 
@@ -106,6 +108,15 @@ def test_a_text_is_split_nine_to_one(tmp_path):
     end = len(tokens) - len(tokens) // 10
     assert read_all(tmp_path / "a.txt", end) == tokens[:end]
     assert read_all(tmp_path / "a.txt", len(tokens) - end, "val") == tokens[end:]
+
+
+def test_losses_per_character_count_the_separators():
+    """A separator is predicted, and so part of the loss, but it has no text."""
+    texts = ["a naïve", " text"]  # 12 characters, 13 bytes
+    tokens = [token for text in texts for token in (50256, *get_tokenizer().encode_ordinary(text))]
+    size = text_size(np.array(tokens))
+    assert size.nats_per_character(2) == pytest.approx(2 * len(tokens) / 12)
+    assert size.bits_per_byte(2) == pytest.approx(2 * len(tokens) / 13 / math.log(2))
 
 
 @pytest.mark.parametrize("space", " \t")
