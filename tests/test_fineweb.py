@@ -514,6 +514,19 @@ def test_a_full_disk():
     assert shard_tokens() == expected_tokens(SPLITS["train"])
 
 
+def test_ctrl_c_leaves_no_half_of_a_shard(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    args = ["--input", write("a.jsonl", json_lines(SPLITS["train"])), "--shard-size", 3000]
+    make(*args, "--max-shards", 1)
+    before = {path.name for path in Path("out").iterdir()}
+    monkeypatch.setattr(np.lib.format, "write_array_header_1_0", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make(*args)
+    assert {path.name for path in Path("out").iterdir()} == before
+
+
 def test_missing_damaged_and_foreign_shards():
     args = ["--input", write("a.jsonl", json_lines(SPLITS["train"])), "--shard-size", 1000]
     make(*args, "--max-shards", 3)
