@@ -202,10 +202,8 @@ class Folder:
             # An error in here becomes one line: the file, what is wrong, and how to mend it.
             with any_error_as_user_error(str(self.manifest), "move it and its shards away"):
                 found = json.loads(self.manifest.read_text(encoding="utf-8"))
-                for shard in found.pop("shards"):
-                    # An error if one of the keys is missing.
-                    keys = ("name", "tokens", "sha256")
-                    self.shards.append({key: shard[key] for key in keys})
+                keys = ("name", "tokens", "sha256")  # It is an error if a shard lacks one.
+                self.shards = [{key: shard[key] for key in keys} for shard in found.pop("shards")]
                 place = found.pop("next")
                 self.next = None if place is None else Place(**place)
                 self.made_from = found  # what is left of it

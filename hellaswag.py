@@ -140,8 +140,8 @@ def tokenize(examples: list[dict[str, Any]], model: LanguageModel) -> list[Task]
     for number, example in enumerate(examples, start=1):
         context = model.encode(example["ctx"])
         # Some tokenizers split an ending differently where it stands alone. So it is tokenized
-        # together with its context, and then the tokens of the context are removed. The space
-        # between them keeps those as they are.
+        # together with its context, and then the tokens of the context are removed. Those
+        # are the same without the ending, since a space follows them.
         joined = [model.encode(f"{example['ctx']} {ending}") for ending in example["endings"]]
         endings = [tokens[len(context) :] for tokens in joined]
         longest = max(len(ending) for ending in endings)
@@ -235,7 +235,7 @@ def wrap_gpt(gpt: Any) -> LanguageModel:
     )
 
 
-MAX_LOGITS = 2**28  # how many transformers may compute at a time: a gigabyte in float32
+MAX_LOGITS = 2**28  # So many transformers may compute at a time. They take 1 GB in float32.
 
 
 def wrap_transformers(folder: Path, device: torch.device) -> LanguageModel:

@@ -924,7 +924,7 @@ def main(args: list[str] | None = None) -> int:
     print0(f"preset: {preset} ({reason})")
     if config.preset == "auto" and config.data != TrainConfig(**PRESETS[preset]).data:
         suits = {"shakespeare": "about a megabyte of text", "gpt2": "gigabytes of text"}[preset]
-        print0(f"note: this preset suits {suits}; --preset small suits 50 megabytes, and a GPU")
+        print0(f"note: this preset suits {suits}; --preset small suits 50 megabytes, on a GPU")
     if ranks.device.type == "cpu" and not config.low_memory:
         # The process keeps freed memory for new tensors. Steps take less time, and more memory.
         devices.keep_freed_memory()

@@ -70,6 +70,8 @@ def explain(error: Exception, device: str = "", B: int = 0) -> Exception:
     import torch  # not at the top, since fineweb.py needs no torch
 
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+        if received_signals:  # Ctrl-C also ends the compiler that torch has started.
+            return RunError("stopped by a signal while the model was compiled; nothing is lost")
         problem = f"torch.compile does not work on this machine ({first_line(error)})"
         compiler = "g++" if device == "cpu" else "gcc"
         remedy = f"`apt install {compiler} python3-dev` may help; --no-compile trains without it"

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -25,6 +26,7 @@ from tests.conftest import (
     logits_of,
     losses,
     numbers,
+    posix,
     read_log,
     train,
     train_on_ranks,
@@ -180,6 +182,20 @@ def test_a_machine_without_a_compiler_is_told_the_way_out(text, tmp_path, monkey
         train(*args, "--compile")
     train(*args, "--resume --no-compile")
     assert len(losses(tmp_path / "log")) == 2
+
+
+@posix
+def test_ctrl_c_while_a_compiler_runs_says_so(text, tmp_path, monkeypatch):
+    """It reaches the compiler as well, whose failure says nothing about the machine."""
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\nkill -INT {os.getpid()}\nsleep 1\nexit 1\n")
+    compiler.chmod(0o755)
+    args = ["--compile --max-steps 2 --data", text, "--log-dir", tmp_path / "log"]
+    refused = pytest.raises(RunError, match="stopped by a signal")
+    with torch._inductor.config.patch({"cpp.cxx": (str(compiler),)}), refused:
+        train(*args)
 
 
 def test_a_run_ends_with_its_results(tmp_path, monkeypatch, capsys):
