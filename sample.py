@@ -9,7 +9,7 @@ import sys
 from codecs import getincrementaldecoder
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class SampleConfig:
     seed: int = 42  # of the first sample; incremented per sample
     num_samples: int = 1  # samples per prompt
     device: str = "auto"  # auto, cpu, cuda or mps
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of matrix products
     code: str = ""  # script whose model it is; empty: as the run recorded it, else train_gpt2.py
 
 
@@ -125,8 +126,12 @@ def sample(sampler: Sampler, prompt: str, config: SampleConfig, device: torch.de
         used = f"it reads the last {len(tokens)} of {length} tokens and adds at most {n}"
         warn(f"the model's context has {context} tokens, so {used}")
     idx = torch.tensor([tokens], device=device)  # (1, T)
+    autocast = torch.autocast(
+        device.type, getattr(torch, config.dtype), enabled=config.dtype != "float32"
+    )
     for i in range(config.num_samples):
-        sampler.stream(idx, n, config, config.seed + i)
+        with autocast:
+            sampler.stream(idx, n, config, config.seed + i)
 
 
 def main(args: list[str] | None = None) -> None:

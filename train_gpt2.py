@@ -41,8 +41,17 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import hellaswag
 from support import devices, huggingface, plan, shards
-from support.checkpoints import OptimizerStates, RandomStates
-from support.command_line import SHAPE, flag, parse_args, print0, print_line, range_problems
+from support.checkpoints import OptimizerStates, RandomStates, load_parts
+from support.command_line import (
+    SHAPE,
+    flag,
+    note,
+    parse_args,
+    print0,
+    print_line,
+    range_problems,
+    warn,
+)
 from support.errors_and_signals import (
     RunError,
     Stopped,
@@ -124,12 +133,8 @@ class LinearCrossEntropy(nn.Module):
     """The same as F.cross_entropy(F.linear(x, weight), targets), but faster.
 
     A matrix product is faster where the weight has a multiple of 64 rows. So rows of zeros are
-    added to a copy of it, and 50,257 become 50,304. A bias of -inf gives the added logits
-    probability 0.
-
-    Label smoothing would count the added logits, and make the loss infinite. So it must be written
-    in GPT.forward, without this module:
-    F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten(), label_smoothing=0.1)"""
+    added to a copy of it, and 50,257 become 50,304. The weight itself keeps GPT-2's shape, as
+    checkpoints need it. A bias of -inf gives the added logits probability 0."""
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """x (…, C), weight (V, C), targets (…) -> float32 scalar. Targets of -100 do not count."""
@@ -141,13 +146,6 @@ class LinearCrossEntropy(nn.Module):
         return F.cross_entropy(logits.float(), targets.flatten())
 
 
-# What to know before you change the model. The weights of nn.Linear and nn.Embedding start with a
-# standard deviation of 0.02, those of a layer called c_proj with less, and any other parameter as
-# you make it. Weight decay acts on the weights of nn.Linear and nn.Embedding. The optimizer Muon
-# takes the linear layers in the blocks, except one that you call "router", as in a mixture of
-# experts. A setting of the model is a field of GPTConfig, and also of TrainConfig if it is to be a
-# flag. A checkpoint holds some logits of a small model with fixed weights. Code that computes other
-# logits refuses to resume from it.
 class GPT(nn.Module):
     """GPT-2. Its parameters have GPT-2's names. Linear weights are (out, in) as in torch, and saved
     as (in, out) as in Hugging Face's GPT-2."""
@@ -159,8 +157,12 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.loss = LinearCrossEntropy()
+        # The head has the weight of wte, as the last line says. "meta" means none of its own.
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
+        self.loss = LinearCrossEntropy()  # a module, so that it can be compiled by itself
 
+        # The initial weights of all linear layers and embeddings above. Any other parameter starts
+        # as it was made. A layer that is to start otherwise, with zeros say, is set after this.
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 std = 0.02
@@ -171,20 +173,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        # The head and the token embedding share their weight. "meta" makes the layer without a
-        # weight of its own.
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.wte.weight
-
-    def hidden(self, idx: Tensor) -> Tensor:
-        """Tokens (B, T) -> the input of the head (B, T, C)"""
-        T = idx.size(1)
-        if self.config.block_size < T:
-            raise UserError(f"{T} tokens, but the model's context is {self.config.block_size}")
-        x = self.wte(idx) + self.wpe(torch.arange(T, device=idx.device))  # (B, T, C)
-        for block in self.h:
-            x = block(x)
-        return self.ln_f(x)
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, at: tuple | None = None
@@ -193,7 +182,13 @@ class GPT(nn.Module):
 
         Without targets, `at` selects the positions whose logits are needed. It indexes the first
         two dimensions, so (slice(None), -1) is the last position of each row."""
-        x = self.hidden(idx)  # (B, T, C)
+        T = idx.size(1)
+        if self.config.block_size < T:
+            raise UserError(f"{T} tokens, but the model's context is {self.config.block_size}")
+        x = self.wte(idx) + self.wpe(torch.arange(T, device=idx.device))  # (B, T, C)
+        for block in self.h:
+            x = block(x)
+        x = self.ln_f(x)
         if at is not None:
             x = x[at]
         if targets is None:
@@ -240,21 +235,23 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> int:
         """Training FLOPs per token: 6 N + 12 L C T (PaLM, Chowdhery et al. 2022, appendix B).
 
-        N counts the weights of the linear layers. What --low-memory computes a second time, in the
+        Change this if your model computes another number. N counts the weights of the linear layers. What --low-memory computes a second time, in the
         backward pass, does not count."""
         modules = self.named_modules(remove_duplicate=False)  # a layer used twice counts twice
         N = sum(m.weight.numel() for _, m in modules if isinstance(m, nn.Linear))
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
-    def from_pretrained(cls, name: str | Path, strict: bool = True, **changes: Any) -> "GPT":
+    def from_pretrained(
+        cls, name: str | Path, strict: bool = True, adapt: bool = False, **changes: Any
+    ) -> "GPT":
         """A GPT-2 from a folder or the Hub (`gpt2`, …), in float32 and evaluation mode.
 
         `changes` gives fields of GPTConfig other values than config.json has. If the weights were
-        trained by code that computes other logits, this raises UserError, or with strict=False
-        prints a note."""
+        trained by code that computes something else, this raises UserError, or with strict=False
+        prints a note. With adapt=True it takes the tensors that fit, and names the others."""
         with torch.device("cpu"):  # not on the meta device, which main() sets for --plan
-            return huggingface.read_pretrained(cls, GPTConfig, name, strict, changes)
+            return huggingface.read_pretrained(cls, GPTConfig, name, strict, adapt, changes)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a Hugging Face GPT-2 with its tokenizer. If the model has been changed and is no
@@ -407,14 +404,15 @@ class DataLoaderLite:
 
 @dataclass
 class RunConfig:
-    """How to run. All of this may change when a run is resumed."""
+    """How to run. These settings, and those that you add here, may change on resume."""
 
     # which values the other flags have; auto: gpt2 if edu_fineweb10B/ has shards, or shakespeare
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "small", "shakespeare"] = "auto"
     data: str = SHARDS_FOLDER  # folder of token shards, also in subfolders, or .txt file
     log_dir: str = "log"  # folder of the run; that of an earlier run is renamed
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
-    plan: bool = False  # print estimated FLOPs, memory and time, and exit
+    changed_code: bool = False  # resume although this code computes something else than before
+    plan: bool = False  # print estimated FLOPs, memory and time, try one step, and exit
 
     # The length of the run, and what to lower if it diverges.
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
@@ -452,8 +450,9 @@ class RunConfig:
 class TrainConfig(RunConfig):
     """Trains a GPT-2 from scratch or given weights. Flags override the values of the preset."""
 
-    # What to train. None of this may change when a run is resumed, and the same is true of a field
-    # that a fork adds here.
+    # What to train. These settings, and those that you add here, must not change on resume. If
+    # GPTConfig has a field of the same name, the model gets its value. A run from before you added
+    # a field counts as having its default, so let the default mean "off".
     init: str = "scratch"  # scratch, a Hub name (gpt2, gpt2-medium, …), or the folder of a GPT-2
     seed: int = 1337  # seed of the initial weights and of the data order
     shuffle: bool = True  # another random order of shards and of their sequences in every epoch
@@ -561,6 +560,7 @@ def configure_optimizers(
     optimizers = []
     parameters = list(model.parameters())
     if config.optimizer == "muon":
+        # A router of a mixture of experts is better trained by AdamW. It is known by its name.
         by_muon = {  # a set of tensors, which compares them by identity
             layer.weight
             for name, layer in model.h.named_modules()
@@ -631,6 +631,21 @@ def validation_loss(
     return ranks.sum(total) / len(sequences)
 
 
+@torch.no_grad()
+def is_cross_entropy(
+    model: GPT, sequence: np.ndarray, ranks: Ranks, autocast: torch.autocast
+) -> bool:
+    """True if a model's loss is the cross-entropy of its logits. Tried on a sequence (T + 1,)."""
+    tokens = torch.from_numpy(sequence[None, :65].astype(np.int64)).to(ranks.device)
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    with autocast, torch.compiler.set_stance("force_eager"):  # this shape occurs nowhere else
+        loss = model(x, y)
+        logits = model(x).flatten(0, 1)  # (T, V)
+    expected = F.cross_entropy(logits.float(), y.flatten())
+    tolerance = 1e-4 if logits.dtype == torch.float32 else 2e-3
+    return math.isclose(loss.item(), expected.item(), rel_tol=tolerance)
+
+
 def print_samples(model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocast) -> None:
     """Prints two continuations of the prompt, or of a line end, from each rank."""
     # Samples have random numbers of their own, so they do not change how training goes on.
@@ -659,6 +674,7 @@ class Evaluations:
         self.autocast = autocast
         self.tasks = []
         self.results = {}  # the latest value of each evaluation
+        self.plain_loss = True  # until it is found that a fork's loss is another
         if config.eval_every:
             T = config.seq_len
             loader = DataLoaderLite(config.data, "val", B=1, T=T, shuffle=False)
@@ -680,6 +696,10 @@ class Evaluations:
         if is_due(config.eval_every, step, config):
             loss = validation_loss(model, self.sequences, config.micro_batch_size, ranks, autocast)
             results = {"val": loss, "bpb": self.text_size.bits_per_byte(loss)}
+            if self.plain_loss and not is_cross_entropy(model, self.sequences[0], ranks, autocast):
+                self.plain_loss = False
+                problem = "the validation loss is not the plain cross-entropy of the model's logits"
+                warn(f"{problem}; what only training should see goes under `if self.training`")
         if self.tasks and is_due(config.hellaswag_every, step, config):
             results["hella"] = hellaswag.accuracy(model, self.tasks, ranks, autocast)
         self.results |= results
@@ -711,8 +731,16 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
         model = GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
     else:
         weights = checkpoint or config.init
-        # The weights of a checkpoint must come from this code. Those of --init need not.
-        model = GPT.from_pretrained(weights, strict=checkpoint is not None, **added)
+        # The weights of a checkpoint must come from this code, unless --changed-code says
+        # otherwise. Those of --init need not, but all must fit.
+        adapt = checkpoint is not None and config.changed_code
+        strict = checkpoint is not None and not adapt
+        try:
+            model = GPT.from_pretrained(weights, strict, adapt, **added)
+        except huggingface.OtherCode as error:
+            if checkpoint is None:
+                raise
+            raise UserError(f"--resume: {error}; --changed-code goes on with this code") from None
         for name, wanted in shape.items():
             found = getattr(model.config, name)
             if wanted not in (0, found):  # 0 means not given
@@ -731,7 +759,13 @@ def choose_execution(model: GPT, config: TrainConfig) -> None:
     """Compiles a model, or lets it compute blocks twice to save memory, as the settings say."""
     if config.compile:
         # The code of a block is compiled once for all blocks, which takes less time than the whole
-        # model would. dynamic=False: all batches have the same shape.
+        # model would. If blocks differ in a number, such as a window, it is compiled for each of
+        # them, in training and in evaluation. Beyond a limit torch would run it uncompiled. Its
+        # default of 8 graphs is meant for one block in one mode.
+        limit = 8 * 2 * len(model.h)
+        torch._dynamo.config.recompile_limit = limit
+        torch._dynamo.config.accumulated_recompile_limit = max(limit, 256)
+        # dynamic=False: all batches have the same shape.
         for part in [*model.h, model.loss]:
             part.forward = torch.compile(part.forward, dynamic=False)
     if config.low_memory:
@@ -764,7 +798,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     torch.manual_seed(config.seed)
     model = new_model(config, checkpoint)
     if config.save_every and ranks.rank == 0:
-        huggingface.check_before_training(model)  # an error if its checkpoints could not be loaded
+        # An error if a checkpoint of this model could not be loaded.
+        huggingface.check_before_training(model, resumed=checkpoint is not None)
 
     # ---- Precision, and sequences per micro-batch (B). Both stay if the device is the same.
     # On a CPU it is measured if bfloat16 is faster. So rank 0 chooses for all ranks.
@@ -810,13 +845,12 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     parts = {
         "progress": progress,
         "loader": loader,
-        "optimizers": OptimizerStates(optimizers, model),
+        "optimizers": OptimizerStates(optimizers, model, config.changed_code),
         "scaler": scaler,
         "random": RandomStates(ranks),
     }
-    for name, part in parts.items():
-        if saved.get(name):  # a scaler that is not enabled has no state
-            part.load_state_dict(saved[name])
+    if checkpoint:
+        load_parts(parts, saved, config.changed_code)
     # OptimizerStates has restored moments, but no learning rates. These come from
     # configure_optimizers().
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -847,8 +881,10 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 group["lr"] = ratio * lr
             first_sequence = loader.sequences_read
             loss_sum = torch.zeros((), device=ranks.device)
+            tokens = 0  # of this rank
             for micro_step in range(grad_accum_steps):
                 x, y = loader.next_batch()  # (B, T) each
+                tokens += y.numel()
                 # DDP averages the gradients over the ranks in the last micro-step alone. Without
                 # DDP this attribute has no effect.
                 ddp_model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
@@ -882,7 +918,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             model.zero_grad(set_to_none=ranks.world_size == 1)
             # ---- End of the update ---------------------------------------------------------------
 
-            progress.end_step(began)  # from here on progress.step is step + 1
+            progress.end_step(
+                began, tokens * ranks.world_size
+            )  # from here on progress.step is step + 1
             print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
             run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
             if step == first_step and config.save_every:
@@ -924,17 +962,21 @@ def main(args: list[str] | None = None) -> int:
     print0(f"preset: {preset} ({reason})")
     if config.preset == "auto" and config.data != TrainConfig(**PRESETS[preset]).data:
         suits = {"shakespeare": "about a megabyte of text", "gpt2": "gigabytes of text"}[preset]
-        print0(f"note: this preset suits {suits}; --preset small suits 50 megabytes, on a GPU")
+        note(f"this preset suits {suits}; --preset small suits 50 megabytes, on a GPU")
     if ranks.device.type == "cpu" and not config.low_memory:
         # The process keeps freed memory for new tensors. Steps take less time, and more memory.
         devices.keep_freed_memory()
+    run = RunFolder(config, ranks)
     try:
-        with RunFolder(config, ranks) as run:
+        with run:
             status = train(config, ranks, run)
     except RuntimeError as error:
-        # torch has run out of memory, has lost a rank, or finds no compiler. explain() makes one
-        # line of such errors. It returns any other as it is, a bug that keeps its traceback.
-        raise explain(error, str(ranks.device), config.micro_batch_size) from None
+        # Out of memory and a lost rank become one line. Any other error is a bug, and keeps its
+        # traceback.
+        explained = explain(error, str(ranks.device), config.micro_batch_size, run.saved_step)
+        if explained is error:
+            raise
+        raise explained from None
     if dist.is_initialized():  # DDP, a local variable of train(), must be gone, or this may hang
         dist.destroy_process_group()
     return status

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from support.command_line import warn
+from support.command_line import few, note, warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import atomic_path, remove_folder, sha256
 from support.ranks import Ranks
@@ -87,19 +87,41 @@ def read_training_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def load_parts(parts: dict[str, Any], saved: dict[str, Any], changed_code: bool) -> None:
+    """Gives each part of a run its state in a checkpoint.
+
+    The run and the checkpoint must have the same parts, unless the code may have changed."""
+    new = parts.keys() - saved.keys()
+    gone = saved.keys() - parts.keys() - {"config", "dtype", "micro_batch"}
+    problems = [f"this code's {name} is not in the checkpoint" for name in sorted(new)]
+    problems += [f"this code does not have the checkpoint's {name}" for name in sorted(gone)]
+    if problems and not changed_code:
+        raise UserError(f"--resume: {'; '.join(problems)}; --changed-code goes on without")
+    for problem in problems:
+        note(problem)
+    for name, part in parts.items():
+        if saved.get(name):  # a scaler that is not enabled has no state
+            part.load_state_dict(saved[name])
+
+
 class OptimizerStates:
     """The state of the optimizers, such as moments, as a part of a checkpoint.
 
-    Learning rates, weight decay and other options are not part of it: they are the code's."""
+    A state belongs to a parameter of a name and a shape, and to an optimizer of a class. Learning
+    rates, weight decay and other options are not part of it: they are the code's."""
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], model: nn.Module):
+    def __init__(
+        self, optimizers: list[torch.optim.Optimizer], model: nn.Module, changed_code: bool = False
+    ):
+        """changed_code: a checkpoint may have other optimizers and parameters."""
         self.optimizers = optimizers
+        self.changed_code = changed_code
         self.names = {parameter: name for name, parameter in model.named_parameters()}
 
-    def parameters(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """The names of the parameters of each group. torch itself only knows their order."""
-        groups = optimizer.param_groups
-        return [[self.names.get(p, "") for p in group["params"]] for group in groups]
+    def parameters(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, list[int]]]:
+        """The name and shape of each parameter, in the order in which torch numbers them."""
+        in_order = [p for group in optimizer.param_groups for p in group["params"]]
+        return [(self.names.get(p, f"parameter {i}"), [*p.shape]) for i, p in enumerate(in_order)]
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [
@@ -112,39 +134,63 @@ class OptimizerStates:
         ]
 
     def load_state_dict(self, saved: list[dict[str, Any]]) -> None:
-        """UserError if there are other optimizers or other parameters than in the checkpoint."""
-        remedy = "use the code that saved it"
-        classes = [type(optimizer).__name__ for optimizer in self.optimizers]
-        before = [part["class"] for part in saved]
-        if classes != before:
-            change = f"{' and '.join(classes)}, the checkpoint {' and '.join(before)}"
-            raise UserError(f"--resume: this code has {change}; {remedy}")
-        for optimizer, part in zip(self.optimizers, saved, strict=True):
-            if part["parameters"] != self.parameters(optimizer):
-                problem = "has other parameters, or another order of them, than the checkpoint"
-                raise UserError(f"--resume: this code's {part['class']} {problem}; {remedy}")
-            state = optimizer.state_dict() | {"state": part["state"]}
-            optimizer.load_state_dict(state)
-            # torch gives floats the precision of the weights. A fork's may have had another.
+        """UserError if there are other optimizers or parameters, unless the code may change.
+
+        Then a parameter that is new to an optimizer starts without a state there."""
+        before = {
+            (part["class"], name, *shape): part["state"].get(i)
+            for part in saved
+            for i, (name, shape) in enumerate(part["parameters"])
+        }
+        now = {
+            (type(optimizer).__name__, name, *shape)
+            for optimizer in self.optimizers
+            for name, shape in self.parameters(optimizer)
+        }
+        new = described(now - before.keys())
+        gone = described(before.keys() - now)
+        if (new or gone) and not self.changed_code:
+            change = f"this code has {new or 'fewer'}, the checkpoint {gone or 'fewer'}"
+            raise UserError(f"--resume: {change}; --changed-code goes on with this code")
+        if new:
+            note(f"new to the optimizers, so without a state: {new}")
+        if gone:
+            note(f"states of the checkpoint that are dropped: {gone}")
+        for optimizer in self.optimizers:
             in_order = [p for group in optimizer.param_groups for p in group["params"]]
-            for i, values in part["state"].items():
+            states = {}  # by torch's numbers
+            for i, (name, shape) in enumerate(self.parameters(optimizer)):
+                state = before.get((type(optimizer).__name__, name, *shape))
+                if state is not None:  # a frozen parameter has none
+                    states[i] = state
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
+            # torch gives floats the precision of the weights. A fork's may have had another.
+            for i, values in states.items():
                 loaded = optimizer.state[in_order[i]]
                 for key, value in values.items():
                     if isinstance(value, Tensor):
                         loaded[key] = loaded[key].to(value.dtype)
 
     def check_that_it_can_be_saved(self) -> None:
-        """UserError if an optimizer keeps what a checkpoint cannot hold."""
+        """Raises what torch raises if an optimizer keeps what a checkpoint cannot hold."""
         for part in self.state_dict():
             file = io.BytesIO()
             try:
                 torch.save(tree_map_only(Tensor, lambda tensor: None, part), file)
                 file.seek(0)
                 torch.load(file, weights_only=True)
-            except Exception as error:  # of pickle, or of a class's own
-                problem = f"the state of {part['class']} cannot be saved ({first_line(error)})"
-                remedy = "keep tensors and numbers in it, or train with --save-every 0"
-                raise UserError(f"{problem}; {remedy}") from None
+            except Exception as error:
+                problem = f"A checkpoint cannot hold the state of {part['class']}."
+                error.add_note(f"{problem} Keep tensors and numbers in it, or use --save-every 0.")
+                raise
+
+
+def described(keys: set[tuple]) -> str:
+    """The classes of optimizers in a set of (class, name of a parameter, …), with the names."""
+    names: dict[str, list[str]] = {}
+    for optimizer, name, *_ in sorted(keys):
+        names.setdefault(optimizer, []).append(name)
+    return " and ".join(f"{optimizer} for {few(found)}" for optimizer, found in names.items())
 
 
 class RandomStates:
@@ -196,31 +242,33 @@ def prune_checkpoints(
         if old == best or (keep_every and old % keep_every == 0):
             continue
         folder = checkpoint_path(log_dir, old)
-        try:
-            remove_folder(folder)
-        except OSError as error:
-            warn(f"{folder}: not removed ({error.strerror})")
+        # A fork may write more of a step beside it, such as step_000400_ema.
+        for path in [folder, *log_dir.glob(f"{folder.name}_*")]:
+            try:
+                remove_folder(path)
+            except OSError as error:
+                warn(f"{path}: not removed ({error.strerror})")
 
 
 CARD = """---
 license: mit
 pipeline_tag: text-generation
 {library}---
-{kind} after {step:,} steps of {batch:,} tokens of `{data}`, from {init}, trained by `{script}` of
+{kind} after {step:,} steps and {tokens:,} tokens of `{data}`, from {init}, trained by `{script}` of
 gpt2-repro at commit {commit}: `{command}`
 
 It continues text, does not follow instructions, and may write what is false.
 """
 
 
-def model_card(entry: dict[str, Any], step: int, is_gpt2: bool) -> str:
+def model_card(entry: dict[str, Any], step: int, tokens: int, is_gpt2: bool) -> str:
     """A checkpoint's README.md, in the Hub's format. entry: the run's, in run.json."""
     config = entry["config"]
     return CARD.format(
         library="library_name: transformers\n" if is_gpt2 else "",
         kind="A GPT-2" if is_gpt2 else "A changed GPT-2, which only its own code loads,",
         step=step,
-        batch=config["total_batch_size"],
+        tokens=tokens,
         data=Path(config["data"]).name,
         init=config["init"],
         script=entry.get("script"),

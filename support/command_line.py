@@ -88,9 +88,15 @@ def print0(message: str) -> None:
 
 
 def warn(message: str, label: str = "warning") -> None:
-    """Prints a line that begins with `label` to stderr, if that is possible."""
-    with contextlib.suppress(OSError):
-        print(f"{label}: {message}", file=sys.stderr, flush=True)
+    """Prints a line that begins with `label` to stderr, on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            print(f"{label}: {message}", file=sys.stderr, flush=True)
+
+
+def note(message: str) -> None:
+    """Prints a line that begins with `note: ` to stderr, on rank 0 only."""
+    warn(message, "note")
 
 
 def progress_bar(iterable: Iterable[Any] | None, unit: str, **options: Any) -> tqdm:
@@ -103,6 +109,13 @@ def shown(value: Any) -> str:
     with contextlib.suppress(ValueError, TypeError):
         return str(Path(value).relative_to(Path.cwd()))
     return str(value)
+
+
+def few(names: Iterable[str]) -> str:
+    """The first three names in the alphabet, and how many more there are."""
+    in_order = sorted(set(names))
+    more = f" and {len(in_order) - 3} more" if len(in_order) > 3 else ""
+    return ", ".join(in_order[:3]) + more
 
 
 def duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -57,11 +58,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def explain(error: Exception, device: str = "", B: int = 0) -> Exception:
+def explain(
+    error: Exception, device: str = "", B: int = 0, saved_step: int | None = None
+) -> Exception:
     """Turns an error of the operating system or of torch into a UserError or a RunError.
 
-    Any other error is a bug, and returned as it is. `device` is where it happened, and B the
-    sequences per micro-batch, or 0 if that is not known."""
+    Any other error is a bug, and returned as it is, perhaps with a hint below its traceback.
+    `device` is where it happened, and B the sequences per micro-batch, or 0 if that is not known.
+    saved_step is the step of the newest checkpoint."""
     if isinstance(error, OSError) and error.errno in SYSTEM_ERRORS:
         name = f"{error.filename}: " if error.filename else ""
         return UserError(f"{name}{error.strerror}{SYSTEM_ERRORS[error.errno]}")
@@ -71,20 +75,21 @@ def explain(error: Exception, device: str = "", B: int = 0) -> Exception:
 
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         if received_signals:  # Ctrl-C also ends the compiler that torch has started.
-            return RunError("stopped by a signal while the model was compiled; nothing is lost")
-        problem = f"torch.compile does not work on this machine ({first_line(error)})"
+            start = f"step {saved_step}" if saved_step else "the beginning"
+            problem = "stopped by a signal while torch was compiling"
+            return RunError(f"{problem}: --resume continues from {start}, later updates are lost")
         compiler = "g++" if device == "cpu" else "gcc"
-        remedy = f"`apt install {compiler} python3-dev` may help; --no-compile trains without it"
-        return UserError(f"{problem}; {remedy}")
+        remedy = f"`apt install {compiler} python3-dev` may help."
+        error.add_note(f"torch.compile has failed. {remedy} --no-compile trains without it.")
+        return error
     full = any(text in str(error) for text in OUT_OF_MEMORY) and "NCCL" not in str(error)
     if full or isinstance(error, torch.OutOfMemoryError):
         smaller = f"--micro-batch-size {B // 2} or " if B > 1 else ""
         return UserError(f"out of memory on {device}: try {smaller}--low-memory")
     # NCCL and gloo name themselves, at least by the path of their source file.
     if isinstance(error, torch.distributed.DistError) or re.search("NCCL|gloo", str(error)):
-        problem = f"an exchange between ranks failed ({first_line(error)})"
         remedy = "another rank has probably ended: see its error line, or torchrun's report"
-        return LostRank(f"{problem}; {remedy}")
+        return LostRank(f"an exchange between ranks failed; {remedy}. {str(error).strip()}")
     return error
 
 
@@ -145,7 +150,11 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
     except Exception as raised:
         error = explain(raised)
         if not isinstance(error, UserError | RunError):
-            raise
+            if rank_of_several() is None:
+                raise
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # a normal exit would wait for exchanges that never complete
         print_error(error)
         status = 1 if isinstance(error, RunError) else 2
         if rank_of_several() is not None:

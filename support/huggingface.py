@@ -1,184 +1,94 @@
 """Hugging Face: GPT-2's files written and read, models from the Hub or by transformers.
 
-In a Hugging Face GPT-2 parameter names begin with `transformer.`, and linear layers are Conv1D,
-whose weights are (in, out).
+A model that is not transformers' GPT-2 must not pass for one, or other programs would run another
+model than was trained. Its config.json has FORK_TYPE as model_type, which transformers refuses, and
+its weights are stored as they are. Whether a model is a GPT-2 is found out in fingerprint.py."""
 
-Weights mean nothing without the mathematics that trained them. So every config.json that this
-project writes has a *fingerprint*: some logits of a small model with fixed weights. Code that
-computes other logits refuses the weights. A model whose fingerprint is not that of transformers'
-GPT-2 must not pass for one, or other programs would run another model than was trained. Its
-config.json has FORK_TYPE as model_type, which transformers refuses, and its weights are stored as
-they are."""
-
-import copy
-import functools
-import importlib.util
 import json
-import sys
 import tempfile
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from support.checkpoints import list_checkpoints
-from support.command_line import print0, shown
+from support.command_line import few, note, shown
 from support.errors_and_signals import UserError, first_line
-from support.files_and_locks import ROOT, atomic_path, write_text
-from support.run_json import find_code, kept_code
+from support.files_and_locks import atomic_path, write_text
+from support.fingerprint import (
+    fingerprint,
+    is_gpt2,
+    our_layout,
+    same,
+    same_as_transformers,
+    small_model,
+    their_layout,
+)
+from support.model_code import find_code, kept_code, load_gpt_class, source_of
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files
 
+if TYPE_CHECKING:
+    from train_gpt2 import GPT, GPTConfig
+
 FORK_TYPE = "gpt2-repro-fork"
+SAVED_BY = "gpt2-repro"  # how config.json says that this project has written it
 THEIR_NAMES = {"block_size": "n_positions"}  # the one setting with another name there
-CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored transposed
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model")
-# Channels per head of the small models. The root of 6 is no round number, so that no other scale
-# passes for attention's 1 / sqrt(hs).
-CHANNELS = 6
-
-# --------------------------------------------------------------------------------------------------
-# What does this code compute? model_class is a class like GPT, config its GPTConfig.
 
 
-@functools.cache
-def small_model(model_class: type[nn.Module], config: Any) -> nn.Module:
-    """A model with the depth, the heads and the context of config, but few channels, in float64.
-
-    Its weights are drawn by NumPy's PCG64, whose raw numbers stay the same in all versions. They
-    depend on the names of the parameters, and none is zero."""
-    small = replace(config, n_embd=CHANNELS * config.n_head, vocab_size=VOCAB_SIZE)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        model = model_class(small).double().eval()
-    with torch.no_grad():
-        for seed, (_, parameter) in enumerate(sorted(model.named_parameters())):
-            raw = np.random.PCG64(seed).random_raw(parameter.numel())
-            uniform = ((raw >> 11) + 0.5) / 2**54 - 0.25  # from -0.25 to 0.25
-            parameter.copy_(torch.from_numpy(uniform).view_as(parameter))
-    return model
-
-
-@torch.no_grad()
-def some_logits(model: nn.Module, T: int) -> list[float]:
-    """Four logits in the middle of T tokens, and four at the end, of a small model of any kind."""
-    idx = torch.arange(T)[None] * 7919 % VOCAB_SIZE
-    idx[0, T // 2] = EOT
-    logits = model(idx)
-    logits = getattr(logits, "logits", logits)[0]  # (T, V); transformers returns an object
-    return logits[[T // 2, T - 1], :4].flatten().tolist()
-
-
-@functools.cache
-def fingerprint(model_class: type[nn.Module], config: Any) -> list[float]:
-    """Eight logits that tell the mathematics of this code from others'."""
-    try:
-        model = small_model(model_class, config)
-        logits = some_logits(model, config.block_size)
-        twice = [some_logits(model, min(config.block_size, 16)) for _ in range(2)]
-    except Exception as error:
-        problem = f"a small copy of this model cannot be evaluated ({first_line(error)})"
-        raise UserError(f"{problem}; it must work with {CHANNELS} channels per head") from None
-    if not same(*twice, ROUNDED):
-        raise UserError("this model's results are random in evaluation: switch dropout off there")
-    return logits
-
-
-# How far fingerprints of the same mathematics differ, relative to the largest number. Parts of a
-# fork may be computed in float32, whose rounding varies from chip to chip.
-EXACT, ROUNDED = 1e-9, 1e-6
-
-
-def same(a: list[float], b: list[float], tolerance: float) -> bool:
-    return len(a) == len(b) and np.allclose(a, b, rtol=0, atol=tolerance * np.abs(a).max())
-
-
-@functools.cache
-def is_gpt2(model_class: type[nn.Module], config: Any) -> bool:
-    """True if names, shapes and mathematics are those of transformers' GPT-2, with no other tensors
-    tied than the head and the embedding. What acts only in training is not seen."""
-    # Imported here, since it takes seconds.
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Config
-
-    shape = {"n_layer": config.n_layer, "n_head": config.n_head, "n_positions": config.block_size}
-    return same_as_transformers(model_class, config, GPT2Config(**shape))
-
-
-def same_as_transformers(model_class: type[nn.Module], config: Any, their_config: Any) -> bool:
-    """True if transformers computes this code's fingerprint with a GPT2Config."""
-    from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
-
-    ours = small_model(model_class, config)
-    small = copy.deepcopy(their_config)
-    if small.n_inner == 4 * small.n_embd:
-        small.n_inner = None  # which means the same, for any width
-    small.n_embd, small.vocab_size = CHANNELS * config.n_head, VOCAB_SIZE
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        theirs = GPT2LMHeadModel(small).double().eval()
-    try:
-        theirs.load_state_dict(their_layout(ours.state_dict()))
-    except RuntimeError:  # other names or shapes
-        return False
-    if len(list(ours.parameters())) != len(list(theirs.parameters())):  # tied ones count once
-        return False
-    expected = some_logits(theirs, config.block_size)
-    return same(fingerprint(model_class, config), expected, EXACT)
-
-
-def their_layout(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our parameters as those of a Hugging Face GPT-2."""
-    theirs = {}
-    for name, tensor in state.items():
-        theirs_name = name if name == "lm_head.weight" else f"transformer.{name}"
-        theirs[theirs_name] = tensor.mT if name.endswith(CONV1D) and tensor.dim() == 2 else tensor
-    return theirs
-
-
-def our_layout(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of a Hugging Face GPT-2 under our names, linear weights as (out, in)."""
-    ours = {}
-    for name, tensor in state.items():
-        ours_name = name.removeprefix("transformer.")
-        ours[ours_name] = tensor.mT if name.endswith(CONV1D) and tensor.dim() == 2 else tensor
-    return {"lm_head.weight": ours["wte.weight"]} | ours
-
-
-def check_before_training(model: nn.Module) -> None:
-    """UserError if a checkpoint of a fork's model could not be loaded into a new one.
-
-    Hours later would be too late. Also asks whether it is a GPT-2, which takes seconds, once."""
-    fingerprint(type(model), model.config)
-    is_gpt2(type(model), model.config)
-    problem = "checkpoints of this model could not be read"
-    try:
-        saved = json.loads(json.dumps(asdict(model.config)))
-        with torch.device("meta"):
-            new = type(model)(type(model.config)(**saved))
-        hash(new.config)  # no list, which JSON makes of a tuple
-    except Exception as error:
-        cause = f"{model.config} does not make it again ({first_line(error)})"
-        raise UserError(f"{problem}: {cause}") from None
-    ours, theirs = (
-        {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in m.state_dict().items()}
-        for m in (model, new)
-    )
-    if ours != theirs:
-        different = sorted({name for name, _ in ours.items() ^ theirs.items()})
-        raise UserError(f"{problem}: a new one with its config has other {', '.join(different)}")
+class OtherCode(UserError):
+    """Weights were trained by code that makes other tensors or computes something else."""
 
 
 # --------------------------------------------------------------------------------------------------
 # Writing
 
 
-def write_pretrained(model: nn.Module, folder: Path) -> None:
-    """Writes config.json, model.safetensors and GPT-2's tokenizer. model: a GPT"""
+def check_before_training(model: "GPT", resumed: bool) -> None:
+    """UserError if a checkpoint of this model could not be loaded into a new one.
+
+    Hours later would be too late. Also says if its code cannot be compared with other code, as
+    loading a checkpoint has said already."""
+    _, problem = fingerprint(type(model), model.config)
+    if problem and not resumed:
+        note(f"{problem}; checkpoints will not be compared with the code that loads them")
+    try:
+        saved = json.loads(json.dumps(asdict(model.config)))
+        with torch.device("meta"):
+            new = type(model)(make_config(type(model.config), saved))
+    except Exception as error:
+        error.add_note(f"A checkpoint is loaded by making {model.config} from JSON, as here.")
+        raise
+    ours, theirs = (
+        {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in m.state_dict().items()}
+        for m in (model, new)
+    )
+    if ours != theirs:
+        different = few(name for name, _ in ours.items() ^ theirs.items())
+        problem = f"a new one with its config has other tensors ({different})"
+        remedy = "--save-every 0 trains without checkpoints"
+        raise UserError(f"checkpoints of this model could not be read: {problem}; {remedy}")
+
+
+def make_config(config_class: "type[GPTConfig]", settings: dict[str, Any]) -> "GPTConfig":
+    """A config from the settings of a file. JSON has no tuples, so a list becomes one."""
+    values = settings.items()
+    return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in values})
+
+
+def write_pretrained(model: "GPT", folder: Path) -> None:
+    """Writes config.json, model.safetensors, GPT-2's tokenizer and the script of the model."""
     folder.mkdir(parents=True, exist_ok=True)
+    model_class = type(model)
     weights = model.state_dict()
-    names = small_model(type(model), model.config).state_dict().keys()
-    gpt2 = is_gpt2(type(model), model.config) and weights.keys() == names
+    # A layer may have been added to this one model, after it was made.
+    gpt2 = (
+        is_gpt2(model_class, model.config)
+        and weights.keys() == small_model(model_class, model.config).state_dict().keys()
+    )
     settings = asdict(model.config)
     has_tokenizer = settings["vocab_size"] >= VOCAB_SIZE
     eot = EOT if has_tokenizer else None
@@ -196,7 +106,14 @@ def write_pretrained(model: nn.Module, folder: Path) -> None:
         config |= {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
         config["n_ctx"] = settings["block_size"]
     config |= {THEIR_NAMES.get(name, name): value for name, value in settings.items()}
-    config["fingerprint"] = fingerprint(type(model), model.config)
+    config["saved_by"] = SAVED_BY
+    logits, _ = fingerprint(model_class, model.config)
+    if logits is not None:
+        config["fingerprint"] = logits
+    script, source = source_of(model_class)
+    if script is not None:  # a class that was made in a notebook has none
+        config["script"] = script.name
+        (folder / script.name).write_bytes(source)
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if has_tokenizer:
         write_tokenizer(folder, settings["block_size"])
@@ -232,16 +149,18 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
 
 
 def read_pretrained(
-    model_class: type[nn.Module],
-    config_class: type,
+    model_class: "type[GPT]",
+    config_class: "type[GPTConfig]",
     name: str | Path,
     strict: bool,
+    adapt: bool,
     changes: dict[str, Any],
-) -> nn.Module:
+) -> "GPT":
     """A model_class (GPT) with the weights of a GPT-2 in a folder or on the Hub, in float32.
 
-    changes: fields of config_class, instead of those in config.json. strict: refuse weights that
-    were trained with other mathematics; otherwise only print a note."""
+    changes: fields of config_class, instead of those in config.json. strict: OtherCode if the
+    weights were trained by code that computes something else; otherwise a note. adapt: also take
+    the weights that fit, if others do not, and name those; otherwise OtherCode."""
     folder = model_folder(name)
     raw = read_config(folder)
     fork = raw.get("model_type") == FORK_TYPE
@@ -252,38 +171,55 @@ def read_pretrained(
         theirs = load_by_transformers(folder, torch.float32)
         raw = theirs.config.to_dict()
     keys = {field.name: THEIR_NAMES.get(field.name, field.name) for field in fields(config_class)}
-    settings = {name: raw[key] for name, key in keys.items() if key in raw} | changes
-    kind = "a fork's weights do not fit this code" if fork else "the weights do not fit"
-    try:
-        config = config_class(**settings)
-        # Before the weights are read, since the logits of a long context take memory as well.
-        if theirs is not None:
-            known = same_as_transformers(model_class, config, theirs.config)
-        else:
-            found = fingerprint(model_class, config)
-            known = same(found, raw["fingerprint"], EXACT)
-            if fork and not known:  # a fork may differ from GPT-2 by less than its own rounding
-                known = same(found, raw["fingerprint"], ROUNDED)
-                known = known and not is_gpt2(model_class, config)
-    except Exception as error:  # of a constructor
-        raise UserError(f"{name}: {kind}: {' '.join(str(error).split()):.300}") from None
-    state = read_weights(folder) if theirs is None else theirs.state_dict()
-    try:
-        model = model_class(config)
-        state = state if fork else our_layout(state)
-        model.load_state_dict(state)
-        for key, tensor in model.state_dict().items():
-            if not torch.equal(tensor, state[key].to(tensor.dtype)):
-                problem = "has NaN" if tensor.isnan().any() else "is tied to another tensor here"
-                raise ValueError(f"{key} {problem}")
-    except Exception as error:  # other names and shapes
-        raise UserError(f"{name}: {kind}: {' '.join(str(error).split()):.300}") from None
-    if not known:
-        problem = f"{name}: trained with other mathematics than this code has"
+    settings = {field: raw[key] for field, key in keys.items() if key in raw}
+    for field in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+        value = settings.get(field, 1)
+        if type(value) is not int or value < 1:
+            problem = f"{keys[field]} is {value!r}, not a number above 0"
+            raise UserError(f"{folder}/config.json: {problem}")
+    config = make_config(config_class, settings | changes)
+
+    # Before the weights are read, since a small model takes memory as well.
+    logits, problem = fingerprint(model_class, config)
+    if theirs is None and "fingerprint" not in raw:
+        problem = problem or "it was saved without a fingerprint"
+    if problem:
+        note(f"{name}: its code is not compared with this code: {problem}")
+    elif theirs is not None:
+        known = same_as_transformers(model_class, config, theirs.config)
+    else:
+        known = same(logits, raw["fingerprint"])
+    if not problem and not known:
+        problem = f"{name}: trained by code that computes something else than this code"
         if strict:
-            raise UserError(f"{problem}; load it with the code that saved it")
-        print0(f"note: {problem}")
+            raise OtherCode(problem)
+        note(problem)
+
+    state = read_weights(folder) if theirs is None else theirs.state_dict()
+    state = state if fork else our_layout(state)
+    model = model_class(config)
+    fit_weights(model, state, str(name), adapt)
     return model.eval()
+
+
+def fit_weights(model: "GPT", state: dict[str, Tensor], name: str, adapt: bool) -> None:
+    """Loads tensors into a model by their names. adapt: only those that fit, and names others."""
+    own = model.state_dict()
+    fitting = {key for key in own.keys() & state.keys() if own[key].shape == state[key].shape}
+    new = own.keys() - fitting
+    gone = state.keys() - fitting
+    if (new or gone) and not adapt:
+        problem = f"these tensors do not fit this code: {few(new | gone)}"
+        raise OtherCode(f"{name}: {problem}")
+    if new:
+        note(f"{name}: this code's {few(new)} are new, so they keep their initial values")
+    if gone:
+        note(f"{name}: its {few(gone)} do not fit this code, so they are dropped")
+    model.load_state_dict({key: state[key] for key in fitting}, strict=False)
+    for key, tensor in model.state_dict().items():
+        if key in fitting and not torch.equal(tensor, state[key].to(tensor.dtype)):
+            problem = "has NaN" if tensor.isnan().any() else "is tied to another tensor here"
+            raise UserError(f"{name}: {key} {problem}")
 
 
 def is_ours(raw: dict[str, Any]) -> bool:
@@ -291,7 +227,7 @@ def is_ours(raw: dict[str, Any]) -> bool:
 
     Where transformers has saved the model since, it has written its version, and may have changed
     settings that a fingerprint does not know of."""
-    return "fingerprint" in raw and "transformers_version" not in raw
+    return raw.get("saved_by") == SAVED_BY and "transformers_version" not in raw
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -349,47 +285,31 @@ def find_model(name: str) -> Path:
     raise UserError(f"{name}: neither a model (config.json) nor a run with checkpoints (step_*)")
 
 
-def load_gpt(folder: Path, device: torch.device, code: str = "") -> nn.Module | None:
+def load_gpt(folder: Path, device: torch.device, code: str = "") -> "GPT | None":
     """The model in a folder as a GPT of ours. None: it isn't one, so it is for transformers.
 
-    code: the file that defines it; "" finds it (support/run_json.py). A GPT-2 that this code would
+    code: the file that defines it; "" finds it (model_code.py). A GPT-2 that this code would
     compute otherwise, since train_gpt2.py has been changed, is for transformers as well."""
     raw = read_config(folder)
     if not is_ours(raw):
         return None
-    path = Path(code) if code else find_code(folder)
+    path = Path(code) if code else find_code(folder, raw)
     model_class = load_gpt_class(path)
     try:
         model = model_class.from_pretrained(folder)
-    except UserError as error:
+    except OtherCode as error:
         if not code and raw.get("model_type") != FORK_TYPE:
             return None
-        kept = kept_code(folder) or Path("FILE")
-        advice = f"--code {shown(kept)} runs that file instead of {shown(path)}"
-        raise UserError(f"{error}; {advice}") from None
+        kept = kept_code(folder, raw)
+        advice = f"{error}; --code FILE names the file with its model"
+        if kept is not None and kept.resolve() != path.resolve():
+            changed = f"it was trained by {kept.name}, which has changed since or is not here"
+            advice = f"{folder}: {changed}; --code {shown(kept)} runs its copy ({error})"
+        raise UserError(advice) from None
     V = model.config.vocab_size
     if V < VOCAB_SIZE:
         raise UserError(f"{folder}: a vocabulary of {V} tokens, but GPT-2's has {VOCAB_SIZE}")
     return model.to(device)
-
-
-def load_gpt_class(path: Path) -> type[nn.Module]:
-    """Runs a file and returns its class GPT."""
-    if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"--code {path}: not a Python file")
-    if path.resolve() == ROOT / "train_gpt2.py":
-        import train_gpt2 as module
-    else:
-        folder = str(path.absolute().parent)
-        if folder not in sys.path:  # where `python FILE` would look for what it imports
-            sys.path.append(folder)
-        name = f"code_{path.stem}"  # not the name of a module that is already here
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    if not hasattr(module, "GPT"):
-        raise UserError(f"--code {path}: has no class GPT")
-    return module.GPT
 
 
 def load_by_transformers(folder: Path, dtype: torch.dtype | str) -> Any:

@@ -2,15 +2,19 @@
 
 config is a TrainConfig, model a GPT, which may be on the "meta" device."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from support.command_line import duration, print0, shown, warn
+from support.command_line import duration, note, shown, warn
 from support.devices import PEAK_TFLOPS, choose_device, choose_precision, peak_flops, peak_memory
-from support.errors_and_signals import UserError
+from support.errors_and_signals import UserError, first_line
 from support.ranks import Ranks
 from support.shards import open_split
 
@@ -18,6 +22,14 @@ SIZES = (128, 64, 32, 16, 8, 4, 2, 1)  # micro-batches to choose from
 CPU_TOKENS = 1024  # of a micro-batch on a CPU: more are not faster, and take more memory
 USABLE = 0.85  # share of free GPU memory: gaps, and what the estimate does not know, take the rest
 ASSUMED_MFU = 0.4
+# What torch raises for an operation that it cannot try without data, such as one of a fork's own.
+NOT_SUPPORTED = (
+    NotImplementedError,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
 CARDS = {  # GB of memory; those with 80 are used one or eight at a time
     "T4": 16,
     "GeForce RTX 3090": 24,
@@ -28,7 +40,40 @@ CARDS = {  # GB of memory; those with 80 are used one or eight at a time
 }
 
 
-def estimate_memory(config: Any, model: Any, B: int, device_type: str, dtype: torch.dtype) -> float:
+def try_step(
+    model: Any, T: int, device: torch.device, dtype: torch.dtype
+) -> tuple[bool, Exception | None]:
+    """Tries the forward and the backward pass of a new model like `model`, on T tokens.
+
+    The tensors have no memory, so any size takes a second. Only if that fails on a GPU, it is tried
+    with real ones, which every kernel takes.
+
+    (True if the loss was computed by model.loss, which can be compiled; the error, if any)"""
+    calls = []
+    error = None
+    modes = [FakeTensorMode(allow_non_fake_inputs=True)]
+    if device.type == "cuda":
+        modes.append(contextlib.nullcontext())
+    for mode in modes:
+        calls.clear()
+        try:
+            with mode, torch.random.fork_rng(devices=[]), device:
+                new = type(model)(model.config)
+                if isinstance(getattr(new, "loss", None), nn.Module):
+                    new.loss.register_forward_hook(lambda *_: calls.append(True))
+                x = torch.zeros(1, T, dtype=torch.int64, device=device)
+                with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+                    loss = new(x, x)
+                loss.backward()
+            return bool(calls), None
+        except Exception as problem:  # of any kind: print_plan() raises it at its end
+            error = problem
+    return bool(calls), error
+
+
+def estimate_memory(
+    config: Any, model: Any, B: int, device_type: str, dtype: torch.dtype, own_loss: bool = False
+) -> float:
     """Bytes that a training step with micro-batches of B takes on one device: an estimate.
 
     Activations: for its backward pass a block keeps 16 values for each of the B T C of its input:
@@ -38,7 +83,8 @@ def estimate_memory(config: Any, model: Any, B: int, device_type: str, dtype: to
 
     A GPU, linear in B: activations, with 16 B T C outside the blocks; weights, gradients and the
     optimizer's moments (16 bytes per parameter); gradients of the embedding as head and as input,
-    and its padded copy (12 V C); the logits.
+    and its padded copy (12 V C); the logits. `own_loss` means that a fork
+    computes its loss from plain logits, outside what is compiled.
 
     A CPU: the process itself, and the larger of two moments, both with weights and moments: in the
     loss, activations and logits; at the end of the backward pass, all gradients and one block.
@@ -59,7 +105,7 @@ def estimate_memory(config: Any, model: Any, B: int, device_type: str, dtype: to
         return process + 12 * N + max(in_loss, at_end)
     # Compiled, the gradient of the logits takes their place. Otherwise there are the logits, their
     # gradient, and what is between, in float32.
-    logits = B * T * V * (dtype.itemsize if config.compile else 16)
+    logits = B * T * V * (dtype.itemsize if config.compile and not own_loss else 16)
     return 16 * N + 12 * V * C + stored + 16 * B * T * C + logits
 
 
@@ -95,12 +141,15 @@ def choose_micro_batch(
         here = f"{torch.cuda.get_device_name(ranks.device)}, {total / 2**30:.1f} GiB"
     free = min(ranks.gather(free))
     here = " and ".join(sorted(set(ranks.gather(here))))
+    own_loss = False
+    if ranks.device.type == "cuda" and config.compile:
+        own_loss = not try_step(model, T, ranks.device, dtype)[0]
     usable = USABLE * (free - (2**30 if ranks.world_size > 1 else 0))  # a gibibyte for NCCL
 
     def fits(B: int) -> bool:
         if ranks.device.type != "cuda":
             return B * T <= CPU_TOKENS
-        return estimate_memory(config, model, B, "cuda", dtype) <= usable
+        return estimate_memory(config, model, B, "cuda", dtype, own_loss) <= usable
 
     if saved is not None:
         size, chosen_for = saved["size"], saved["chosen_for"]
@@ -112,7 +161,7 @@ def choose_micro_batch(
             why = "do not fit"
         else:
             return saved
-        print0(f"note: micro-batches of {size} sequences, as before, {why}; rounding differs")
+        note(f"micro-batches of {size} sequences, as before, {why}; rounding differs")
     sizes = [B for B in SIZES if sequences % B == 0]  # the 1 is always there
     B = next((size for size in sizes if fits(size)), 1)
     if not fits(B) and ranks.device.type == "cuda":
@@ -166,7 +215,8 @@ def print_plan(config: Any, model: Any) -> None:
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops  # tokens per second
     B = choose_micro_batch(config, Ranks(0, 1, device), model, dtype)["size"]
-    memory = estimate_memory(config, model, B, device.type, dtype)
+    by_loss, error = try_step(model, config.seq_len, device, dtype)
+    memory = estimate_memory(config, model, B, device.type, dtype, not by_loss)
     projected = f"projected: {ASSUMED_MFU:.0%} of"
     rows = describe(config, model, device_line, (peak, source), available) | {
         "FLOPs": f"{flops * tokens:.3e}",
@@ -183,7 +233,7 @@ def print_plan(config: Any, model: Any) -> None:
             sizes = [config.micro_batch_size] if config.micro_batch_size else sizes
             usable = USABLE * (gigabytes * 1e9 - (2**30 if count > 1 else 0))
             needs = {
-                size: estimate_memory(compiled, model, size, "cuda", torch.float16)
+                size: estimate_memory(compiled, model, size, "cuda", torch.float16, not by_loss)
                 for size in sizes
             }
             fitting = [size for size in sizes if needs[size] <= usable]
@@ -197,3 +247,7 @@ def print_plan(config: Any, model: Any) -> None:
         print(f"{name}: {value}")
     if available:
         warn_of_many_epochs(config, available)
+    if isinstance(error, NOT_SUPPORTED):
+        note(f"a step could not be tried without data ({first_line(error)})")
+    elif error is not None:
+        raise error

@@ -18,33 +18,47 @@ class Progress:
         """config is a TrainConfig, model a GPT. Matrix products are computed in `dtype`."""
         self.step = 0  # updates so far
         self.training_seconds = 0.0  # in updates, without evaluations and saving
+        self.tokens = 0  # that were trained on, so far
         self.max_steps = config.max_steps
-        self.tokens_per_step = config.total_batch_size
+        self.compile = config.compile
         self.flops_per_token = model.flops_per_token(config.seq_len)
         # What counts as 100 % MFU on one device, in FLOP/s, and where the figure comes from.
         self.peak_flops, self.peak_source = devices.peak_flops(ranks.device, dtype)
         self.devices = ranks.world_size
         self.seconds = 0.0  # of the latest step
+        self.tokens_of_step = 0  # on all ranks
         self.seconds_left = 0.0  # until the end of the run
         self.timed_from: tuple[int, float] | None = None  # a step, and when it began
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "training_seconds": self.training_seconds}
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "training_seconds": self.training_seconds,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
+        self.tokens = state["tokens"]
         self.training_seconds = state["training_seconds"]
 
-    def end_step(self, began: float) -> None:
-        """Counts a step that began at time.perf_counter() `began` and ends now."""
+    def end_step(self, began: float, tokens: int) -> None:
+        """Counts a step that began at time.perf_counter() `began` and ends now.
+
+        It was made from `tokens` tokens, on all ranks together."""
         now = time.perf_counter()
         self.step += 1
+        self.tokens += tokens
+        self.tokens_of_step = tokens
         self.seconds = now - began
         self.training_seconds += self.seconds
         per_step = self.seconds
         if self.timed_from is None:  # the first step here may have compiled, so it tells nothing
             self.timed_from = (self.step, now)
             devices.reset_peak_memory()
+            if self.compile:
+                graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+                print0(f"torch.compile: {graphs} graphs so far")
         else:
             first_step, first_began = self.timed_from
             per_step = (now - first_began) / (self.step - first_step)  # with evaluations and saving
@@ -53,7 +67,7 @@ class Progress:
     @property
     def speed(self) -> dict[str, float]:
         """The latest step's tok_per_sec, mfu and ms, as log.txt has them."""
-        rate = self.tokens_per_step / self.seconds
+        rate = self.tokens_of_step / self.seconds
         mfu = rate * self.flops_per_token / (self.peak_flops * self.devices)
         return {"tok_per_sec": rate, "mfu": mfu, "ms": 1e3 * self.seconds}
 

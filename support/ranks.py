@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from support.command_line import print0, shown, torchrun_ranks
+from support.command_line import note, shown, torchrun_ranks
 from support.devices import choose_device
 from support.errors_and_signals import (
     Stopped,
@@ -49,12 +49,15 @@ class Ranks:
         if gpus > 1 and "RANK" not in os.environ:
             script = shlex.join(shown(word) for word in sys.argv)
             command = f"torchrun --standalone --nproc_per_node={gpus} {script}"
-            print0(f"note: this uses one of {gpus} GPUs; `{command}` uses all of them")
+            note(f"this uses one of {gpus} GPUs; `{command}` uses all of them")
         if "RANK" in os.environ:
             try:
                 join_process_group(rank, world_size, chosen)
             except RuntimeError as error:
-                raise explain(error, str(chosen)) from None
+                explained = explain(error, str(chosen))
+                if explained is error:  # a bug, which keeps its traceback
+                    raise
+                raise explained from None
         return cls(rank, world_size, chosen, local_rank)
 
     def gather(self, value: Any) -> list[Any]:

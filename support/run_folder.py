@@ -16,7 +16,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from support import checkpoints, huggingface, log_txt, run_json
+from support import checkpoints, fingerprint, huggingface, log_txt, model_code, run_json
 from support.checkpoints import checkpoint_path, list_checkpoints, step_of
 from support.command_line import SHAPE, differences, print0, shown, warn
 from support.errors_and_signals import UserError
@@ -39,6 +39,7 @@ class RunFolder:
         self.locks = contextlib.ExitStack()
         self.entries: list[dict[str, Any]] = []  # of run.json
         self.trackers: list[Any] = []
+        self.start: Path | None = None  # the checkpoint that this start resumes from
         self.saved_step: int | None = None  # the step of the newest intact checkpoint
         self.logged: dict[str, int] = {}  # stream: the step of its latest value
         self.val_losses: dict[int, float] = {}  # step: validation loss
@@ -74,6 +75,7 @@ class RunFolder:
         if checkpoint is not None:
             saved = checkpoints.read_training_state(checkpoint)
             before = saved["config"]
+            self.start = checkpoint
             self.saved_step = saved["progress"]["step"]
         else:  # it may have been stopped before its first checkpoint
             for entry in self.ranks.on_rank_0(run_json.run_entries, self.path)[-1:]:
@@ -96,7 +98,7 @@ class RunFolder:
         about: what else run.json is to say of this start."""
         if self.ranks.rank > 0:
             return
-        self.script = run_json.file_of(type(model))
+        self.script, source = model_code.source_of(type(model))
         holds_run = (self.path / "run.json").exists() or list_checkpoints(self.path)
         used = holds_run or (self.path / "log.txt").exists()  # of another program
         aside = self.rename_earlier() if used and not (self.config.resume and holds_run) else None
@@ -106,12 +108,13 @@ class RunFolder:
         try:
             earlier = run_json.run_entries(self.path)
             about |= dict(step=step, world_size=self.ranks.world_size)
+            about |= self.fingerprints(model)
             self.entries = [*earlier, run_json.new_entry(asdict(self.config), self.script, **about)]
             if self.config.tensorboard or self.config.wandb:
                 from support.trackers import start_trackers
 
                 self.trackers = start_trackers(self.path, self.entries, step)
-            run_json.copy_script(self.path, self.entries, self.script)
+            run_json.copy_script(self.path, self.entries, self.script, source)
         except BaseException:  # such as no account at W&B, or a full disk
             if aside:  # nothing shall have changed
                 remove(self.path)
@@ -125,6 +128,20 @@ class RunFolder:
         self.val_losses = dict(zip(steps, losses, strict=True))
         if kept:
             self.track(step, kept)  # TensorBoard drops what it has of this step
+
+    def fingerprints(self, model: Any) -> dict[str, list[float]]:
+        """That of this code, if it has one, and that of the checkpoint's code if it is another."""
+        if not self.config.save_every:  # it takes a second, and no checkpoint needs it
+            return {}
+        found = {}
+        here, _ = fingerprint.fingerprint(type(model), model.config)
+        if here is not None:
+            found["fingerprint"] = here
+        if self.start is not None:
+            before = huggingface.read_config(self.start).get("fingerprint")
+            if before is not None and not (here and fingerprint.same(here, before)):
+                found["fingerprint_before"] = before
+        return found
 
     def rename_earlier(self) -> Path:
         """Renames the folder of an earlier run, with all that is in it, and makes a new one.
@@ -200,8 +217,8 @@ class RunFolder:
     def _save(self, model: Any, step: int, state: dict[str, Any]) -> str:
         with contextlib.suppress(OSError):  # a log that can't be flushed must not end the run
             fsync(self.path / "log.txt")  # on disk it must not end before the checkpoint
-        is_gpt2 = huggingface.is_gpt2(type(model), model.config)
-        card = checkpoints.model_card(self.entries[-1], step, is_gpt2)
+        is_gpt2 = fingerprint.is_gpt2(type(model), model.config)
+        card = checkpoints.model_card(self.entries[-1], step, state["progress"]["tokens"], is_gpt2)
         folder = checkpoint_path(self.path, step)
         return checkpoints.write_checkpoint(folder, model.save_pretrained, state, card)
 
@@ -232,10 +249,12 @@ class RunFolder:
             print0(f"curves: {self.path / 'curves.png'}")
         if step == 0:
             return  # no checkpoint
+        checkpoint = checkpoint_path(self.path, step)
         kind = "in Hugging Face format"
-        if not huggingface.is_gpt2(type(model), model.config):
+        fork = not fingerprint.is_gpt2(type(model), model.config)
+        if fork:
             kind = "not GPT-2's model any more: only this code loads it"
-        print0(f"model: {self.path}/step_{step:06d}/, {kind}")
+        print0(f"model: {checkpoint}/, {kind}")
         best, loss = self.best()
         if best not in (None, step):
             advice = "the loss rose afterwards: train for fewer steps, or on more text"
@@ -243,12 +262,10 @@ class RunFolder:
         command = ["python", shown(ROOT / "sample.py"), str(self.path)]
         if self.config.sample_prompt:  # without one, sample.py asks for it
             command.append(self.config.sample_prompt)
-        if (
-            self.script
-            and not huggingface.is_gpt2(type(model), model.config)
-            and run_json.find_code(self.path) != self.script
-        ):
-            command += ["--code", shown(self.script)]
+        if fork and self.script:
+            found = model_code.find_code(checkpoint, huggingface.read_config(checkpoint))
+            if found != self.script:
+                command += ["--code", shown(self.script)]
         print0(f"sample: {shlex.join(command)}")
 
 

@@ -1,9 +1,9 @@
-"""run.json, and the script that ran: what a run records about itself. Does not import torch.
+"""run.json, which is what a run records about itself. Does not import torch.
 
 run.json is a list with one entry for the start of the run, and one for each time it was resumed."""
 
 import contextlib
-import inspect
+import hashlib
 import json
 import subprocess
 import sys
@@ -34,19 +34,21 @@ def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
     write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
 
 
-def copy_script(log_dir: Path, entries: list[dict[str, Any]], script: Path | None) -> None:
+def copy_script(
+    log_dir: Path, entries: list[dict[str, Any]], script: Path | None, source: bytes
+) -> None:
     """Writes run.json, and a copy of the script that runs into the log folder, under its name."""
     if script is None:
         write_entries(log_dir, entries)
         return
-    entries[-1] |= {"script": script.name, "script_sha256": sha256(script)}
+    entries[-1] |= {"script": script.name, "script_sha256": hashlib.sha256(source).hexdigest()}
     write_entries(log_dir, entries)
     copy = log_dir / script.name
     if copy.exists() and sha256(copy) not in [entry.get("script_sha256") for entry in entries]:
-        print0(f"{copy} is not a run's copy: it stays, and this run's script is not kept")
+        print0(f"{copy} is not a run's copy: it stays, and this run's script is not kept there")
         return
     with atomic_path(copy) as new:
-        new.write_bytes(script.read_bytes())
+        new.write_bytes(source)
 
 
 def git_commit(script: Path | None) -> str | None:
@@ -78,40 +80,3 @@ def new_entry(config: dict[str, Any], script: Path | None = None, **more: Any) -
         **more,
         "config": public,
     }
-
-
-def file_of(model_class: type) -> Path | None:
-    """The file that defines a class; None if there is none, as in a notebook."""
-    with contextlib.suppress(TypeError):
-        path = Path(inspect.getfile(model_class)).absolute()
-        return path if path.is_file() else None
-    return None
-
-
-def recorded(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """(the log folder of the run that trained the model in a folder, its last entry in run.json)"""
-    for log_dir in (folder, folder.parent):
-        with contextlib.suppress(UserError):  # another program's run.json
-            for entry in run_entries(log_dir)[-1:]:
-                return log_dir, entry
-    return folder, {}
-
-
-def find_code(folder: Path) -> Path:
-    """The file whose GPT the model in a folder is.
-
-    That is the file that run.json records, if this clone still has it as it was. (The copy in the
-    log folder is never taken: a folder from elsewhere could bring any code.) Otherwise it is
-    train_gpt2.py."""
-    _, entry = recorded(folder)
-    path = ROOT / Path(entry.get("script") or "").name
-    if path.is_file() and sha256(path) == entry.get("script_sha256"):
-        return path
-    return ROOT / "train_gpt2.py"
-
-
-def kept_code(folder: Path) -> Path | None:
-    """The copy of that file in the log folder; None if there is none."""
-    log_dir, entry = recorded(folder)
-    path = log_dir / Path(entry.get("script") or "").name
-    return path if path.is_file() else None

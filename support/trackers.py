@@ -1,5 +1,6 @@
 """TensorBoard and Weights & Biases: `train_gpt2.py --tensorboard --wandb`."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def start_wandb(log_dir: Path, entries: list[dict[str, Any]], step: int) -> Trac
     known = [entry["wandb_id"] for entry in entries if "wandb_id" in entry]
     try:
         run = wandb.init(
-            project="gpt2-repro",
+            project=os.environ.get("WANDB_PROJECT", "gpt2-repro"),
             id=known[-1] if known else None,
             name=log_dir.resolve().name,
             resume="allow",
