@@ -7,10 +7,15 @@ The first -- is followed by flags for all runs. Each further -- begins a recipe,
 own; the first recipe of the second example has none. Each code is trained with each recipe, and the
 first of them is the baseline.
 
+A flag that only one code knows is given with that code, in quotes:
+
+    python compare.py --code train_gpt2.py "train_ema.py --ema-decay 0.99" -- --preset shakespeare
+
 The runs are folders in --out. The same command goes on where it was stopped, and trains only what
-is missing. At the end it prints the final validation losses, and the differences from the baseline.
-These are paired by seed: with the same seed two runs read the same tokens in the same order, and if
-their models have the same parameters, they start from the same weights."""
+is missing. At the end it prints the final validation losses, or another stream of log.txt, and the
+differences from the baseline. These are paired by seed: with the same seed two runs read the same
+tokens in the same order, and if their models have the same parameters, they start from the same
+weights."""
 
 import contextlib
 import shlex
@@ -23,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.command_line import flag, parse_args, shown
+from support.command_line import flag, parse_args, shown, warn
 from support.errors_and_signals import RunError, UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, locked, sha256
 from support.log_txt import read_log
@@ -31,15 +36,17 @@ from support.run_json import run_entries
 
 FIRST_SEED = 1337  # the default of train_gpt2.py
 
-Curve = dict[int, float]  # {step: validation loss}
+Curve = dict[int, float]  # {step: value of the stream that is compared}
 
 
 @dataclass(frozen=True)
 class CompareConfig:
     """Trains codes or recipes over several seeds and compares their validation losses."""
 
-    code: tuple[Path, ...] = (ROOT / "train_gpt2.py",)  # train_gpt2.py, and forks of it
+    # train_gpt2.py and forks of it; "fork.py --flag 1", in quotes, has a flag for this code alone
+    code: tuple[str, ...] = (shlex.quote(str(ROOT / "train_gpt2.py")),)
     seeds: int = 3  # runs of each; their seeds are 1337, 1338, …
+    stream: str = "val"  # what is compared: a stream of log.txt, such as val, bpb or hella
     out: Path = Path("compared")  # folder for the runs and the picture
     nproc_per_node: int = 1  # processes of a run; above 1 they are started by torchrun
 
@@ -50,7 +57,7 @@ class Variant:
 
     name: str
     code: Path
-    flags: list[str]  # the common ones, then the recipe's
+    flags: list[str]  # the common ones, then those of the code, then those of the recipe
 
     def folder(self, out: Path, seed: int) -> Path:
         """The log folder of a run."""
@@ -63,16 +70,20 @@ class Variant:
         return [str(self.code), *self.flags, "--seed", str(seed), "--resume", "--log-dir", log_dir]
 
 
-def read_variants(codes: tuple[Path, ...], words: list[str]) -> list[Variant]:
+def read_variants(codes: tuple[str, ...], words: list[str]) -> list[Variant]:
     """Each code with each recipe. `words` follow the first -- on the command line."""
     common, *recipes = split_at_dashes(words)
     variants = []
-    for code in codes:
+    for text in codes:
+        try:
+            file, *own = shlex.split(text)
+        except ValueError:  # an open quote, or no word at all
+            raise UserError(f"--code {text!r}: not a file, or a file and its flags") from None
+        code = Path(file)
         for recipe in recipes or [[]]:
-            # The name says what differs: the code, the recipe, or both.
-            parts = [code.stem] if len(codes) > 1 or not recipe else []
-            parts += [shlex.join(recipe)] if recipe else []
-            variants.append(Variant(" ".join(parts), code, common + recipe))
+            # The name says what differs: the code with its flags, the recipe, or both.
+            name = [code.stem, *own] if len(codes) > 1 or not recipe else []
+            variants.append(Variant(shlex.join(name + recipe), code, common + own + recipe))
     names = [variant.name for variant in variants]
     for name in names:
         if names.count(name) > 1:
@@ -95,8 +106,8 @@ def split_at_dashes(words: list[str]) -> list[list[str]]:
 # Checks, before the first run
 
 
-def check(variants: list[Variant], seeds: range, out: Path) -> None:
-    """UserError if a code or its flags are wrong, or if `out` has a run of others."""
+def check(variants: list[Variant], seeds: range, config: CompareConfig) -> None:
+    """UserError if a code or its flags are wrong, or if --out has a run of others."""
     for variant in variants:
         if variant.code.suffix != ".py" or not variant.code.is_file():
             raise UserError(f"--code {variant.code}: not a Python file")
@@ -105,25 +116,50 @@ def check(variants: list[Variant], seeds: range, out: Path) -> None:
             if own in given:
                 raise UserError(f"{own}: compare.py sets it; see --seeds and --out")
         for seed in seeds:
-            folder = variant.folder(out, seed)
-            for entry in run_entries(folder)[-1:]:
+            folder = variant.folder(config.out, seed)
+            for entry in run_entries(folder):
                 problem = ""
-                if entry["command"] != [shown(word) for word in variant.command(out, seed)]:
+                if entry["command"] != [shown(word) for word in variant.command(config.out, seed)]:
                     problem = "was trained with other flags"
-                if entry.get("script_sha256") != sha256(variant.code):
-                    problem = f"was trained by {variant.code.name} as it was before a change"
+                elif changed := changed_files(entry["code"], variant.code):
+                    problem = f"was trained before a change of {', '.join(changed)}"
                 if problem:
                     raise UserError(f"{folder}: {problem}; remove it, or choose another --out")
-        # --plan reads the flags and makes the model, without training it.
-        command = [sys.executable, str(variant.code), *variant.flags, "--plan"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            command = shlex.join(["python", shown(variant.code), *variant.flags, "--plan"])
-            problem = last_line(done.stderr).removeprefix("error: ")
-            if problem.startswith("╰"):  # the end of a box, in which tyro explains a wrong flag
-                print(done.stderr, end="", file=sys.stderr)
-                problem = "see above"
-            raise UserError(f"`{command}` fails: {problem or f'status {done.returncode}'}")
+            streams = streams_at_end(folder)
+            if streams and config.stream not in streams:
+                problem = f"{folder} has none at its last step, only {', '.join(streams)}"
+                raise UserError(f"--stream {config.stream}: {problem}")
+        check_by_plan(variant)
+
+
+def changed_files(recorded: dict[str, str], code: Path) -> list[str]:
+    """The files of a run that have changed since, or are gone. recorded: {path: checksum}"""
+    changed = []
+    for name, checksum in recorded.items():
+        file = code.parent / name  # Python looks there first when it imports a module
+        if not file.is_file():
+            file = ROOT / name
+        if not file.is_file() or sha256(file) != checksum:
+            changed.append(name)
+    return changed
+
+
+def check_by_plan(variant: Variant) -> None:
+    """UserError if --plan fails, which reads the flags and makes the model without training it."""
+    done = subprocess.run(
+        [sys.executable, str(variant.code), *variant.flags, "--plan"],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 0:
+        return
+    command = shlex.join(["python", shown(variant.code), *variant.flags, "--plan"])
+    line = last_line(done.stderr)
+    if done.returncode == 2 and line.startswith("error: "):
+        raise UserError(f"`{command}` fails: {line.removeprefix('error: ')}")
+    # Otherwise it is the traceback of a bug, or a box in which tyro explains a wrong flag.
+    print(done.stderr, end="", file=sys.stderr)
+    raise UserError(f"`{command}` fails with status {done.returncode}; what it says is above")
 
 
 def last_line(text: str) -> str:
@@ -159,7 +195,7 @@ def train(variant: Variant, seed: int, out: Path, processes: int) -> str:
     if status in (130, 143):
         raise RunError(f"{folder}: was stopped; the same command goes on")
     line = last_line(console.read_text(encoding="utf-8", errors="replace"))
-    return f"status {status}, {line.removeprefix('error: ')} ({shown(console)})"
+    return f"status {status}, {line.removeprefix('error: ')}; see {shown(console)}"
 
 
 def wait_until_free(folder: Path) -> None:
@@ -174,41 +210,52 @@ def wait_until_free(folder: Path) -> None:
         time.sleep(1)
 
 
-def validation_losses(folder: Path) -> Curve:
-    """The validation losses of a run, or {} if it is not finished."""
-    curve = dict(zip(*read_log(folder).get("val", ((), ())), strict=True))
+def streams_at_end(folder: Path) -> list[str]:
+    """The streams of a run that have a value at its last step. [] if it is not finished."""
     for entry in run_entries(folder)[-1:]:
-        if entry["config"]["max_steps"] in curve:
-            return curve
-    return {}
+        last = entry["config"]["max_steps"]
+        return [stream for stream, (steps, _) in read_log(folder).items() if last in steps]
+    return []
+
+
+def read_curve(folder: Path, stream: str) -> Curve:
+    """{step: value} of a stream of a run, or {} if it has no value at the last step."""
+    if stream not in streams_at_end(folder):
+        return {}
+    return dict(zip(*read_log(folder)[stream], strict=True))
 
 
 def train_all(
-    variants: list[Variant], seeds: range, out: Path, processes: int
+    variants: list[Variant], seeds: range, config: CompareConfig
 ) -> tuple[dict[str, dict[int, Curve]], int]:
-    """Trains what is missing. Returns ({variant: {seed: its losses}}, number of failed runs)."""
+    """Trains what is missing. Returns ({variant: {seed: its curve}}, number of failed runs)."""
     found: dict[str, dict[int, Curve]] = {variant.name: {} for variant in variants}
-    failed = 0
+    failed = []  # names of variants
     number = 0
     for seed in seeds:  # all variants of a seed, then the next, since they are compared by seed
         for variant in variants:
             number += 1
             name = f"run {number} of {len(seeds) * len(variants)}: {variant.name}, seed {seed}"
-            folder = variant.folder(out, seed)
-            curve, problem = validation_losses(folder), ""
+            folder = variant.folder(config.out, seed)
+            curve, problem = read_curve(folder, config.stream), ""
             if not curve:
+                if variant.name in failed:  # it would probably fail with each seed
+                    continue
                 print(f"{name} …", flush=True)
-                problem = train(variant, seed, out, processes)
-                curve = validation_losses(folder)
+                problem = train(variant, seed, config.out, config.nproc_per_node)
+                curve = read_curve(folder, config.stream)
             if not problem and not curve:
-                problem = "no validation loss at its end; --eval-every must not be 0"
+                problem = f"{folder}/log.txt has no {config.stream} at the last step"
+                problem += "; see --stream, --eval-every and --hellaswag-every"
             if problem:
-                failed += 1
+                failed.append(variant.name)
                 print(f"error: {name}: {problem}", file=sys.stderr, flush=True)
+                if seed != seeds[-1]:
+                    print(f"{variant.name} failed, so its other seeds are skipped", flush=True)
             else:
                 found[variant.name][seed] = curve
                 print(f"{name}: {final(curve):.4f}", flush=True)
-    return found, failed
+    return found, len(failed)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -233,7 +280,7 @@ def mean_and_deviation(values: list[float]) -> str:
 
 
 def difference(ours: dict[int, Curve], theirs: dict[int, Curve]) -> str:
-    """The mean difference of the final losses of the same seeds, ± half its 95 % interval."""
+    """The mean difference of the final values of the same seeds, ± half its 95 % interval."""
     values = [final(ours[seed]) - final(theirs[seed]) for seed in ours if seed in theirs]
     if len(values) < 2:
         return f"{values[0]:+.4f}" if values else "no common seed"
@@ -248,13 +295,19 @@ def milliseconds(folder: Path) -> float:
     return float(np.median(values[10:] or values or [np.nan]))
 
 
+def quantity(stream: str) -> str:
+    """What a stream is, for a caption."""
+    return "validation loss in nats per token" if stream == "val" else stream
+
+
 def print_table(
-    variants: list[Variant], found: dict[str, dict[int, Curve]], out: Path, seeds: range
+    variants: list[Variant], found: dict[str, dict[int, Curve]], config: CompareConfig
 ) -> None:
     baseline = variants[0].name
-    print("\nFinal validation loss in nats per token, mean ± standard deviation.")
+    print(f"\nFinal {quantity(config.stream)}, mean ± standard deviation.")
     print("The difference is the mean over the seeds, ± half of its 95 % interval.\n")
-    print(f"| | seeds | loss | difference from {baseline} | ms per step |")
+    heading = "loss" if config.stream == "val" else config.stream
+    print(f"| | seeds | {heading} | difference from {baseline} | ms per step |")
     print("|---|---|---|---|---|")
     for variant in variants:
         curves = found[variant.name]
@@ -263,18 +316,45 @@ def print_table(
             cells[2] = mean_and_deviation([final(curve) for curve in curves.values()])
             if variant.name != baseline:
                 cells[3] = difference(curves, found[baseline])
-            speeds = [milliseconds(variant.folder(out, seed)) for seed in curves]
+            speeds = [milliseconds(variant.folder(config.out, seed)) for seed in curves]
             cells[4] = f"{np.median(speeds):,.0f}"
         print(f"| {' | '.join(cells)} |")
-    if len(seeds) == 1:
+    if config.seeds == 1:
         print("\nOne seed says nothing about chance: --seeds 3 or more give an interval.")
-    elif len(seeds) == 2:
+    elif config.seeds == 2:
         wide = f"{t_quantile(1):.1f}"
         print(f"\nTwo seeds have one degree of freedom: an interval of ±{wide} standard errors,")
         print(f"where three have ±{t_quantile(2):.1f} and five ±{t_quantile(4):.1f}.")
 
 
-def draw(variants: list[Variant], found: dict[str, dict[int, Curve]], path: Path) -> None:
+def warn_of_other_tokens(
+    variants: list[Variant], found: dict[str, dict[int, Curve]], out: Path
+) -> None:
+    """Warns if losses per token of the runs found do not compare, since their tokens differ.
+
+    A loss in nats per token is one in bits per byte, times ln 2 and the bytes of a token. So that
+    ratio of both losses differs between runs whose tokens have more or fewer bytes."""
+    losses = []  # (variant, nats per token, bits per byte) of each run
+    for variant in variants:
+        for seed, nats in found[variant.name].items():
+            bits = read_curve(variant.folder(out, seed), "bpb")
+            if bits:  # a fork may not log it
+                losses.append((variant.name, final(nats), final(bits)))
+    others = []
+    for name, nats, bits in losses:
+        first, first_nats, first_bits = losses[0]
+        # log.txt has 6 decimals, so each of the four losses may be wrong by 5e-7.
+        rounding = 5e-7 * (nats + bits + first_nats + first_bits)
+        if abs(nats * first_bits - first_nats * bits) > rounding and name not in others:
+            others.append(name)
+    if others:
+        problem = f"{', '.join(others)}: another tokenizer or validation text than {first} has"
+        warn(f"{problem}, so losses per token do not compare; --stream bpb compares bits per byte")
+
+
+def draw(
+    variants: list[Variant], found: dict[str, dict[int, Curve]], stream: str, path: Path
+) -> None:
     """Draws the mean curve of each variant, with a band of one standard deviation."""
     from matplotlib.figure import Figure
 
@@ -286,12 +366,12 @@ def draw(variants: list[Variant], found: dict[str, dict[int, Curve]], path: Path
             continue
         steps = set.intersection(*(set(curve) for curve in curves))
         x = sorted(step for step in steps if step >= max(steps) / 20)  # earlier ones are far above
-        losses = np.array([[curve[step] for step in x] for curve in curves])  # (seeds, steps)
-        mean = losses.mean(axis=0)
-        deviation = losses.std(axis=0, ddof=1) if len(losses) > 1 else 0
+        values = np.array([[curve[step] for step in x] for curve in curves])  # (seeds, steps)
+        mean = values.mean(axis=0)
+        deviation = values.std(axis=0, ddof=1) if len(values) > 1 else 0
         axes.plot(x, mean, "o-", color=f"C{i}", ms=3, label=variant.name)
         axes.fill_between(x, mean - deviation, mean + deviation, color=f"C{i}", alpha=0.2, lw=0)
-    axes.set(xlabel="steps", ylabel="validation loss, nats per token")
+    axes.set(xlabel="steps", ylabel=quantity(stream))
     axes.grid(alpha=0.3)
     axes.legend(title="mean ± standard deviation")
     with atomic_path(path) as partial:
@@ -309,12 +389,15 @@ def main(args: list[str] | None = None) -> int:
     seeds = range(FIRST_SEED, FIRST_SEED + config.seeds)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     with locked(config.out, f"{config.out}: another compare.py uses it; choose another --out"):
-        check(variants, seeds, config.out)
-        found, failed = train_all(variants, seeds, config.out, config.nproc_per_node)
-        print_table(variants, found, config.out, seeds)
+        check(variants, seeds, config)
+        found, failed = train_all(variants, seeds, config)
+        print_table(variants, found, config)
+        if config.stream == "val":
+            warn_of_other_tokens(variants, found, config.out)
         if any(found.values()):
-            draw(variants, found, config.out / "curves.png")
-            print(f"\ncurves: {config.out / 'curves.png'}")
+            picture = config.out / "curves.png"
+            draw(variants, found, config.stream, picture)
+            print(f"\ncurves: {picture}")
     return int(failed > 0)
 
 

@@ -51,6 +51,27 @@ def copy_script(
         new.write_bytes(source)
 
 
+def loaded_code() -> dict[str, str]:
+    """{path: checksum} of the modules that this process has loaded, without those of libraries.
+
+    They are in the folder of the script that runs, or in this clone. Their paths are relative to
+    that folder."""
+    folders = [ROOT]
+    if script := getattr(sys.modules["__main__"], "__file__", None):  # a notebook has none
+        folders.insert(0, Path(script).absolute().parent)
+    code = {}
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "").absolute()
+        folder = next((folder for folder in folders if path.is_relative_to(folder)), None)
+        if folder is None or not path.is_file() or "site-packages" in path.parts:
+            continue
+        name = path.relative_to(folder)
+        # Libraries may also be in a hidden folder, such as .venv.
+        if not any(part == "tests" or part.startswith(".") for part in name.parts):
+            code[name.as_posix()] = sha256(path)
+    return dict(sorted(code.items()))
+
+
 def git_commit(script: Path | None) -> str | None:
     """The commit of this clone, with a + if files have changed since or git lacks the script.
 
@@ -76,6 +97,7 @@ def new_entry(config: dict[str, Any], script: Path | None = None, **more: Any) -
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": [shown(word) for word in sys.argv],
         "git_commit": git_commit(script),
+        "code": loaded_code(),
         "versions": versions | {"python": sys.version.split()[0]},
         **more,
         "config": public,

@@ -1,8 +1,11 @@
 """compare.py: which runs it trains, what it checks before them, and what it makes of the losses."""
 
+import hashlib
 import json
+import math
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -15,18 +18,23 @@ import pytest
 import compare
 from support.errors_and_signals import UserError
 from support.files_and_locks import locked
-from tests.conftest import ROOT, numbers, posix, words
+from tests.conftest import ROOT, numbers, posix, starts, train, words
 
 # Trains nothing: notes what it is called with, and logs losses that depend on its name, the seed
-# and --max-lr. With a file `slow` it takes a minute, unless it is asked to stop.
+# and --max-lr. A token has --bytes bytes. With a file `slow` it takes a minute, unless it is asked
+# to stop.
 CODE = """
-import hashlib, json, os, pathlib, signal, sys, time
+import json, math, os, pathlib, signal, sys, time
+import helper
+from support.run_json import loaded_code
 
 value = dict(zip(sys.argv[1:], sys.argv[2:]))
 me = pathlib.Path(__file__)
 if "--no-such-flag" in sys.argv:
-    sys.exit("error: no such flag")
+    print("note: hello\\nerror: no such flag", file=sys.stderr)
+    sys.exit(2)
 if "--plan" in sys.argv:
+    1 / int(value.get("--divide-by", 1))
     sys.exit()
 with open(me.with_name("calls.txt"), "a") as calls:
     print(json.dumps(sys.argv), file=calls)
@@ -36,22 +44,26 @@ if me.with_name(f"crash_{me.stem}").exists() and seed == 1338:
     sys.exit(1)
 folder = pathlib.Path(value["--log-dir"])
 folder.mkdir(parents=True)
-digest = hashlib.sha256(me.read_bytes()).hexdigest()
-entry = {"config": {"max_steps": 20}, "command": sys.argv, "script_sha256": digest}
+entry = {"config": {"max_steps": 20}, "command": sys.argv, "code": loaded_code()}
 (folder / "run.json").write_text(json.dumps([entry]))
 if me.with_name("slow").exists():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     me.with_name("slow").unlink()
     time.sleep(60)
 loss = 5 + float(value.get("--max-lr", 0)) + 0.1 * (seed % 7) * ("b" in me.stem) + seed / 1e3
-(folder / "log.txt").write_text(f"0 val 9\\n1 train 3\\n1 ms 250\\n20 val {loss}\\n")
+bpb = loss / (math.log(2) * float(value.get("--bytes", 4)))
+(folder / "log.txt").write_text(
+    f"0 val 9\\n1 train 3\\n1 ms 250\\n20 val {loss:.6f}\\n20 bpb {bpb:.6f}\\n10 hella 0.3\\n"
+)
 """
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with two codes, which is the working folder."""
+    """A folder with two codes and a module of theirs, which is the working folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("helper.py").touch()
     for name in ("a.py", "b.py"):
         Path(name).write_text(CODE)
     return tmp_path
@@ -109,17 +121,85 @@ def test_recipes_follow_dashes(folder, capsys):
     assert numbers(rows(capsys.readouterr().out)["--max-lr 1"][2]) == [1]
 
 
-def test_a_run_that_fails_is_named_and_the_others_go_on(folder, capsys):
+def test_a_code_that_fails_is_named_and_not_started_again(folder, capsys):
+    """The others go on. The next start trains what is missing."""
     Path("crash_b").touch()
     assert run("--code", "a.py", "b.py") == 1
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert "b, seed 1338" in line and "ZeroDivisionError: 0 / 0" in line
+    assert "compared/b/seed_1338.txt" in line and captured.out.count("skipped") == 1
     table = rows(captured.out)
-    assert (table["a"][0], table["b"][0]) == ("3", "2")
-    assert numbers(table["b"][2])[0] == pytest.approx(0.1, abs=6e-5), "of the seeds that both have"
+    assert (table["a"][0], table["b"][0], len(calls())) == ("3", "1", 5)
     Path("crash_b").unlink()
     assert run("--code", "a.py", "b.py") == 0 and len(calls()) == 7
+
+
+def test_seeds_that_were_trained_before_a_failure_still_count(folder, capsys):
+    args = ["--code", "a.py", "b.py"]
+    run(*args)
+    shutil.rmtree("compared/b/seed_1338")
+    Path("crash_b").touch()
+    capsys.readouterr()
+    assert run(*args) == 1
+    table = rows(capsys.readouterr().out)
+    assert (table["a"][0], table["b"][0]) == ("3", "2")
+    assert numbers(table["b"][2])[0] == pytest.approx(0.1, abs=6e-5), "of the seeds that both have"
+
+
+def test_a_code_may_have_flags_of_its_own(folder, capsys):
+    """They follow the common ones, and precede those of a recipe."""
+    args = ["--code", "a.py", "'b.py' --max-lr 1", "b.py --max-lr '2'", "--seeds", 1]
+    assert run(*args, "--", "--preset", "x") == 0
+    table = rows(capsys.readouterr().out)
+    assert list(table)[-3:] == ["a", "b --max-lr 1", "b --max-lr 2"]
+    assert numbers(table["b --max-lr 2"][2]) == [2]
+    found = [call[1:-5] for call in calls()]
+    assert found[:2] == [["--preset", "x"], ["--preset", "x", "--max-lr", "1"]]
+    run(*args[:3], "--seeds", 1, "--", "--preset", "x", "--", "--bytes", "5")
+    assert calls()[-1][1:-5] == words("--preset x --max-lr 1 --bytes 5")
+
+
+def test_any_stream_can_be_compared(folder, capsys, monkeypatch):
+    """It is named in the captions of the table and of the picture."""
+    named = []
+
+    def savefig(figure, path, **_):
+        named.append(figure.axes[0].get_ylabel())
+        Path(path).touch()
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
+    args = words("--code a.py --seeds 1 --out o --stream")
+    for stream, value in {"val": 5 + 1.337, "bpb": (5 + 1.337) / (4 * math.log(2))}.items():
+        assert run(*args, stream) == 0
+        output = capsys.readouterr().out
+        assert numbers(rows(output)["a"][1]) == [pytest.approx(value, abs=6e-5)]
+        for caption in (output, named.pop()):
+            assert ("bpb" in caption) == (stream == "bpb")
+            assert ("nats per token" in caption) == (stream == "val")
+    assert len(calls()) == 1
+
+
+@pytest.mark.parametrize("stream", ["ema", "hella"])
+def test_a_run_without_the_stream_at_its_end_is_an_error(folder, capsys, stream):
+    """hella has a value, but not of the last step. A finished run is not started again for it."""
+    args = ["--code", "a.py", "--seeds", 1, "--stream", stream]
+    assert run(*args) == 1
+    assert f"seed_1337/log.txt has no {stream} " in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"--stream {stream}: .*seed_1337.* val, bpb"):
+        run(*args)
+    assert len(calls()) == 1
+
+
+@pytest.mark.parametrize("bytes_per_token", [4, 4.0001, 5])
+def test_losses_of_other_tokens_are_not_compared_without_a_warning(folder, capsys, bytes_per_token):
+    """Rounded losses of the same tokens are no reason for one, and bits per byte do compare."""
+    args = ["--code", "a.py", f"b.py --bytes {bytes_per_token}", "--seeds", 5]
+    assert run(*args) == 0
+    warned = capsys.readouterr().err.startswith("warning: b --bytes")
+    assert warned == (bytes_per_token != 4)
+    run(*args, "--stream", "bpb")
+    assert not capsys.readouterr().err
 
 
 def test_mistakes_are_found_before_any_run(folder):
@@ -136,7 +216,21 @@ def test_mistakes_are_found_before_any_run(folder):
     }.items():
         with pytest.raises(UserError, match=re.escape(named)):
             run(*args.split())
+    for code in ("", "'a.py"):
+        with pytest.raises(UserError, match="--code"):
+            run("--code", code)
     assert not calls()
+
+
+def test_a_bug_keeps_its_traceback(folder, capsys):
+    """A mistake in a flag is one line."""
+    with pytest.raises(UserError, match=r"python a.py --divide-by 0 --plan"):
+        run("--code", "a.py", "--", "--divide-by", "0")
+    errors = capsys.readouterr().err
+    assert errors.startswith("Traceback") and "ZeroDivisionError" in errors
+    with pytest.raises(UserError, match=r"no such flag"):
+        run("--code", "a.py", "--", "--no-such-flag")
+    assert not capsys.readouterr().err and not calls()
 
 
 def test_a_run_of_another_code_or_with_other_flags_is_not_taken_for_it(folder):
@@ -144,10 +238,40 @@ def test_a_run_of_another_code_or_with_other_flags_is_not_taken_for_it(folder):
     run(*args)
     with pytest.raises(UserError, match=r"seed_1337.*flags"):
         run(*args, "--", "--max-lr", "1")
+    for change in (
+        lambda: Path("helper.py").write_text("# changed"),
+        lambda: Path("helper.py").unlink(),
+    ):
+        change()
+        with pytest.raises(UserError, match=r"seed_1337.*change of helper\.py;"):
+            run(*args)
     Path("a.py").write_text(CODE + "# changed\n")
-    with pytest.raises(UserError, match=r"seed_1337.*a\.py"):
+    with pytest.raises(UserError, match=r"seed_1337.*change of a\.py, helper\.py;"):
         run(*args)
     assert len(calls()) == 1
+
+
+def test_a_run_records_the_code_that_it_ran(text, tmp_path):
+    """The whole of it, but for tests."""
+    train("--max-steps 0 --data", text, "--log-dir", tmp_path / "log")
+    code = starts(tmp_path / "log")[-1]["code"]
+    for name in ("train_gpt2.py", "hellaswag.py", "support/muon.py", "support/run_json.py"):
+        assert code[name] == hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
+    assert not [name for name in code if name.startswith("tests/")]
+
+
+def test_libraries_are_no_code_of_a_run(folder, monkeypatch):
+    """They may be in the folder of the script, as those of a virtual environment are."""
+    libraries = [folder / name for name in (".venv/lib", "venv/site-packages")]
+    for number, library in enumerate(libraries):
+        library.mkdir(parents=True)
+        (library / f"library_{number}.py").touch()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, *libraries])))
+    Path("a.py").write_text("import library_0, library_1\n" + CODE)
+    run("--code", "a.py", "--seeds", 1)
+    code = starts("compared/a/seed_1337")[-1]["code"]
+    assert {"a.py", "helper.py"} == {name for name in code if not name.startswith("support/")}
+    assert not [name for name in code if "library" in name]
 
 
 @posix
