@@ -235,8 +235,8 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> int:
         """Training FLOPs per token: 6 N + 12 L C T (PaLM, Chowdhery et al. 2022, appendix B).
 
-        Change this if your model computes another number. N counts the weights of the linear layers. What --low-memory computes a second time, in the
-        backward pass, does not count."""
+        N counts the weights of the linear layers. What --low-memory computes a second time, in the
+        backward pass, does not count. Change this if your model computes something else."""
         modules = self.named_modules(remove_duplicate=False)  # a layer used twice counts twice
         N = sum(m.weight.numel() for _, m in modules if isinstance(m, nn.Linear))
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
@@ -962,7 +962,7 @@ def main(args: list[str] | None = None) -> int:
     print0(f"preset: {preset} ({reason})")
     if config.preset == "auto" and config.data != TrainConfig(**PRESETS[preset]).data:
         suits = {"shakespeare": "about a megabyte of text", "gpt2": "gigabytes of text"}[preset]
-        note(f"this preset suits {suits}; --preset small suits 50 megabytes, on a GPU")
+        print0(f"note: this preset suits {suits}; --preset small suits 50 megabytes, on a GPU")
     if ranks.device.type == "cpu" and not config.low_memory:
         # The process keeps freed memory for new tensors. Steps take less time, and more memory.
         devices.keep_freed_memory()

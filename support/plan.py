@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from support.command_line import duration, note, shown, warn
+from support.command_line import duration, note, print0, shown, warn
 from support.devices import PEAK_TFLOPS, choose_device, choose_precision, peak_flops, peak_memory
 from support.errors_and_signals import UserError, first_line
 from support.ranks import Ranks
@@ -161,7 +161,7 @@ def choose_micro_batch(
             why = "do not fit"
         else:
             return saved
-        note(f"micro-batches of {size} sequences, as before, {why}; rounding differs")
+        print0(f"note: micro-batches of {size} sequences, as before, {why}; rounding differs")
     sizes = [B for B in SIZES if sequences % B == 0]  # the 1 is always there
     B = next((size for size in sizes if fits(size)), 1)
     if not fits(B) and ranks.device.type == "cuda":

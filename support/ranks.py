@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from support.command_line import note, shown, torchrun_ranks
+from support.command_line import print0, shown, torchrun_ranks
 from support.devices import choose_device
 from support.errors_and_signals import (
     Stopped,
@@ -49,7 +49,7 @@ class Ranks:
         if gpus > 1 and "RANK" not in os.environ:
             script = shlex.join(shown(word) for word in sys.argv)
             command = f"torchrun --standalone --nproc_per_node={gpus} {script}"
-            note(f"this uses one of {gpus} GPUs; `{command}` uses all of them")
+            print0(f"note: this uses one of {gpus} GPUs; `{command}` uses all of them")
         if "RANK" in os.environ:
             try:
                 join_process_group(rank, world_size, chosen)

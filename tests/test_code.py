@@ -41,8 +41,8 @@ import torch
 from train_gpt2 import GPT as GPT2
 
 class GPT(GPT2):
-    def hidden(self, idx):
-        return torch.tanh(super().hidden(idx))
+    def forward(self, idx, targets=None, at=None):
+        return torch.tanh(super().forward(idx, targets, at))
 """
 
 
@@ -60,9 +60,10 @@ def test_a_fork_that_has_changed_since_is_refused_and_its_copy_is_named(
         patch.setattr(train_gpt2, "GPT", module.GPT)
         train("--max-steps 1 --save-every 1 --data", text, "--log-dir", log)
     args = [str(log), "a", "--max-new-tokens", "1", "--device", "cpu"]
-    with pytest.raises(UserError, match=f"--code {log}/my_fork.py"):
+    kept = log / "step_000001/my_fork.py"
+    with pytest.raises(UserError, match=f"my_fork.py, which has changed.*--code {kept}"):
         sample.main(args)
-    for file in (fork, log / "my_fork.py"):
+    for file in (fork, kept):
         capsys.readouterr()
         sample.main([*args, "--code", str(file)])
         assert capsys.readouterr().out.startswith("a")
