@@ -45,7 +45,6 @@ from support.checkpoints import OptimizerStates, RandomStates, load_parts
 from support.command_line import (
     SHAPE,
     flag,
-    note,
     parse_args,
     print0,
     print_line,
@@ -955,7 +954,8 @@ def main(args: list[str] | None = None) -> int:
     config = read_config(args)
     if config.plan:
         with torch.device("meta"):  # tensors without memory
-            plan.print_plan(config, new_model(config))
+            model = new_model(config)
+        plan.print_plan(config, model)
         return 0
     ranks = Ranks.start(config.device, config.deterministic)
     preset, reason = choose_preset(config.preset)

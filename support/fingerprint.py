@@ -93,6 +93,23 @@ def some_logits(model: nn.Module, T: int) -> list[float]:
 
 
 @functools.cache
+def has_own_loss(model_class: "type[GPT]", config: "GPTConfig") -> bool | None:
+    """True if a fork computes its training loss without model.loss, which is compiled.
+
+    Tried on a small model on the CPU. None if that fails."""
+    calls = []
+    try:
+        model = copy.deepcopy(small_model(model_class, config)).train()
+        model.loss.register_forward_hook(lambda *_: calls.append(True))
+        idx = torch.zeros(1, min(config.block_size, 16), dtype=torch.int64)
+        with torch.random.fork_rng(devices=[]):
+            model(idx, idx)
+    except Exception:  # of any kind: a bug shows itself when the real model is used
+        return None
+    return not calls
+
+
+@functools.cache
 def is_gpt2(model_class: "type[GPT]", config: "GPTConfig") -> bool:
     """True if names, shapes and mathematics are those of transformers' GPT-2, with no other tensors
     tied than the head and the embedding. What acts only in training is not seen.

@@ -1,8 +1,10 @@
 """Hugging Face: GPT-2's files written and read, models from the Hub or by transformers.
 
 A model that is not transformers' GPT-2 must not pass for one, or other programs would run another
-model than was trained. Its config.json has FORK_TYPE as model_type, which transformers refuses, and
-its weights are stored as they are. Whether a model is a GPT-2 is found out in fingerprint.py."""
+model than was trained. Its config.json has FORK_TYPE as model_type, and its weights are stored as
+they are. Beside them is the code with which transformers opens it if trust_remote_code=True is
+given. This project itself never runs code of a model's folder. fingerprint.py finds out whether a
+model is a GPT-2."""
 
 import json
 import tempfile
@@ -27,7 +29,7 @@ from support.fingerprint import (
     small_model,
     their_layout,
 )
-from support.model_code import find_code, kept_code, load_gpt_class, source_of
+from support.model_code import find_code, kept_code, load_gpt_class, modeling_fork, source_of
 from support.tokenizer import EOT, VOCAB_SIZE, bpe_files
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def check_before_training(model: "GPT", resumed: bool) -> None:
 
     Hours later would be too late. Also says if its code cannot be compared with other code, as
     loading a checkpoint has said already."""
+    source_of(type(model))  # reads the script now, which may be edited while it trains
     _, problem = fingerprint(type(model), model.config)
     if problem and not resumed:
         note(f"{problem}; checkpoints will not be compared with the code that loads them")
@@ -114,6 +117,10 @@ def write_pretrained(model: "GPT", folder: Path) -> None:
     if script is not None:  # a class that was made in a notebook has none
         config["script"] = script.name
         (folder / script.name).write_bytes(source)
+    if not gpt2 and (text := modeling_fork(model_class)) is not None:
+        write_text(folder / "modeling_fork.py", text)
+        classes = {"AutoConfig": "ForkConfig", "AutoModelForCausalLM": "ForkForCausalLM"}
+        config["auto_map"] = {key: f"modeling_fork.{name}" for key, name in classes.items()}
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if has_tokenizer:
         write_tokenizer(folder, settings["block_size"])
@@ -320,7 +327,7 @@ def load_by_transformers(folder: Path, dtype: torch.dtype | str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True
+            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
     except Exception as error:  # from transformers, safetensors: no common base
         raise UserError(f"{folder}: model cannot be loaded ({first_line(error)})") from None
@@ -348,7 +355,7 @@ def load_causal_lm(
             if not has_tokenizer:
                 write_tokenizer(Path(gpt2), model.config.n_positions)
             source = folder if has_tokenizer else gpt2
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # from transformers, tokenizers: no common base
         raise UserError(f"{folder}: tokenizer cannot be loaded ({first_line(error)})") from None
     return model, tokenizer

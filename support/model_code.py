@@ -4,10 +4,12 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import keyword
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support.command_line import note
 from support.errors_and_signals import UserError
 from support.files_and_locks import ROOT, sha256
 
@@ -25,6 +27,25 @@ def source_of(model_class: "type[GPT]") -> tuple[Path | None, bytes]:
         path = Path(inspect.getfile(model_class)).absolute()
         return path, path.read_bytes()
     return None, b""
+
+
+@functools.cache
+def modeling_fork(model_class: "type[GPT]") -> str | None:
+    """The text of modeling_fork.py beside a fork's weights, which imports the copy of its script.
+
+    None, after a note, if transformers could not import that script."""
+    script, _ = source_of(model_class)
+    if script is None:
+        problem = "its class is in no file; write it into one, which a notebook does by %%writefile"
+    elif not script.stem.isidentifier() or keyword.iskeyword(script.stem):
+        problem = f"Python cannot import {script.name}; rename it, with _ instead of - for example"
+    elif model_class.__qualname__ != "GPT":
+        problem = f"its class is called {model_class.__qualname__}; call it GPT"
+    else:
+        text = (ROOT / "support" / "modeling_fork.py").read_text(encoding="utf-8")
+        return text.replace("from .train_gpt2 import", f"from .{script.stem} import")
+    note(f"transformers and lm-eval cannot open checkpoints of this fork: {problem}")
+    return None
 
 
 def kept_code(folder: Path, raw: dict[str, Any]) -> Path | None:

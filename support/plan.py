@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support.command_line import duration, note, print0, shown, warn
 from support.devices import PEAK_TFLOPS, choose_device, choose_precision, peak_flops, peak_memory
 from support.errors_and_signals import UserError, first_line
+from support.fingerprint import has_own_loss
 from support.ranks import Ranks
 from support.shards import open_split
 
@@ -22,14 +22,6 @@ SIZES = (128, 64, 32, 16, 8, 4, 2, 1)  # micro-batches to choose from
 CPU_TOKENS = 1024  # of a micro-batch on a CPU: more are not faster, and take more memory
 USABLE = 0.85  # share of free GPU memory: gaps, and what the estimate does not know, take the rest
 ASSUMED_MFU = 0.4
-# What torch raises for an operation that it cannot try without data, such as one of a fork's own.
-NOT_SUPPORTED = (
-    NotImplementedError,
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedFakeTensorException,
-    fake_tensor.UnsupportedOperatorException,
-)
 CARDS = {  # GB of memory; those with 80 are used one or eight at a time
     "T4": 16,
     "GeForce RTX 3090": 24,
@@ -40,35 +32,39 @@ CARDS = {  # GB of memory; those with 80 are used one or eight at a time
 }
 
 
-def try_step(
-    model: Any, T: int, device: torch.device, dtype: torch.dtype
-) -> tuple[bool, Exception | None]:
+def try_step(model: Any, T: int, device: torch.device, dtype: torch.dtype) -> Exception | None:
     """Tries the forward and the backward pass of a new model like `model`, on T tokens.
 
-    The tensors have no memory, so any size takes a second. Only if that fails on a GPU, it is tried
-    with real ones, which every kernel takes.
+    The tensors have no memory, so any size takes a second, and a GPU is left alone. But a kernel
+    that does not run on a CPU is tried on the GPU. Returns the error, if there is one."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if device.type == "cuda" and has_own_loss(type(model), model.config) is None:
+        mode = contextlib.nullcontext()
+    else:
+        device = torch.device("cpu")
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    try:
+        with mode, torch.random.fork_rng(devices=[]), device:
+            new = type(model)(model.config)
+            x = torch.zeros(1, T, dtype=torch.int64)
+            with autocast:
+                loss = new(x, x)
+            loss.backward()
+    except Exception as error:
+        return error
+    return None
 
-    (True if the loss was computed by model.loss, which can be compiled; the error, if any)"""
-    calls = []
-    error = None
-    modes = [FakeTensorMode(allow_non_fake_inputs=True)]
-    if device.type == "cuda":
-        modes.append(contextlib.nullcontext())
-    for mode in modes:
-        calls.clear()
-        try:
-            with mode, torch.random.fork_rng(devices=[]), device:
-                new = type(model)(model.config)
-                if isinstance(getattr(new, "loss", None), nn.Module):
-                    new.loss.register_forward_hook(lambda *_: calls.append(True))
-                x = torch.zeros(1, T, dtype=torch.int64, device=device)
-                with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-                    loss = new(x, x)
-                loss.backward()
-            return bool(calls), None
-        except Exception as problem:  # of any kind: print_plan() raises it at its end
-            error = problem
-    return bool(calls), error
+
+def needs_data(error: Exception) -> bool:
+    """True if try_step() has failed because its tensors have no memory, and not by a bug."""
+    kinds = (
+        NotImplementedError,
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
+        fake_tensor.UnsupportedOperatorException,
+    )
+    return isinstance(error, kinds) or "no fake impl" in str(error)  # an operator of one's own
 
 
 def estimate_memory(
@@ -143,7 +139,7 @@ def choose_micro_batch(
     here = " and ".join(sorted(set(ranks.gather(here))))
     own_loss = False
     if ranks.device.type == "cuda" and config.compile:
-        own_loss = not try_step(model, T, ranks.device, dtype)[0]
+        own_loss = has_own_loss(type(model), model.config) is not False
     usable = USABLE * (free - (2**30 if ranks.world_size > 1 else 0))  # a gibibyte for NCCL
 
     def fits(B: int) -> bool:
@@ -215,8 +211,10 @@ def print_plan(config: Any, model: Any) -> None:
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops  # tokens per second
     B = choose_micro_batch(config, Ranks(0, 1, device), model, dtype)["size"]
-    by_loss, error = try_step(model, config.seq_len, device, dtype)
-    memory = estimate_memory(config, model, B, device.type, dtype, not by_loss)
+    memory = estimate_memory(config, model, B, device.type, dtype)
+    own_loss = has_own_loss(type(model), model.config) is not False
+    if device.type == "cuda":
+        memory = estimate_memory(config, model, B, "cuda", dtype, own_loss)
     projected = f"projected: {ASSUMED_MFU:.0%} of"
     rows = describe(config, model, device_line, (peak, source), available) | {
         "FLOPs": f"{flops * tokens:.3e}",
@@ -233,7 +231,7 @@ def print_plan(config: Any, model: Any) -> None:
             sizes = [config.micro_batch_size] if config.micro_batch_size else sizes
             usable = USABLE * (gigabytes * 1e9 - (2**30 if count > 1 else 0))
             needs = {
-                size: estimate_memory(compiled, model, size, "cuda", torch.float16, not by_loss)
+                size: estimate_memory(compiled, model, size, "cuda", torch.float16, own_loss)
                 for size in sizes
             }
             fitting = [size for size in sizes if needs[size] <= usable]
@@ -247,7 +245,8 @@ def print_plan(config: Any, model: Any) -> None:
         print(f"{name}: {value}")
     if available:
         warn_of_many_epochs(config, available)
-    if isinstance(error, NOT_SUPPORTED):
-        note(f"a step could not be tried without data ({first_line(error)})")
-    elif error is not None:
-        raise error
+    error = try_step(model, config.seq_len, device, dtype)
+    if error is not None and not needs_data(error):
+        raise error  # a bug of a fork, with its traceback
+    if error is not None:
+        note(f"a step of this model could not be tried here ({first_line(error)})")

@@ -344,7 +344,7 @@ def test_scoring_and_sampling(tmp_path, capsys):
     # Without this mark the scripts leave it to transformers.
     shutil.copytree(ours, theirs)
     config = json.loads((theirs / "config.json").read_text())
-    del config["fingerprint"]
+    del config["saved_by"]
     (theirs / "config.json").write_text(json.dumps(config))
 
     def results(device, model):

@@ -319,7 +319,7 @@ def test_what_a_checkpoint_holds(start, log):
     start("--max-steps 1 --save-every 1")
     checkpoint = log / "step_000001"
     hub = ["config.json", "merges.txt", "model.safetensors", "tokenizer_config.json", "vocab.json"]
-    ours = ["README.md", "SHA256SUMS", "training_state.pt"]
+    ours = ["README.md", "SHA256SUMS", "training_state.pt", "train_gpt2.py"]
     assert sorted(path.name for path in checkpoint.iterdir()) == sorted(hub + ours)
     assert saved_state(checkpoint)["progress"]["step"] == 1
     (entry,) = starts(log)
@@ -329,7 +329,7 @@ def test_what_a_checkpoint_holds(start, log):
     if shutil.which("sha256sum"):
         command = ["sha256sum", "-c", "--strict", "SHA256SUMS"]
         done = subprocess.run(command, cwd=checkpoint, capture_output=True, text=True)
-        assert done.returncode == 0 and done.stdout.count(": OK\n") == 6, done
+        assert done.returncode == 0 and done.stdout.count(": OK\n") == 7, done
 
 
 def test_what_run_json_says_of_a_start(start, log, tmp_path, defined_in, monkeypatch):

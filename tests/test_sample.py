@@ -56,7 +56,7 @@ def of_another_program(log_dir, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(log_dir / "step_000100", folder)
     config = json.loads((folder / "config.json").read_text())
-    config.pop("fingerprint", None)
+    config.pop("saved_by", None)
     (folder / "config.json").write_text(json.dumps(config))
     # No more than the options: not what its authors sample with.
     settings = {"top_p": 0.01, "num_beams": 4, "repetition_penalty": 9.0, "temperature": 7.0}

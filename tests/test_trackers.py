@@ -35,9 +35,11 @@ def test_trackers_get_every_stream_until_they_fail(error, text, tmp_path, monkey
     args += ["--log-dir", tmp_path / "log", "--max-steps"]
     train(*args, 2)
     train(*args, 2, "--resume --no-wandb --no-tensorboard")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     train(*args, 3, "--resume")
     assert [settings["id"] for settings in started] == [None, "new 1"]  # one run
     assert started[1]["resume"] == "allow" and started[0]["name"] == "log"
+    assert [settings["project"] for settings in started] == ["gpt2-repro", "mine"]
     assert [settings["config"]["max_steps"] for settings in started] == [2, 3]
     expected = [(stream, value, step) for step, values in sent for stream, value in values.items()]
     assert scalars == [entry for entry in expected if entry[2] < 2] != expected
