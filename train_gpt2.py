@@ -917,9 +917,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             model.zero_grad(set_to_none=ranks.world_size == 1)
             # ---- End of the update ---------------------------------------------------------------
 
-            progress.end_step(
-                began, tokens * ranks.world_size
-            )  # from here on progress.step is step + 1
+            # From here on progress.step is step + 1.
+            progress.end_step(began, tokens * ranks.world_size)
             print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
             run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
             if step == first_step and config.save_every:

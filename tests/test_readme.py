@@ -36,6 +36,7 @@ NOT_RUN = {  # how a command begins -> why it is not run
     "python train_dropout.py": "is a fork; tests/test_fresh.py trains one of another name",
     "python sample.py log --code": "of that fork",
     "lm_eval ": "not installed; docs/after.md says where it was run",
+    "PYTHONPATH=. lm_eval ": "opens a fork; tests/test_modeling_fork.py does",
     "vllm ": "needs a GPU",
     "hf ": "needs the Hub",
     "python convert_hf_to_gguf.py": "part of llama.cpp; docs/after.md says where it was run",
