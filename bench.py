@@ -33,11 +33,11 @@ from torch.utils.benchmark import Timer
 
 import train_gpt2
 from support import devices, plan
-from support.command_line import parse_args, torchrun_ranks
+from support.command_line import parse_args
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, write_text
 from support.log_txt import read_log
-from support.ranks import Ranks
+from support.ranks import Ranks, torchrun_ranks
 from support.run_json import run_entries
 from train_gpt2 import GPT, DataLoaderLite, TrainConfig
 
@@ -134,7 +134,7 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
             group["fused"] = None  # as torch chooses by default
 
     T = run.seq_len
-    B = plan.choose_micro_batch(run, Ranks(0, 1, device), model, dtype)["size"]
+    B = plan.choose_micro_batch(run, model, Ranks(0, 1, device), dtype)
     micro_steps = run.total_batch_size // (B * T)
     loader = DataLoaderLite(run.data, "train", B, T, seed=run.seed, shuffle=run.shuffle)
     ms = []

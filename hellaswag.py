@@ -109,6 +109,9 @@ def parse_example(line: bytes) -> dict[str, Any] | None:
     return None
 
 
+Places = tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True)
 class LanguageModel:
     """What score() needs of a model, whether it is train_gpt2.py's or any other."""
@@ -116,9 +119,9 @@ class LanguageModel:
     max_length: int  # the longest input that the model takes, in tokens
     encode: Callable[[str], list[int]]  # turns a text into tokens
     start: list[int]  # the tokens before each text: often <s>, none for GPT-2
-    # Takes tokens (B, T) and a mask (B, T) of bools. Returns the logits (n, V) at the n places
-    # where the mask is true.
-    logits_at: Callable[[Tensor, Tensor], Tensor]
+    # Takes tokens (B, T) and n places, as two tensors (n,) of rows and of positions. Returns the
+    # logits (n, V) there.
+    logits_at: Callable[[Tensor, Places], Tensor]
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,10 @@ def score(
         x = tokens[:, :-1]  # (B, T)
         y = tokens[:, 1:]  # (B, T), where y[row, t] is predicted from x[row, : t + 1]
         mask = in_ending[:, 1:]  # (B, T), true where y is a token of the ending
-        logits = model.logits_at(x.to(ranks.device), mask.to(ranks.device))  # (n, V)
+        # The places where it is true are found here, since a GPU would be waited for.
+        rows_of_places, positions = mask.nonzero(as_tuple=True)  # (n,) each
+        places = (rows_of_places.to(ranks.device), positions.to(ranks.device))
+        logits = model.logits_at(x.to(ranks.device), places)  # (n, V)
         losses = F.cross_entropy(logits.float(), y[mask].to(ranks.device), reduction="none")  # (n,)
         # Put each loss back in its place, and add up the rows, in float64 against rounding.
         table = torch.zeros(len(rows), T, dtype=torch.float64)
@@ -223,8 +229,8 @@ def choices(task: Task, losses: list[float]) -> tuple[int, int]:
 def wrap_gpt(gpt: Any) -> LanguageModel:
     """Wraps a GPT of train_gpt2.py for score()."""
 
-    def logits_at(tokens: Tensor, mask: Tensor) -> Tensor:
-        logits = gpt(tokens, at=mask)  # computes logits only where the mask is true
+    def logits_at(tokens: Tensor, places: Places) -> Tensor:
+        logits = gpt(tokens, at=places)  # computes no other logits
         return logits[:, :VOCAB_SIZE]  # The logits after these, if any, belong to no token.
 
     return LanguageModel(
@@ -252,12 +258,17 @@ def wrap_transformers(folder: Path, device: torch.device) -> LanguageModel:
     with_start = tokenizer("a").input_ids
     start = with_start[: with_start.index(a)]
 
-    def logits_at(tokens: Tensor, mask: Tensor) -> Tensor:
+    def logits_at(tokens: Tensor, places: Places) -> Tensor:
         # transformers computes the logits at all places, which may take much memory. So a few rows
         # are computed at a time, with at most MAX_LOGITS numbers.
-        rows = max(MAX_LOGITS // (config.vocab_size * tokens.size(1)), 1)
-        parts = zip(tokens.split(rows), mask.split(rows), strict=True)
-        return torch.cat([model(x, use_cache=False).logits[at] for x, at in parts])
+        count = max(MAX_LOGITS // (config.vocab_size * tokens.size(1)), 1)
+        rows, positions = places
+        parts = []
+        for first in range(0, len(tokens), count):
+            chosen = (rows >= first) & (rows < first + count)
+            logits = model(tokens[first : first + count], use_cache=False).logits
+            parts.append(logits[rows[chosen] - first, positions[chosen]])
+        return torch.cat(parts)
 
     return LanguageModel(
         # GPT-2's is 1024. Models without a limit, such as Mamba, do not have this setting.

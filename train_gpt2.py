@@ -18,9 +18,7 @@ weights from total_batch_size tokens. The ranks share them equally, and each ran
 gradients of several micro-steps of B * T tokens. What is logged for step s was computed with the
 weights after s updates, so the loss of step 0 is that of the untrained model."""
 
-import hashlib
 import itertools
-import json
 import math
 import sys
 import time
@@ -40,17 +38,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
 import hellaswag
-from support import devices, huggingface, plan, shards
+from support import devices, huggingface, plan
 from support.checkpoints import OptimizerStates, RandomStates, load_parts
-from support.command_line import (
-    SHAPE,
-    flag,
-    parse_args,
-    print0,
-    print_line,
-    range_problems,
-    warn,
-)
+from support.command_line import flag, parse_args, print0, print_line, range_problems, warn
 from support.errors_and_signals import (
     RunError,
     Stopped,
@@ -66,6 +56,7 @@ from support.muon import Muon
 from support.progress import Progress, announce, print_cost, print_validation
 from support.ranks import Ranks, settle_buckets
 from support.run_folder import RunFolder
+from support.shards import check_tokens, holds_shards, open_split
 from support.tokenizer import VOCAB_SIZE, get_tokenizer, printable, text_size
 
 # --------------------------------------------------------------------------------------------------
@@ -270,17 +261,15 @@ class DataLoaderLite:
     An epoch reads the shards in random order, and the sequences of each shard in random order. It
     skips some tokens at the beginning of each shard, from 0 to T - 1, and the next epoch skips
     another number. So each epoch has other sequences, from which a model learns more when it reads
-    a text ten times (bench/order). Two shards of 14 and 11 tokens with T = 4 can give, for example:
-
-        epoch 0 skips 3 tokens:    shard 0: tokens 7-10, 3-6     shard 1: tokens 3-6
-        epoch 1 skips 2 tokens:    shard 1: tokens 2-5           shard 0: tokens 6-9, 2-5
+    a text ten times (bench/order). With T = 4, a shard of 14 tokens has two sequences. An epoch
+    that skips 3 tokens reads tokens 3-6 and 7-10, and one that skips none reads 0-3 and 4-7.
 
     Every epoch takes the same number of sequences from a shard. No token is an input twice in an
     epoch, and fewer than 2 T tokens of a shard are left out.
 
     The order depends only on the seed. The ranks take the next B sequences each, in turn. So a step
-    has the same tokens for any number of ranks and any B, and the number of sequences that were
-    read is all that a resumed run needs to know."""
+    has the same tokens for any number of ranks and any B, and a resumed run goes to its place by
+    the number of sequences that all ranks together have read."""
 
     def __init__(
         self,
@@ -303,25 +292,26 @@ class DataLoaderLite:
         self.seed = seed
         self.shuffle = shuffle  # False: everything in order, from the first token on
         self.device = torch.device(device)
-        # The files, their names in `data`, and their tokens. The tokens are memory-mapped, so only
-        # what is read is loaded.
-        self.paths, self.names, self.shards = shards.open_split(Path(data), split)
-        self.total_tokens = sum(len(shard) for shard in self.shards)
-        self.counts = [self.count_sequences(len(shard)) for shard in self.shards]
-        self.sequences_per_epoch = sum(self.counts)
+        # The files, and their tokens, which are memory-mapped, so only what is read is loaded.
+        self.paths, self.shards = open_split(Path(data), split)
+        # What a resumed run must find again: the name of each shard in `data`, and its length.
+        names = [path.relative_to(data).as_posix() for path in self.paths]
+        self.lengths = dict(zip(names, map(len, self.shards), strict=True))
+        self.total_tokens = sum(map(len, self.shards))
+        self.sequences_per_epoch = sum(self.divide(tokens)[0] for tokens in self.shards)
         if self.sequences_per_epoch == 0:
             size = f"{self.total_tokens} {split} tokens"
             raise UserError(f"{data}: {size}, too few for a sequence of {T} and its target")
-        self.go_to(0)  # sets `sequences_read` and `upcoming`
+        self.go_to(0)
 
-    def count_sequences(self, tokens: int) -> int:
-        """The number of sequences that are read from a shard in each epoch."""
-        room = tokens - 1  # the last token can only be a target
-        if self.shuffle:
-            room -= self.T - 1  # an epoch may skip so many tokens
-        if room < self.T and tokens > self.T:
-            return 1  # a short shard skips fewer tokens, rather than have no sequence
-        return max(room, 0) // self.T
+    def divide(self, tokens: np.ndarray) -> tuple[int, int]:
+        """(how many sequences of a shard an epoch reads, how many tokens it may skip at most)"""
+        inputs = len(tokens) - 1  # the last token can only be a target
+        most = self.T - 1 if self.shuffle else 0
+        count = max((inputs - most) // self.T, 0)
+        if count == 0 and inputs >= self.T:
+            count = 1  # a short shard skips fewer tokens, rather than have no sequence
+        return count, min(most, inputs - count * self.T)
 
     def places(self, first_epoch: int = 0) -> Iterator[tuple[int, int]]:
         """Yields the place of each sequence, epoch after epoch: its shard and its first token."""
@@ -330,11 +320,8 @@ class DataLoaderLite:
         for epoch in itertools.count(first_epoch):
             random = np.random.PCG64((self.seed, epoch))
             for shard in self.shuffled(len(self.shards), random):
-                count = self.counts[shard]
-                skip = 0
-                if self.shuffle:
-                    left_over = len(self.shards[shard]) - 1 - count * self.T
-                    skip = min(skips[epoch % self.T], left_over)  # less in a short shard alone
+                count, most = self.divide(self.shards[shard])
+                skip = min(skips[epoch % self.T], most)
                 for i in self.shuffled(count, random):
                     yield shard, skip + i * self.T
 
@@ -350,14 +337,13 @@ class DataLoaderLite:
         rows = []
         for shard, start in places:
             tokens = self.shards[shard][start : start + self.T + 1]
-            shards.check_tokens(tokens, self.paths[shard])
+            check_tokens(tokens, self.paths[shard])
             rows.append(tokens)
         return np.stack(rows)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next inputs and targets of this rank, (B, T) int64 each."""
         of_all_ranks = list(itertools.islice(self.upcoming, self.world_size * self.B))
-        self.sequences_read += len(of_all_ranks)
         mine = of_all_ranks[self.rank * self.B :][: self.B]
         tokens = torch.from_numpy(self.read(mine).astype(np.int64))  # (B, T + 1)
         on_gpu = self.device.type == "cuda"
@@ -367,33 +353,10 @@ class DataLoaderLite:
         # The target of each token is the token after it.
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def go_to(self, sequences_read: int) -> None:
-        """Continues as if so many sequences had been read, by all ranks together."""
-        self.sequences_read = sequences_read
-        epoch, in_epoch = divmod(sequences_read, self.sequences_per_epoch)
+    def go_to(self, n: int) -> None:
+        """Continues as if n sequences had been read, by all ranks together."""
+        epoch, in_epoch = divmod(n, self.sequences_per_epoch)
         self.upcoming = itertools.islice(self.places(epoch), in_epoch, None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many sequences were read, and what their order depends on."""
-        shards = [(name, len(shard)) for name, shard in zip(self.names, self.shards, strict=True)]
-        return {
-            "sequences_read": self.sequences_read,
-            "T": self.T,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "shards": hashlib.sha256(json.dumps(shards).encode()).hexdigest(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved state. UserError if the order of the data has changed."""
-        now = self.state_dict()
-        if state.keys() != now.keys():
-            raise UserError("the checkpoint's data loader was another; use the code that saved it")
-        for key, value in now.items():
-            if key != "sequences_read" and state[key] != value:
-                difference = f"{key} {value}, was {state[key]}"
-                raise UserError(f"the data differ from the checkpoint's ({difference})")
-        self.go_to(state["sequences_read"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -468,6 +431,8 @@ class TrainConfig(RunConfig):
     warmup_steps: int = 715  # steps of linear warm-up; 715 are GPT-3's 375 million tokens
 
 
+SHAPE = ("n_layer", "n_head", "n_embd")  # given weights (--init) have a shape of their own
+
 # fmt: off
 # A preset replaces some of the defaults above. Flags, in turn, replace values of the preset.
 PRESETS = {
@@ -508,9 +473,18 @@ def choose_preset(preset: str) -> tuple[str, str]:
     """The preset that --preset means, and the reason."""
     if preset != "auto":
         return preset, "as requested"
-    if shards.holds_shards(Path(SHARDS_FOLDER)):
+    if holds_shards(Path(SHARDS_FOLDER)):
         return "gpt2", f"{SHARDS_FOLDER}/ has shards"
     return "shakespeare", f"{SHARDS_FOLDER}/ has no shards; `python fineweb.py` makes them"
+
+
+def announce_preset(config: TrainConfig) -> None:
+    """Prints the preset, and for which texts it is meant if it was chosen without being asked."""
+    preset, reason = choose_preset(config.preset)
+    print0(f"preset: {preset} ({reason})")
+    if config.preset == "auto" and config.data != TrainConfig(**PRESETS[preset]).data:
+        suits = {"shakespeare": "about a megabyte of text", "gpt2": "gigabytes of text"}[preset]
+        print0(f"note: this preset suits {suits}; --preset small suits 50 megabytes, on a GPU")
 
 
 def read_config(args: list[str] | None = None) -> TrainConfig:
@@ -526,6 +500,14 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
         defaults |= dict.fromkeys(SHAPE, 0)  # 0 means not given: the weights have their own
     config = parse_args(TrainConfig, words, default=TrainConfig(**defaults))
 
+    problems = find_problems(config)
+    if problems:
+        raise UserError("; ".join(problems))
+    return config
+
+
+def find_problems(config: TrainConfig) -> list[str]:
+    """What is wrong with the values of the flags."""
     at_least_1 = {"total_batch_size", "seq_len", "eval_tokens"}
     if config.init == "scratch":
         at_least_1.update(SHAPE)
@@ -540,9 +522,7 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
         problems.append("--max-lr 0: must be above 0")
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
-    if problems:
-        raise UserError("; ".join(problems))
-    return config
+    return problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -754,6 +734,11 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     return model
 
 
+def sequences_before(step: int, config: TrainConfig) -> int:
+    """The number of sequences that all ranks together have read before a step."""
+    return step * (config.total_batch_size // config.seq_len)
+
+
 def choose_execution(model: GPT, config: TrainConfig) -> None:
     """Compiles a model, or lets it compute blocks twice to save memory, as the settings say."""
     if config.compile:
@@ -792,16 +777,19 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ranks: Ranks, autocast: torch.autoca
 def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     """Trains a model. Every rank calls this. Returns the exit status."""
     # ---- Where to start: from a checkpoint with --resume, otherwise from new or given weights
-    # None and {} if there is no checkpoint. An error if a setting outside RunConfig has changed.
-    checkpoint, saved = run.find_start(may_change=RunConfig)
+    may_change = {field.name for field in fields(RunConfig)}
+    if config.init != "scratch":
+        may_change.update(SHAPE)  # new_model() compares it with the weights
+    # None and {} if there is no checkpoint. An error if another setting has changed.
+    checkpoint, saved = run.find_start(may_change)
+    step = first_step = saved.get("step", 0)  # updates so far
     torch.manual_seed(config.seed)
     model = new_model(config, checkpoint)
     if config.save_every and ranks.rank == 0:
         # An error if a checkpoint of this model could not be loaded.
         huggingface.check_before_training(model, resumed=checkpoint is not None)
 
-    # ---- Precision, and sequences per micro-batch (B). Both stay if the device is the same.
-    # On a CPU it is measured if bfloat16 is faster. So rank 0 chooses for all ranks.
+    # ---- The precision of matrix products. On a CPU it may be measured, so rank 0 chooses for all.
     dtype, device_line = ranks.on_rank_0(
         devices.choose_precision,
         config.dtype,
@@ -817,10 +805,11 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     )
     if ranks.device.type == "cuda" and dtype != torch.float32:
         torch.set_float32_matmul_precision("high")  # TF32 for the matmuls that stay in float32
-    micro_batch = plan.choose_micro_batch(config, ranks, model, dtype, saved.get("micro_batch"))
-    B = config.micro_batch_size = micro_batch["size"]  # so that the division below has no rest
+
+    # ---- Sequences per micro-step on each rank (B). A resumed run keeps its B if that fits.
+    B = plan.choose_micro_batch(config, model, ranks, dtype, before=saved.get("B", 0))
+    config.micro_batch_size = B  # for the evaluations, and for run.json
     T = config.seq_len
-    grad_accum_steps = config.total_batch_size // (B * T * ranks.world_size)
     model.to(ranks.device)
     torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
 
@@ -840,35 +829,38 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     optimizers = configure_optimizers(model, config, dtype)
     # The scaler keeps small float16 gradients from becoming 0. Other precisions need none.
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
-    progress = Progress(config, model, ranks, dtype)  # counts steps, and times them
+    progress = Progress(config, model, ranks, dtype)  # times steps, and counts tokens
     parts = {
         "progress": progress,
-        "loader": loader,
         "optimizers": OptimizerStates(optimizers, model, config.changed_code),
         "scaler": scaler,
         "random": RandomStates(ranks),
     }
     if checkpoint:
-        load_parts(parts, saved, config.changed_code)
+        load_parts(parts, saved["parts"], config.changed_code)
+        if saved["shards"] != loader.lengths:
+            raise UserError(f"--resume: {config.data} has shards of other names or lengths now")
+    loader.go_to(sequences_before(step, config))
     # OptimizerStates has restored moments, but no learning rates. These come from
     # configure_optimizers().
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     ratios = [group["lr"] / config.max_lr for group in groups]  # 1, unless a fork has others
 
     # ---- All checks are done, so the folder of the run may change
-    chosen = {"dtype": str(dtype).removeprefix("torch."), "micro_batch": micro_batch}
+    facts = {"dtype": str(dtype).removeprefix("torch."), "B": B, "shards": loader.lengths}
     software = devices.gpu_software(ranks.device)  # versions that matter for speed
-    run.begin(model, progress.step, device=device_line, dtype=chosen["dtype"], **software)
+    # Renames the folder of an earlier run, and writes run.json and a copy of this script.
+    run.begin(model, step, device=device_line, dtype=facts["dtype"], **software)
     choose_execution(model, config)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast)
     announce(config, device_line, model, optimizers, loader, progress, checkpoint)
     collect_stop_signals()  # so that a run which is asked to stop can save first
-    first_step = progress.step
+    if step < config.max_steps:
+        x, y = loader.next_batch()  # (B, T) each
 
     try:  # until a stop signal raises Stopped, in an evaluation or at the end of an iteration
         while True:
             # ---- Evaluate
-            step = progress.step
             evaluations.run(step, run.log)
             if step == config.max_steps:
                 break
@@ -878,20 +870,31 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             lr = get_lr(step, config)
             for group, ratio in zip(groups, ratios, strict=True):
                 group["lr"] = ratio * lr
-            first_sequence = loader.sequences_read
+            first = sequences_before(step, config)
+            sequences = sequences_before(step + 1, config) - first
+            micro_steps = sequences // (B * ranks.world_size)
             loss_sum = torch.zeros((), device=ranks.device)
-            tokens = 0  # of this rank
-            for micro_step in range(grad_accum_steps):
-                x, y = loader.next_batch()  # (B, T) each
-                tokens += y.numel()
+            tokens = 0  # on this rank
+            for micro_step in range(micro_steps):
                 # DDP averages the gradients over the ranks in the last micro-step alone. Without
                 # DDP this attribute has no effect.
-                ddp_model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+                ddp_model.require_backward_grad_sync = micro_step == micro_steps - 1
                 with autocast:
                     micro_loss = ddp_model(x, y)
                 # The gradients of micro-steps add up. Each counts as its share of the mean loss.
-                scaler.scale(micro_loss / grad_accum_steps).backward()
+                scaler.scale(micro_loss / micro_steps).backward()
                 loss_sum += micro_loss.detach()  # .item() would wait for the device
+                tokens += y.numel()
+                if micro_step < micro_steps - 1:
+                    x, y = loader.next_batch()  # while a GPU still computes the gradients
+            # The next step's first batch is read here for the same reason. If it is damaged, this
+            # step is made and saved before the run ends.
+            damage = None
+            if step + 1 < config.max_steps:
+                try:
+                    x, y = loader.next_batch()
+                except UserError as error:
+                    damage = error
             # Take the scaler's factor out of the gradients, then clip the norm of all together.
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
@@ -900,51 +903,56 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             # From here on they have the same numbers, so they decide alike.
             signal = torch.full_like(loss_sum, bool(received_signals))
             total_loss, stop = ranks.sum_tensor(torch.stack([loss_sum, signal])).tolist()
-            loss = total_loss / (grad_accum_steps * ranks.world_size)
+            loss = total_loss / (micro_steps * ranks.world_size)
             norm = norm.item()
             if math.isfinite(loss) and math.isfinite(norm):
                 # Not scaler.step(), since either all optimizers make a step or none does.
                 for optimizer in optimizers:
                     optimizer.step()
-            elif not math.isfinite(loss) or scaler.get_scale() <= 1:  # 1 without float16
-                where = f"step {step}, on the sequences from {first_sequence} on"
+            elif math.isfinite(loss) and scaler.get_scale() > 1:
+                # A float16 gradient has overflowed, as happens from time to time. The weights stay
+                # as they are. update() makes the factor smaller, as unscale_() has told it to.
+                print0(f"step {step:5d} has overflowed in float16, so the weights stay as they are")
+            else:
+                # The model has diverged. Without float16 the factor of the scaler is 1.
+                where = f"step {step}, on the sequences from {first} on"
                 problem = f"{where}: loss {loss}, norm {norm}; the weights are unchanged"
                 raise RunError(f"{problem}. Lower --max-lr; --resume goes on from a checkpoint")
-            # Otherwise a float16 gradient has overflowed, as happens from time to time. The weights
-            # stay as they are, and update() makes the factor smaller, as unscale_() has told it to.
             scaler.update()
             # DDP keeps the gradients in buffers of its own, so they are set to zero in place.
             model.zero_grad(set_to_none=ranks.world_size == 1)
             # ---- End of the update ---------------------------------------------------------------
 
-            # From here on progress.step is step + 1.
-            progress.end_step(began, tokens * ranks.world_size)
-            print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
-            run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
-            if step == first_step and config.save_every:
+            step += 1
+            progress.end_step(step, began, tokens * ranks.world_size)
+            print0(f"step {step - 1:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
+            run.log(step - 1, train=loss, lr=lr, norm=norm, **progress.speed)
+            if step == first_step + 1 and config.save_every:
                 # A fork's optimizer may keep something that no checkpoint can hold. That is an
                 # error as soon as its state exists, and not at the first checkpoint.
                 parts["optimizers"].check_that_it_can_be_saved()
 
             # ---- Save, before the next evaluation, which may fail
-            if is_due(config.save_every, progress.step, config):
-                run.save(model, parts, chosen)
+            if is_due(config.save_every, step, config):
+                run.save(model, step, parts, facts)  # a folder step_000600/ in Hugging Face format
             if stop:
                 raise Stopped
+            if damage:
+                raise damage
     except Stopped:
         hint = "nothing is saved"
         if config.save_every:
-            run.save(model, parts, chosen, required=True)  # or an error, such as a full disk
+            run.save(model, step, parts, facts, required=True)
             hint = "--resume continues"
-        print0(f"stopped by a signal after {progress.step} updates; {hint}")
+        print0(f"stopped by a signal after {step} updates; {hint}")
         return status_after_signal()
 
     # ---- The last lines
     if config.eval_every:
         print_validation(evaluations.results["val"], evaluations.text_size)
-    print_cost(progress)
+    print_cost(step, progress.training_seconds)
     if config.save_every:
-        run.finish(model, progress.step)
+        run.finish(model, step)  # draws curves.png, and says how to sample from the model
     return 0
 
 
@@ -957,11 +965,7 @@ def main(args: list[str] | None = None) -> int:
         plan.print_plan(config, model)
         return 0
     ranks = Ranks.start(config.device, config.deterministic)
-    preset, reason = choose_preset(config.preset)
-    print0(f"preset: {preset} ({reason})")
-    if config.preset == "auto" and config.data != TrainConfig(**PRESETS[preset]).data:
-        suits = {"shakespeare": "about a megabyte of text", "gpt2": "gigabytes of text"}[preset]
-        print0(f"note: this preset suits {suits}; --preset small suits 50 megabytes, on a GPU")
+    announce_preset(config)
     if ranks.device.type == "cpu" and not config.low_memory:
         # The process keeps freed memory for new tensors. Steps take less time, and more memory.
         devices.keep_freed_memory()

@@ -82,17 +82,17 @@ def read_training_state(checkpoint: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({first_line(error)})") from None
-    if not isinstance(state, dict) or "progress" not in state:
+    if not isinstance(state, dict) or "parts" not in state:
         raise UserError(f"{path}: not the state of a training run")
     return state
 
 
 def load_parts(parts: dict[str, Any], saved: dict[str, Any], changed_code: bool) -> None:
-    """Gives each part of a run its state in a checkpoint.
+    """Gives each part of a run its state, which is in `saved` under the same name.
 
     The run and the checkpoint must have the same parts, unless the code may have changed."""
     new = parts.keys() - saved.keys()
-    gone = saved.keys() - parts.keys() - {"config", "dtype", "micro_batch"}
+    gone = saved.keys() - parts.keys()
     problems = [f"this code's {name} is not in the checkpoint" for name in sorted(new)]
     problems += [f"this code does not have the checkpoint's {name}" for name in sorted(gone)]
     if problems and not changed_code:

@@ -106,63 +106,53 @@ def estimate_memory(
 
 
 def choose_micro_batch(
-    config: Any,
-    ranks: Ranks,
-    model: Any,
-    dtype: torch.dtype,
-    saved: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The sequences of a micro-batch: {"size": B, "chosen_for": "" if it was given, or the device}.
+    config: Any, model: Any, ranks: Ranks, dtype: torch.dtype, before: int = 0
+) -> int:
+    """The sequences of a micro-batch (B): --micro-batch-size, or if that is 0 what fits.
 
-    B is --micro-batch-size, or if that is 0 the largest power of two that fits and divides a step.
-    On a GPU it fits if the estimate is below 85 % of the memory that is free on each rank's, before
-    the model is moved there.
-
-    saved: what this returned before the run was resumed. Another B would change the rounding, so a
-    B that was given stays. A chosen one stays on a device of the same name and memory, if it still
-    fits: on a larger card it would be slow."""
-    T = config.seq_len
-    unit = T * max(config.micro_batch_size, 1) * ranks.world_size  # tokens per micro-step
-    if config.total_batch_size % unit:
-        nearest = max(round(config.total_batch_size / unit), 1) * unit
-        problem = f"is not a multiple of {unit} (sequence x micro-batch x ranks)"
-        remedy = f"the nearest that is: {nearest}"
-        raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
+    What fits is the largest power of two that divides a step. On a GPU its estimate must be below
+    85 % of the memory that is free on each rank's, before the model is moved there. A resumed run
+    keeps the B that it had `before`, if that divides a step and fits: another one would round
+    differently."""
     if config.micro_batch_size:
-        return {"size": config.micro_batch_size, "chosen_for": ""}
-    sequences = config.total_batch_size // (T * ranks.world_size)  # per step, on each rank
-    free, here = 0, ranks.device.type
-    if here == "cuda":
-        free, total = torch.cuda.mem_get_info(ranks.device)
-        here = f"{torch.cuda.get_device_name(ranks.device)}, {total / 2**30:.1f} GiB"
-    free = min(ranks.gather(free))
-    here = " and ".join(sorted(set(ranks.gather(here))))
-    own_loss = False
-    if ranks.device.type == "cuda" and config.compile:
-        own_loss = has_own_loss(type(model), model.config) is not False
-    usable = USABLE * (free - (2**30 if ranks.world_size > 1 else 0))  # a gibibyte for NCCL
+        count_micro_steps(config, config.micro_batch_size, ranks.world_size)
+        return config.micro_batch_size
+    sequences = count_micro_steps(config, 1, ranks.world_size)  # of a step, on each rank
+    usable, own_loss = 0.0, False
+    if ranks.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(ranks.device)
+        # NCCL takes a gibibyte.
+        usable = USABLE * (min(ranks.gather(free)) - (2**30 if ranks.world_size > 1 else 0))
+        own_loss = config.compile and has_own_loss(type(model), model.config) is not False
 
     def fits(B: int) -> bool:
+        if sequences % B:
+            return False
         if ranks.device.type != "cuda":
-            return B * T <= CPU_TOKENS
+            return B * config.seq_len <= CPU_TOKENS
         return estimate_memory(config, model, B, "cuda", dtype, own_loss) <= usable
 
-    if saved is not None:
-        size, chosen_for = saved["size"], saved["chosen_for"]
-        if sequences % size:
-            why = f"do not divide the {sequences} of a step"
-        elif chosen_for not in ("", here):
-            why = f"were chosen for {chosen_for}"
-        elif chosen_for == here and ranks.device.type == "cuda" and not fits(size):
-            why = "do not fit"
-        else:
-            return saved
-        print0(f"note: micro-batches of {size} sequences, as before, {why}; rounding differs")
-    sizes = [B for B in SIZES if sequences % B == 0]  # the 1 is always there
-    B = next((size for size in sizes if fits(size)), 1)
-    if not fits(B) and ranks.device.type == "cuda":
+    if before and sequences % before == 0 and (ranks.device.type != "cuda" or fits(before)):
+        return before
+    B = next((size for size in SIZES if fits(size)), 1)
+    if before:
+        print0(f"note: micro-batches of {B} sequences, not {before} as before; rounding differs")
+    if ranks.device.type == "cuda" and not fits(B):
         warn("not even micro-batches of one sequence may fit in GPU memory")
-    return {"size": B, "chosen_for": here}
+    return B
+
+
+def count_micro_steps(config: Any, B: int, world_size: int) -> int:
+    """The micro-steps of a step in which every rank has B sequences at a time.
+
+    UserError if a step cannot be divided into them."""
+    tokens = B * config.seq_len * world_size  # of a micro-step
+    if config.total_batch_size % tokens:
+        problem = f"is not a multiple of {tokens} (sequence x micro-batch x ranks)"
+        nearest = max(round(config.total_batch_size / tokens), 1) * tokens
+        remedy = f"the nearest that is: {nearest}"
+        raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
+    return config.total_batch_size // tokens
 
 
 def describe(
@@ -206,11 +196,11 @@ def print_plan(config: Any, model: Any) -> None:
     tokens = config.max_steps * config.total_batch_size
     available = 0
     if Path(config.data).exists():
-        *_, shards = open_split(Path(config.data), "train")
+        _, shards = open_split(Path(config.data), "train")
         available = sum(len(shard) for shard in shards)
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops  # tokens per second
-    B = choose_micro_batch(config, Ranks(0, 1, device), model, dtype)["size"]
+    B = choose_micro_batch(config, model, Ranks(0, 1, device), dtype)
     memory = estimate_memory(config, model, B, device.type, dtype)
     own_loss = has_own_loss(type(model), model.config) is not False
     if device.type == "cuda":

@@ -12,11 +12,10 @@ from support.ranks import Ranks
 
 
 class Progress:
-    """How far a run has come, and how fast it goes: milliseconds, tokens per second, MFU."""
+    """How fast a run goes: milliseconds, tokens per second, MFU, and the time that is left."""
 
     def __init__(self, config: Any, model: Any, ranks: Ranks, dtype: torch.dtype):
         """config is a TrainConfig, model a GPT. Matrix products are computed in `dtype`."""
-        self.step = 0  # updates so far
         self.training_seconds = 0.0  # in updates, without evaluations and saving
         self.tokens = 0  # that were trained on, so far
         self.max_steps = config.max_steps
@@ -31,38 +30,33 @@ class Progress:
         self.timed_from: tuple[int, float] | None = None  # a step, and when it began
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "training_seconds": self.training_seconds,
-        }
+        return {"tokens": self.tokens, "training_seconds": self.training_seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
         self.tokens = state["tokens"]
         self.training_seconds = state["training_seconds"]
 
-    def end_step(self, began: float, tokens: int) -> None:
-        """Counts a step that began at time.perf_counter() `began` and ends now.
+    def end_step(self, step: int, began: float, tokens: int) -> None:
+        """Times a step that began at time.perf_counter() `began` and ends now.
 
-        It was made from `tokens` tokens, on all ranks together."""
+        It was made from `tokens` tokens, on all ranks together, and is the last of `step` updates
+        so far."""
         now = time.perf_counter()
-        self.step += 1
         self.tokens += tokens
         self.tokens_of_step = tokens
         self.seconds = now - began
         self.training_seconds += self.seconds
         per_step = self.seconds
         if self.timed_from is None:  # the first step here may have compiled, so it tells nothing
-            self.timed_from = (self.step, now)
+            self.timed_from = (step, now)
             devices.reset_peak_memory()
             if self.compile:
                 graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
                 print0(f"torch.compile: {graphs} graphs so far")
         else:
             first_step, first_began = self.timed_from
-            per_step = (now - first_began) / (self.step - first_step)  # with evaluations and saving
-        self.seconds_left = per_step * (self.max_steps - self.step)
+            per_step = (now - first_began) / (step - first_step)  # with evaluations and saving
+        self.seconds_left = per_step * (self.max_steps - step)
 
     @property
     def speed(self) -> dict[str, float]:
@@ -119,10 +113,9 @@ def print_validation(loss: float, text: Any) -> None:
     print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
 
 
-def print_cost(progress: Progress) -> None:
+def print_cost(steps: int, seconds: float) -> None:
     """Prints how long the run has trained, and the memory that it has taken."""
-    minutes = progress.training_seconds / 60
-    print0(f"done: {progress.step:,} steps, {minutes:.1f} minutes of training")
+    print0(f"done: {steps:,} steps, {seconds / 60:.1f} minutes of training")
     memory = devices.peak_memory()
     if memory:
         print0(f"peak memory: {memory / 1e9:.2f} GB")

@@ -11,14 +11,14 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
 from support import checkpoints, fingerprint, huggingface, log_txt, model_code, run_json
 from support.checkpoints import checkpoint_path, list_checkpoints, step_of
-from support.command_line import SHAPE, differences, print0, shown, warn
+from support.command_line import flag, print0, shown, warn
 from support.errors_and_signals import UserError
 from support.files_and_locks import ROOT, fsync, locked, remove
 from support.ranks import Ranks
@@ -62,11 +62,11 @@ class RunFolder:
         problem = f"{self.path}: another run uses it; choose another --log-dir"
         self.locks.enter_context(locked(self.path, problem))
 
-    def find_start(self, may_change: type) -> tuple[Path | None, dict[str, Any]]:
+    def find_start(self, may_change: set[str]) -> tuple[Path | None, dict[str, Any]]:
         """With --resume, (the newest intact checkpoint, its state). Otherwise, or if there is none,
         (None, {}).
 
-        UserError if the folder holds a run with other settings. Only the fields of the dataclass
+        UserError if the folder holds a run with other settings. Only those that are named in
         `may_change` may differ."""
         if not self.config.resume:
             return None, {}
@@ -76,14 +76,11 @@ class RunFolder:
             saved = checkpoints.read_training_state(checkpoint)
             before = saved["config"]
             self.start = checkpoint
-            self.saved_step = saved["progress"]["step"]
+            self.saved_step = saved["step"]
         else:  # it may have been stopped before its first checkpoint
             for entry in self.ranks.on_rank_0(run_json.run_entries, self.path)[-1:]:
                 before = entry["config"]
-        names = {field.name for field in fields(may_change)}
-        if self.config.init != "scratch":
-            names.update(SHAPE)  # that of the weights, with which new_model() compares flags
-        changed = ", ".join(differences(before, self.config, names))
+        changed = ", ".join(differences(before, self.config, may_change))
         if changed:
             problem = f"{self.path} holds another run ({changed})"
             raise UserError(f"--resume: {problem}; choose another --log-dir")
@@ -193,18 +190,22 @@ class RunFolder:
             tracker(step, values)
 
     def save(
-        self, model: Any, parts: dict[str, Any], chosen: dict[str, Any], required: bool = False
+        self,
+        model: Any,
+        step: int,
+        parts: dict[str, Any],
+        facts: dict[str, Any],
+        required: bool = False,
     ) -> None:
         """Writes a checkpoint, unless there is one of this step. It appears whole or not at all.
 
-        `parts` have state_dict(). `chosen` is what a resumed run keeps besides. A full disk leaves
+        `parts` have state_dict(). `facts` are what else a resumed run must know. A full disk leaves
         earlier checkpoints intact. Then this prints an error line, or raises UserError if the
         checkpoint is required or is that of the last step."""
-        state = {name: part.state_dict() for name, part in parts.items()}
-        step = state["progress"]["step"]
+        states = {name: part.state_dict() for name, part in parts.items()}
         if self.saved_step == step:
             return
-        state |= {"config": asdict(self.config), **chosen}
+        state = {"step": step, "config": asdict(self.config), **facts, "parts": states}
         problem = self.ranks.on_rank_0(self._save, model, step, state)
         if problem and (required or step == self.config.max_steps):
             raise UserError(f"{problem}: free some space; --resume continues")
@@ -218,7 +219,9 @@ class RunFolder:
         with contextlib.suppress(OSError):  # a log that can't be flushed must not end the run
             fsync(self.path / "log.txt")  # on disk it must not end before the checkpoint
         is_gpt2 = fingerprint.is_gpt2(type(model), model.config)
-        card = checkpoints.model_card(self.entries[-1], step, state["progress"]["tokens"], is_gpt2)
+        card = checkpoints.model_card(
+            self.entries[-1], step, state["parts"]["progress"]["tokens"], is_gpt2
+        )
         folder = checkpoint_path(self.path, step)
         return checkpoints.write_checkpoint(folder, model.save_pretrained, state, card)
 
@@ -267,6 +270,20 @@ class RunFolder:
             if found != self.script:
                 command += ["--code", shown(self.script)]
         print0(f"sample: {shlex.join(command)}")
+
+
+def differences(before: dict[str, Any], config: Any, may_change: set[str]) -> list[str]:
+    """The settings of a run before that differ now, except those in may_change.
+
+    before: {} or the run's settings; one that it lacks, as a fork may have added it, counts as its
+    default. config: a TrainConfig"""
+    now = asdict(config)
+    before = before and asdict(type(config)()) | before
+    return [
+        f"{flag(name)} was {value}, is {now.get(name, 'no flag of this code')}"
+        for name, value in before.items()
+        if name not in may_change and shown(value) != shown(now.get(name))
+    ]
 
 
 def draw_curves(log_dir: Path, wait: bool) -> None:

@@ -92,10 +92,10 @@ def holds_shards(folder: Path) -> bool:
         return True
 
 
-def open_split(data: Path, split: str) -> tuple[list[Path], list[str], list[np.ndarray]]:
-    """(files, their names in `data`, their tokens) of a split of a folder or a .txt file."""
+def open_split(data: Path, split: str) -> tuple[list[Path], list[np.ndarray]]:
+    """(files, the tokens of each) of a split of a folder or a .txt file."""
     if data.suffix == ".txt" and data.is_file():
-        return [data], [data.name], [tokenize_text(data, split)]
+        return [data], [tokenize_text(data, split)]
     if not data.is_dir():
         raise UserError(f"{data}: neither a .txt file nor a folder of shards (see fineweb.py)")
     paths = find_shards(data, split)
@@ -106,8 +106,7 @@ def open_split(data: Path, split: str) -> tuple[list[Path], list[str], list[np.n
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
-    names = [path.relative_to(data).as_posix() for path in paths]
-    return paths, names, [open_shard(path) for path in paths]
+    return paths, [open_shard(path) for path in paths]
 
 
 def check_tokens(tokens: np.ndarray, path: Path) -> None:

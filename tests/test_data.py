@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.errors_and_signals import UserError
+from tests.conftest import train
 from train_gpt2 import DataLoaderLite
 
 
@@ -124,9 +125,9 @@ def test_ranks_together_see_what_one_resumed_process_sees(lengths, B, T, world_s
             DataLoaderLite(folder, "train", B, T, rank, world_size, shuffle=shuffle)
             for rank in range(world_size)
         ]
-        for _ in range(6):
+        for step in range(6):
             alone = DataLoaderLite(folder, "train", B * world_size, T, shuffle=shuffle)
-            alone.load_state_dict(ranks[0].state_dict())
+            alone.go_to(step * B * world_size)
             x, y = alone.next_batch()
             parts = [rank.next_batch() for rank in ranks]
             assert torch.equal(x, torch.cat([part[0] for part in parts]))
@@ -148,40 +149,19 @@ def test_the_order_depends_on_the_seed_alone(tmp_path):
     assert sorted(shards[0]) == [0, 1, 2, 3, 4, 5] and shards[0] != shards[1]
 
 
-def test_another_stream_is_not_resumed(tmp_path):
-    for name, length in (("a", 45), ("b", 40)):
-        write_shards(tmp_path / name, [length])
-    state = DataLoaderLite(tmp_path / "a", "train", 1, 4).state_dict()
-    for name, T, seed, message in (
-        ("b", 4, 1337, "shards"),
-        ("a", 4, 2, "seed 2.* 1337"),
-        ("a", 5, 1337, "T 5.* 4"),
-    ):
-        with pytest.raises(UserError, match=message):
-            DataLoaderLite(tmp_path / name, "train", 1, T, seed=seed).load_state_dict(state)
-
-
-def test_the_position_in_another_order_is_not_taken(tmp_path):
-    """As code whose loader counts otherwise may have saved it."""
-    write_shards(tmp_path, [45])
-    loader = DataLoaderLite(tmp_path, "train", 1, 4)
-    state = loader.state_dict()
-    state["position"] = state.pop("sequences_read")
-    with pytest.raises(UserError, match="code that saved it"):
-        loader.load_state_dict(state)
-
-
 def test_a_run_goes_on_if_the_folder_moves_but_not_if_subfolders_change_places(tmp_path):
     for name, length in (("a", 101), ("b", 100), ("c", 100)):
         (tmp_path / "all").mkdir(exist_ok=True)
         write_shards(tmp_path / "all" / name, [length])
-    state = DataLoaderLite(tmp_path / "all", "train", 1, 8).state_dict()
+        write_shards(tmp_path / "all" / name, [100], split="val")
+    args = ["--total-batch-size 32 --save-every 1 --log-dir", tmp_path / "log", "--data"]
+    train(*args, tmp_path / "all", "--max-steps 1")
     moved = (tmp_path / "all").rename(tmp_path / "moved")
-    DataLoaderLite(moved, "train", 1, 8).load_state_dict(state)
+    train(*args, moved, "--max-steps 2 --resume")
     for before, after in (("a", "d"), ("b", "a"), ("d", "b")):
         (moved / before).rename(moved / after)
-    with pytest.raises(UserError, match="shards"):
-        DataLoaderLite(moved, "train", 1, 8).load_state_dict(state)
+    with pytest.raises(UserError, match=r"--resume.*shards"):
+        train(*args, moved, "--max-steps 3 --resume")
 
 
 def test_a_bad_token_is_named_with_its_file(tmp_path):

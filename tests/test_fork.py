@@ -58,8 +58,10 @@ FLAGS = {
     "Lion": "--optimizer lion --max-lr 1e-3",
     "Dropout": "--dropout 0.2",
     "Grouped-query attention": "--n-kv-head 2",
+    "Batch-size warm-up": "--ramp-steps 3",
 }
 STAYS_GPT2 = {"Dropout", "Lion", "Another evaluation", "z-loss and label smoothing"}
+STAYS_GPT2.add("Batch-size warm-up")
 
 
 @pytest.mark.parametrize("name", CHANGES)

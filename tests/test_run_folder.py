@@ -321,7 +321,7 @@ def test_what_a_checkpoint_holds(start, log):
     hub = ["config.json", "merges.txt", "model.safetensors", "tokenizer_config.json", "vocab.json"]
     ours = ["README.md", "SHA256SUMS", "training_state.pt", "train_gpt2.py"]
     assert sorted(path.name for path in checkpoint.iterdir()) == sorted(hub + ours)
-    assert saved_state(checkpoint)["progress"]["step"] == 1
+    assert saved_state(checkpoint)["step"] == 1
     (entry,) = starts(log)
     card = (checkpoint / "README.md").read_text()
     for fact in ("128", "text.txt", "scratch", str(entry["git_commit"]), "python "):
