@@ -449,3 +449,36 @@ def test_training_and_every_evaluation_have_the_precision_of_the_run(text, tmp_p
     args += ["--hellaswag-every 1 --hellaswag-data", ROOT / "tests/hellaswag_sample.jsonl"]
     train(*args, "--data", text, "--log-dir", tmp_path)
     assert seen == {(True, torch.bfloat16), (False, torch.bfloat16)}
+
+
+def test_the_next_batch_is_read_behind_the_backward_pass(text, tmp_path, monkeypatch):
+    """A GPU still computes then. Nothing is read beyond the last step, nor by a finished run."""
+    events = []
+
+    def noting(owner, name, event):
+        function = getattr(owner, name)
+        noted = lambda *args, **options: events.append(event) or function(*args, **options)  # noqa: E731
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(train_gpt2.DataLoaderLite, "next_batch", "read")
+    noting(torch.Tensor, "backward", "backward")
+    noting(train_gpt2.Ranks, "sum_tensor", "loss")
+    args = ["--total-batch-size 64 --save-every 2 --data", text, "--log-dir", tmp_path / "log"]
+    train(*args, "--max-steps 2")
+    step = ["backward", "read", "backward"]
+    assert events == ["read", *step, "read", "loss", *step, "loss"]
+    events.clear()
+    train(*args, "--max-steps 2 --resume")
+    assert not events
+
+
+def test_a_damaged_token_ends_the_run_after_the_step_before_it(tmp_path):
+    """That step has read other tokens, and is saved."""
+    for split in ("train", "val"):
+        tokens = np.arange(9000, dtype=np.uint16)
+        tokens[4 * 1024 + 3] = 60_000 if split == "train" else 0  # in the fifth step
+        np.save(tmp_path / f"x_{split}_000000.npy", tokens)
+    flags = "--no-shuffle --total-batch-size 1024 --micro-batch-size 64 --max-steps 9 --save-every 4 --data"
+    with pytest.raises(UserError, match=r"x_train_000000\.npy.* 60000"):
+        train(flags, tmp_path, "--log-dir", tmp_path / "log")
+    assert len(losses(tmp_path / "log")) == 4 and (tmp_path / "log/step_000004").exists()
