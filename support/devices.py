@@ -48,16 +48,11 @@ def uses_cuda(device: str) -> bool:
 
 
 def gpu_problem() -> str:
-    """Why torch cannot use this machine's NVIDIA GPU, with the remedy.
+    """Why torch has no kernels for this machine's GPU, with the remedy. "" if it has some.
 
-    "" if it can, if there is none, or if it is hidden on purpose."""
-    if not torch.cuda.is_available():
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        if hidden or not torch.version.cuda or not Path("/proc/driver/nvidia").exists():
-            return ""
-        remedy = "install driver 580, or torch 2.14 for CUDA 12.6 (docs/questions.md)"
-        return f"torch {torch.__version__} does not see this machine's GPU: {remedy}"
-    if torch.version.hip:  # AMD's GPUs have other names for their architectures
+    torch itself would name a build that does not exist. Of a driver that is too old it warns."""
+    # AMD's GPUs have other names for their architectures.
+    if not torch.cuda.is_available() or torch.version.hip:
         return ""
     capability = torch.cuda.get_device_capability()
     if has_kernels(capability, torch.cuda.get_arch_list()):

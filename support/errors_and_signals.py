@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +24,6 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A run with valid input cannot go on. The message is one line."""
-
-
-class LostRank(RunError):
-    """An exchange failed because another rank has ended."""
 
 
 # Errors of the operating system that the user can fix, with a remedy if it is not obvious.
@@ -88,8 +83,8 @@ def explain(
         return UserError(f"out of memory on {device}: try {smaller}--low-memory")
     # NCCL and gloo name themselves, at least by the path of their source file.
     if isinstance(error, torch.distributed.DistError) or re.search("NCCL|gloo", str(error)):
-        remedy = "another rank has probably ended: see its error line, or torchrun's report"
-        return LostRank(f"an exchange between ranks failed; {remedy}. {str(error).strip()}")
+        remedy = "probably since another rank has ended: see its error, or torchrun's report"
+        return RunError(f"an exchange between ranks failed, {remedy}. {str(error).strip()}")
     return error
 
 
@@ -141,6 +136,7 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
 
     A UserError exits with status 2, a RunError with 1. Any other error keeps its traceback."""
     prepare_stdout()
+    several_ranks = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         status = main() or 0
     except KeyboardInterrupt:
@@ -149,44 +145,25 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
         sys.exit(1)
     except Exception as raised:
         error = explain(raised)
-        if not isinstance(error, UserError | RunError):
-            if rank_of_several() is None:
-                raise
+        if isinstance(error, UserError | RunError):
+            status = 1 if isinstance(error, RunError) else 2
+            rank = os.environ.get("RANK", "0")
+            name = "" if rank == "0" else f"rank {rank}: "
+            with contextlib.suppress(OSError):
+                print(f"error: {name}{error}", file=sys.stderr, flush=True)
+        elif several_ranks:
+            status = 1
             traceback.print_exc()
             sys.stderr.flush()
-            os._exit(1)  # a normal exit would wait for exchanges that never complete
-        print_error(error)
-        status = 1 if isinstance(error, RunError) else 2
-        if rank_of_several() is not None:
+        else:
+            raise
+        if several_ranks:
             os._exit(status)  # a normal exit would wait for exchanges that never complete
         sys.exit(status)
     if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
         atexit._run_exitfuncs()
         os._exit(status)
     sys.exit(status)
-
-
-def rank_of_several() -> int | None:
-    """This process's rank, or None if it is alone."""
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() and os.environ.get("WORLD_SIZE", "1") != "1" else None
-
-
-def print_error(error: Exception) -> None:
-    """Prints the `error: ` line, once where all ranks fail alike.
-
-    Rank 0 prints at once and exits, so torchrun ends the others. They wait for that first: if they
-    are still here, rank 0 did not fail. Rank 0 also waits if it has lost another rank."""
-    lost = isinstance(error, LostRank)
-    rank = rank_of_several()
-    if rank is not None and (rank > 0 or lost):
-        if lost and received_signals:  # torchrun ends this rank, since another one has failed
-            return
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(2)
-    name = f"rank {rank}: " if rank else ""
-    with contextlib.suppress(OSError):
-        print(f"error: {name}{error}", file=sys.stderr, flush=True)
 
 
 def prepare_stdout() -> None:

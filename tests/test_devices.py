@@ -7,7 +7,6 @@ import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,37 +36,6 @@ def test_precision_on_a_cpu(monkeypatch, text, tmp_path):
     assert precision(False, 9.0) == precision(True, 1.2) == "float32"
     assert precision(True, 1.4) == precision(True, 0.5, "--resume --max-steps 3") == "bfloat16"
     assert precision(False, 9.0, "--resume --max-steps 4") == "float32", "that of a large one"
-
-
-@pytest.mark.parametrize(
-    "cuda, driver, visible, warned",
-    [
-        ("13.0", True, None, True),
-        ("13.0", True, "0", True),
-        ("13.0", True, "", False),  # hidden on purpose
-        ("13.0", False, None, False),
-        (None, True, None, False),  # the CPU build was chosen
-    ],
-)
-def test_a_gpu_that_torch_does_not_see_is_reported(
-    cuda, driver, visible, warned, monkeypatch, capsys
-):
-    """One rank goes on, several are an error. --device cpu means it, and is quiet."""
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(devices, "Path", lambda path: SimpleNamespace(exists=lambda: driver))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert devices.choose_device("cpu", world_size=8) == CPU and not capsys.readouterr().err
-    assert devices.choose_device("auto") == CPU
-    assert capsys.readouterr().err.count("does not see this machine's GPU") == warned
-    if warned:
-        with pytest.raises(UserError, match="--device cpu trains without it"):
-            devices.choose_device("auto", world_size=2)
-    else:
-        assert devices.choose_device("auto", world_size=2) == CPU
-    with pytest.raises(UserError, match="--device cuda: "):
-        devices.choose_device("cuda")
 
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]

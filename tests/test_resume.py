@@ -284,7 +284,7 @@ def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_pa
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     codes, texts = start_ranks(3, tmp_path, *args, straight, disturb=poison_rank_1)
     assert codes[0] == 1 and steps_of(straight) == [4]
-    assert "".join(texts).count("error: step 5") == 1, texts
+    assert "error: step 5" in texts[0]
     train_on_ranks(3, tmp_path, *args, straight)
     codes, _ = start_ranks(3, tmp_path, *args, killed, disturb=partial(poison_rank_1, kill=True))
     assert codes[1] == -9 and 0 not in codes and steps_of(killed) == [4]
