@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.request import urlopen
 
 import torch
@@ -45,6 +45,9 @@ from support.files_and_locks import ROOT, atomic_path, sha256, write_text
 from support.huggingface import find_model, load_causal_lm, load_gpt
 from support.ranks import Ranks
 from support.tokenizer import VOCAB_SIZE, get_tokenizer
+
+if TYPE_CHECKING:
+    from train_gpt2 import GPT
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # of the file there
@@ -226,7 +229,7 @@ def choices(task: Task, losses: list[float]) -> tuple[int, int]:
 # Models
 
 
-def wrap_gpt(gpt: Any) -> LanguageModel:
+def wrap_gpt(gpt: "GPT") -> LanguageModel:
     """Wraps a GPT of train_gpt2.py for score()."""
 
     def logits_at(tokens: Tensor, places: Places) -> Tensor:
@@ -295,7 +298,7 @@ def check_causal(model: Any, folder: Path) -> None:
 # For train_gpt2.py
 
 
-def load_tasks(path: str, gpt: Any, ranks: Ranks) -> list[Task]:
+def load_tasks(path: str, gpt: "GPT", ranks: Ranks) -> list[Task]:
     """The tasks in a .jsonl file, by default the official ones, tokenized for a GPT.
 
     If they cannot be downloaded, this prints a warning and returns [] on all ranks. The run then
@@ -315,7 +318,7 @@ def load_tasks(path: str, gpt: Any, ranks: Ranks) -> list[Task]:
     return tokenize(examples, wrap_gpt(gpt))
 
 
-def accuracy(gpt: Any, tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:
+def accuracy(gpt: "GPT", tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:
     """The acc_norm of a GPT. All ranks call this together, and get the same number.
 
     `tasks` must not be empty."""

@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from train_gpt2 import TrainConfig
 
 
 def flag(field_name: str) -> str:
@@ -17,7 +20,7 @@ def flag(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def range_problems(config: Any, at_least_1: set[str]) -> list[str]:
+def range_problems(config: "TrainConfig", at_least_1: set[str]) -> list[str]:
     """What is wrong with the numbers of a TrainConfig: negative, not a number, or far too large."""
     problems = []
     for name, default in asdict(type(config)()).items():

@@ -30,7 +30,7 @@ from support.fingerprint import (
     their_layout,
 )
 from support.model_code import find_code, kept_code, load_gpt_class, modeling_fork, source_of
-from support.tokenizer import EOT, VOCAB_SIZE, bpe_files
+from support.tokenizer import EOT, VOCAB_SIZE, bpe_files, has_gpt2s_vocabulary
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT, GPTConfig
@@ -175,6 +175,8 @@ def read_pretrained(
     if not is_ours(raw):  # another program's
         if raw.get("model_type") != "gpt2":
             raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}")
+        if not has_gpt2s_vocabulary(folder):
+            raise UserError(f"{folder}: its tokens are not GPT-2's, which this program would read")
         theirs = load_by_transformers(folder, torch.float32)
         raw = theirs.config.to_dict()
     keys = {field.name: THEIR_NAMES.get(field.name, field.name) for field in fields(config_class)}

@@ -69,12 +69,11 @@ def find_code(folder: Path, raw: dict[str, Any]) -> Path:
 
 
 def load_gpt_class(path: Path) -> "type[GPT]":
-    """Runs a file and returns its class GPT."""
+    """Runs a file, unless it is imported already, and returns its class GPT."""
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"--code {path}: not a Python file")
-    if path.resolve() == ROOT / "train_gpt2.py":
-        import train_gpt2 as module
-    else:
+    module = sys.modules.get(path.stem)
+    if module is None or Path(module.__file__ or "").resolve() != path.resolve():
         folder = str(path.absolute().parent)
         if folder not in sys.path:  # where `python FILE` would look for what it imports
             sys.path.append(folder)

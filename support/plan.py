@@ -1,11 +1,11 @@
 """The memory and the arithmetic of a run: its micro-batch size, and `train_gpt2.py --plan`.
 
-config is a TrainConfig, model a GPT, which may be on the "meta" device."""
+The model may be on the "meta" device."""
 
 import contextlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses import fake_tensor
@@ -17,6 +17,9 @@ from support.errors_and_signals import UserError, first_line
 from support.fingerprint import has_own_loss
 from support.ranks import Ranks
 from support.shards import open_split
+
+if TYPE_CHECKING:
+    from train_gpt2 import GPT, TrainConfig
 
 SIZES = (128, 64, 32, 16, 8, 4, 2, 1)  # micro-batches to choose from
 CPU_TOKENS = 1024  # of a micro-batch on a CPU: more are not faster, and take more memory
@@ -32,7 +35,7 @@ CARDS = {  # GB of memory; those with 80 are used one or eight at a time
 }
 
 
-def try_step(model: Any, T: int, device: torch.device, dtype: torch.dtype) -> Exception | None:
+def try_step(model: "GPT", T: int, device: torch.device, dtype: torch.dtype) -> Exception | None:
     """Tries the forward and the backward pass of a new model like `model`, on T tokens.
 
     The tensors have no memory, so any size takes a second, and a GPU is left alone. But a kernel
@@ -68,7 +71,12 @@ def needs_data(error: Exception) -> bool:
 
 
 def estimate_memory(
-    config: Any, model: Any, B: int, device_type: str, dtype: torch.dtype, own_loss: bool = False
+    config: "TrainConfig",
+    model: "GPT",
+    B: int,
+    device_type: str,
+    dtype: torch.dtype,
+    own_loss: bool = False,
 ) -> float:
     """Bytes that a training step with micro-batches of B takes on one device: an estimate.
 
@@ -106,7 +114,7 @@ def estimate_memory(
 
 
 def choose_micro_batch(
-    config: Any, model: Any, ranks: Ranks, dtype: torch.dtype, before: int = 0
+    config: "TrainConfig", model: "GPT", ranks: Ranks, dtype: torch.dtype, before: int = 0
 ) -> int:
     """The sequences of a micro-batch (B): --micro-batch-size, or if that is 0 what fits.
 
@@ -142,7 +150,7 @@ def choose_micro_batch(
     return B
 
 
-def count_micro_steps(config: Any, B: int, world_size: int) -> int:
+def count_micro_steps(config: "TrainConfig", B: int, world_size: int) -> int:
     """The micro-steps of a step in which every rank has B sequences at a time.
 
     UserError if a step cannot be divided into them."""
@@ -156,7 +164,7 @@ def count_micro_steps(config: Any, B: int, world_size: int) -> int:
 
 
 def describe(
-    config: Any, model: Any, device_line: str, peak: tuple[float, str], available: int
+    config: "TrainConfig", model: "GPT", device_line: str, peak: tuple[float, str], available: int
 ) -> dict[str, str]:
     """What a run trains, and on what: the lines that a run and its --plan begin with.
 
@@ -178,7 +186,7 @@ def describe(
     }
 
 
-def warn_of_many_epochs(config: Any, available: int) -> None:
+def warn_of_many_epochs(config: "TrainConfig", available: int) -> None:
     """Warns if the run reads its training tokens, `available` of them, more than 20 times."""
     steps_per_epoch = available / config.total_batch_size
     if config.max_steps > 20 * steps_per_epoch:
@@ -188,7 +196,7 @@ def warn_of_many_epochs(config: Any, available: int) -> None:
         warn(f"{problem}; --max-steps {few} makes 10 epochs")
 
 
-def print_plan(config: Any, model: Any) -> None:
+def print_plan(config: "TrainConfig", model: "GPT") -> None:
     """Prints what a run will take. Trains nothing."""
     device = choose_device(config.device)
     dtype, device_line = choose_precision(config.dtype, device, model.num_parameters())

@@ -2,20 +2,24 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from support import devices, plan
 from support.command_line import duration, print0
 from support.ranks import Ranks
+from support.tokenizer import TextSize
+
+if TYPE_CHECKING:
+    from train_gpt2 import GPT, DataLoaderLite, TrainConfig
 
 
 class Progress:
     """How fast a run goes: milliseconds, tokens per second, MFU, and the time that is left."""
 
-    def __init__(self, config: Any, model: Any, ranks: Ranks, dtype: torch.dtype):
-        """config is a TrainConfig, model a GPT. Matrix products are computed in `dtype`."""
+    def __init__(self, config: "TrainConfig", model: "GPT", ranks: Ranks, dtype: torch.dtype):
+        """Matrix products are computed in `dtype`."""
         self.training_seconds = 0.0  # in updates, without evaluations and saving
         self.tokens = 0  # that were trained on, so far
         self.max_steps = config.max_steps
@@ -76,17 +80,17 @@ class Progress:
 
 
 def announce(
-    config: Any,
+    config: "TrainConfig",
     device_line: str,
-    model: Any,
+    model: "GPT",
     optimizers: list[torch.optim.Optimizer],
-    loader: Any,
+    loader: "DataLoaderLite",
     progress: Progress,
     checkpoint: Path | None,
 ) -> None:
     """Prints the first lines of a run. They say what it trains, on what, and from which checkpoint.
 
-    config is a TrainConfig, model a GPT, and loader that of the training data."""
+    `loader` is that of the training data."""
     peak = (progress.peak_flops, progress.peak_source)
     rows = plan.describe(config, model, device_line, peak, loader.total_tokens)
     shares = []
@@ -106,8 +110,8 @@ def announce(
         plan.warn_of_many_epochs(config, loader.total_tokens)
 
 
-def print_validation(loss: float, text: Any) -> None:
-    """Prints the last validation loss, in nats per token. text: TextSize of what it predicts."""
+def print_validation(loss: float, text: TextSize) -> None:
+    """Prints the last validation loss, in nats per token. `text` is what it predicts."""
     print0(f"\nvalidation loss: {loss:.4f} nats per token")
     print0(f"  {text.nats_per_character(loss):.4f} nats per character")
     print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")

@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from support import checkpoints, fingerprint, huggingface, log_txt, model_code, run_json
 from support.checkpoints import checkpoint_path, list_checkpoints, step_of
@@ -23,6 +23,9 @@ from support.errors_and_signals import UserError
 from support.files_and_locks import ROOT, fsync, locked, remove
 from support.ranks import Ranks
 
+if TYPE_CHECKING:
+    from train_gpt2 import GPT, TrainConfig
+
 PRINTED = {"val": "validation loss", "hella": "HellaSwag"}  # streams, as the console has them
 
 
@@ -30,9 +33,9 @@ class RunFolder:
     """`with RunFolder(config, ranks) as run:` keeps other runs out of the folder.
 
     First come find_start() and begin(), then log() and save() as the run goes on, and finish() at
-    its end. `config` is a TrainConfig."""
+    its end."""
 
-    def __init__(self, config: Any, ranks: Ranks):
+    def __init__(self, config: "TrainConfig", ranks: Ranks):
         self.config = config
         self.ranks = ranks
         self.path = Path(config.log_dir)
@@ -89,7 +92,7 @@ class RunFolder:
             raise UserError(f"{checkpoint} {problem}: raise it, or choose another --log-dir")
         return checkpoint, saved
 
-    def begin(self, model: Any, step: int, **about: Any) -> None:
+    def begin(self, model: "GPT", step: int, **about: Any) -> None:
         """Prepares the folder for a start at `step`, and records it in run.json.
 
         about: what else run.json is to say of this start."""
@@ -126,7 +129,7 @@ class RunFolder:
         if kept:
             self.track(step, kept)  # TensorBoard drops what it has of this step
 
-    def fingerprints(self, model: Any) -> dict[str, list[float]]:
+    def fingerprints(self, model: "GPT") -> dict[str, list[float]]:
         """That of this code, if it has one, and that of the checkpoint's code if it is another."""
         if not self.config.save_every:  # it takes a second, and no checkpoint needs it
             return {}
@@ -191,7 +194,7 @@ class RunFolder:
 
     def save(
         self,
-        model: Any,
+        model: "GPT",
         step: int,
         parts: dict[str, Any],
         facts: dict[str, Any],
@@ -215,7 +218,7 @@ class RunFolder:
             self.saved_step = step
             self.clean_up()
 
-    def _save(self, model: Any, step: int, state: dict[str, Any]) -> str:
+    def _save(self, model: "GPT", step: int, state: dict[str, Any]) -> str:
         with contextlib.suppress(OSError):  # a log that can't be flushed must not end the run
             fsync(self.path / "log.txt")  # on disk it must not end before the checkpoint
         is_gpt2 = fingerprint.is_gpt2(type(model), model.config)
@@ -243,7 +246,7 @@ class RunFolder:
         checkpoints.prune_checkpoints(self.path, self.saved_step, best, keep, keep_every)
         draw_curves(self.path, wait)
 
-    def finish(self, model: Any, step: int) -> None:
+    def finish(self, model: "GPT", step: int) -> None:
         """Lists the run's outputs, and how to sample from its model."""
         if self.ranks.rank > 0:
             return
@@ -272,11 +275,11 @@ class RunFolder:
         print0(f"sample: {shlex.join(command)}")
 
 
-def differences(before: dict[str, Any], config: Any, may_change: set[str]) -> list[str]:
+def differences(before: dict[str, Any], config: "TrainConfig", may_change: set[str]) -> list[str]:
     """The settings of a run before that differ now, except those in may_change.
 
     before: {} or the run's settings; one that it lacks, as a fork may have added it, counts as its
-    default. config: a TrainConfig"""
+    default."""
     now = asdict(config)
     before = before and asdict(type(config)()) | before
     return [

@@ -3,6 +3,7 @@
 tiktoken's code reads OpenAI's two BPE files, which are in support/gpt2/."""
 
 import functools
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -36,6 +37,18 @@ def bpe_files() -> dict[str, Path]:
         if not check_hash(path.read_bytes(), SHA256[name]):
             raise UserError(f"{path}: not GPT-2's; restore it from the repository")
     return paths
+
+
+def has_gpt2s_vocabulary(folder: Path) -> bool:
+    """False if the tokenizer's files in a model's folder have other tokens than GPT-2's.
+
+    True without such files."""
+    ours = json.loads(bpe_files()["encoder.json"].read_text(encoding="utf-8"))
+    for name in ("vocab.json", "tokenizer.json"):
+        if (folder / name).exists():
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+            return (found if name == "vocab.json" else found["model"]["vocab"]) == ours
+    return True
 
 
 @functools.cache

@@ -478,9 +478,7 @@ def test_a_damaged_token_ends_the_run_after_the_step_before_it(tmp_path):
         tokens = np.arange(9000, dtype=np.uint16)
         tokens[4 * 1024 + 3] = 60_000 if split == "train" else 0  # in the fifth step
         np.save(tmp_path / f"x_{split}_000000.npy", tokens)
-    flags = (
-        "--no-shuffle --total-batch-size 1024 --micro-batch-size 64 --save-every 4"
-    )
+    flags = "--no-shuffle --total-batch-size 1024 --micro-batch-size 64 --save-every 4"
     with pytest.raises(UserError, match=r"x_train_000000\.npy.* 60000"):
         train(flags, "--max-steps 9 --data", tmp_path, "--log-dir", tmp_path / "log")
     assert len(losses(tmp_path / "log")) == 4 and (tmp_path / "log/step_000004").exists()
