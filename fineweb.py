@@ -342,7 +342,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
 
 
 def usable_cores() -> int:
-    """How many cores this process may use. Slurm, a container or `taskset` may allow it a few."""
+    """How many cores this process may use. Slurm or `taskset` may allow it only a few."""
     if "SLURM_CPUS_PER_TASK" in os.environ:
         return int(os.environ["SLURM_CPUS_PER_TASK"])
     if hasattr(os, "sched_getaffinity"):  # Linux

@@ -225,6 +225,7 @@ class Dataset(Source):
                 raise UserError(f"{self.where}: {problem}")
             # From other formats `datasets` would make other texts, for example 7 of 007.
             if builder.name != "parquet":
+                # from hf://datasets/NAME@COMMIT/PATH
                 names = [path.split(f"@{commit}/")[-1] for path in files[split]]
                 raise UserError(f"{self.where}: not Parquet; {how_to_download(self.name, names)}")
             # With pre_buffer, a whole file would be kept in memory.
