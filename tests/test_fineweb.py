@@ -221,8 +221,9 @@ def test_killed(args, monkeypatch):
     while kills < int(os.environ.get("FINEWEB_KILLS", 1)):
         process = subprocess.Popen([*command, "killed"], start_new_session=True)
         time.sleep(chance.uniform(0.3, 0.9) * seconds)
-        while kills % 2 == 0 and process.poll() is None and not [*Path("killed").glob(".*.partial")]:
-            pass
+        if kills % 2 == 0:
+            while process.poll() is None and not [*Path("killed").glob(".*.partial")]:
+                pass
         process.kill()
         if process.wait() == 0:  # it was done: begin again
             assert contents("killed") == contents("whole")
