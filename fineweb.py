@@ -2,7 +2,7 @@
 
     python fineweb.py                                # FineWeb-Edu, 10 billion tokens
     python fineweb.py --input books/*.parquet notes.jsonl a.txt --out my_shards
-    python fineweb.py --dataset roneneldan/TinyStories --out tiny    # any text dataset of the Hub
+    python fineweb.py --dataset roneneldan/TinyStories --out tiny    # Parquet files of the Hub
 
 A document is a row of a table, or a whole .txt or .md file. It becomes the token 50256 and then the
 tokens of its text. GPT-2 calls this token <|endoftext|>, and it separates documents. All documents
@@ -31,16 +31,16 @@ import numpy as np
 from tqdm import tqdm
 
 from support.command_line import flag, parse_args, progress_bar
-from support.errors_and_signals import UserError, run_and_exit
-from support.files_and_locks import atomic_path, locked, sha256, write_text
-from support.read_files_and_datasets import (
-    DATASET_REMEDY,
+from support.documents import (
+    HUB_REMEDY,
     Batches,
     Dataset,
     Files,
     Source,
     any_error_as_user_error,
 )
+from support.errors_and_signals import UserError, run_and_exit
+from support.files_and_locks import atomic_path, locked, sha256, write_text
 from support.shards import SHARD_NAME, open_shard
 from support.tokenizer import EOT, encode, get_tokenizer
 
@@ -56,7 +56,7 @@ class ShardConfig:
     # Each field is a flag, and its comment is the flag's help.
     name: str = "sample-10BT"  # part of FineWeb-Edu: sample-10BT, sample-100BT, CC-MAIN-2024-10, …
     input: tuple[str, ...] = ()  # your own .parquet .jsonl .csv .txt .md files (.gz, .zst), folders
-    dataset: str = ""  # another text dataset of the Hub, or a local folder in its layout
+    dataset: str = ""  # another text dataset of the Hub, if its files are Parquet
     config: str = ""  # the part of --dataset that the Hub calls its configuration; empty: default
     # split of --dataset; empty: train, and if it has a validation split, that becomes shard 0
     split: str = ""
@@ -64,7 +64,7 @@ class ShardConfig:
     out: str = "edu_fineweb10B"  # folder for the shards
     # tokens per shard; 0: 100 million, but 10 million in shard 0 of --input or --dataset
     shard_size: int = 0
-    workers: int = 0  # tokenizing processes; 0: one per core
+    workers: int = 0  # tokenizing processes; 0: one for each core that this process may use
     max_shards: int = 0  # stop after this many, validation included; 0: no limit
     pretokenized: int = 0  # download this many finished shards of FineWeb-Edu, and tokenize nothing
     verify: bool = False  # only check the shards in --out against its manifest.json
@@ -293,8 +293,9 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
     if config.input:
         source: Source = Files(config.input, config.text_column)
     else:
-        commit = None if Path(dataset).is_dir() else commit_of(dataset, folder)
-        source = Dataset(dataset, part, config.split, config.text_column, commit)
+        where = what_was_typed(config)
+        commit = commit_of(dataset, folder, where)
+        source = Dataset(dataset, part, config.split, config.text_column, commit, where)
     settings = {
         "config": part,
         "split": config.split,
@@ -308,7 +309,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
     val_size = size = config.shard_size or SHARD_SIZE
     if not config.shard_size and dataset != FINEWEB:
         val_size = size // 10  # Else most of a text of one or two shards would be for validation.
-    workers = config.workers or os.cpu_count() or 1
+    workers = config.workers or usable_cores()
     get_tokenizer()  # loads it once, for all workers that are forked from this process
     with ProcessPoolExecutor(workers, initializer=start_worker) as pool:
         # The first task makes the pool start its workers. This one does nothing else, but comes
@@ -340,13 +341,31 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
                     return
 
 
-def commit_of(dataset: str, folder: Folder) -> str:
+def usable_cores() -> int:
+    """How many cores this process may use. Slurm or `taskset` may allow it only a few."""
+    if "SLURM_CPUS_PER_TASK" in os.environ:
+        return int(os.environ["SLURM_CPUS_PER_TASK"])
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def what_was_typed(config: ShardConfig) -> str:
+    """The flag that names the dataset of the Hub, for errors; without a flag, FineWeb-Edu."""
+    for name in ("dataset", "pretokenized", "name"):
+        value = getattr(config, name)
+        if value != getattr(ShardConfig(), name):
+            return f"{flag(name)} {value}"
+    return FINEWEB
+
+
+def commit_of(dataset: str, folder: Folder, where: str) -> str:
     """The commit of the dataset that the shards in a folder were made from, or else the newest."""
     from huggingface_hub import HfApi
 
     if folder.shards and folder.made_from.get("source") == dataset:
         return folder.made_from["commit"]
-    with any_error_as_user_error(f"--dataset {dataset}", DATASET_REMEDY):
+    with any_error_as_user_error(where, HUB_REMEDY):
         return HfApi().dataset_info(dataset).sha
 
 
@@ -357,16 +376,16 @@ PRETOKENIZED = "kjj0/finewebedu10B-gpt2"  # the name of a dataset on the Hub
 PRETOKENIZED_NAMES = "finewebedu_{split}_{number:06d}.bin"  # in llm.c's format
 
 
-def fetch_pretokenized(folder: Folder) -> None:
+def fetch_pretokenized(folder: Folder, where: str) -> None:
     """Downloads shards of PRETOKENIZED, until the folder has its max_shards."""
     from huggingface_hub import hf_hub_download
 
-    commit = commit_of(PRETOKENIZED, folder)
+    commit = commit_of(PRETOKENIZED, folder, where)
     folder.begin({"source": PRETOKENIZED, "commit": commit})
     downloads = folder.out / ".hub"
     while not folder.is_finished():
         name = folder.next_name()
-        with any_error_as_user_error(f"--pretokenized, {PRETOKENIZED}", DATASET_REMEDY):
+        with any_error_as_user_error(where, HUB_REMEDY):
             path = hf_hub_download(
                 PRETOKENIZED, name, repo_type="dataset", revision=commit, local_dir=downloads
             )
@@ -402,11 +421,8 @@ def read_config(args: list[str] | None) -> ShardConfig:
         problems.append(f"--name {config.name}: {problem}")
     if (config.config or config.split) and not config.dataset:
         problems.append("--config and --split need --dataset")
-    if config.dataset and Path(config.dataset).is_dir():
-        out, dataset = Path(config.out).resolve(), Path(config.dataset).resolve()
-        if out.is_relative_to(dataset):  # The next run would take the shards for its files.
-            problem = f"is inside --dataset {config.dataset}; choose another"
-            problems.append(f"--out {config.out}: {problem}")
+    if config.dataset and Path(config.dataset).exists():
+        problems.append(f"--dataset {config.dataset}: is on this machine; use --input")
     if problems:
         raise UserError("; ".join(problems))
     return config
@@ -426,7 +442,7 @@ def main(args: list[str] | None = None) -> None:
             return
         try:
             if config.pretokenized:
-                fetch_pretokenized(folder)
+                fetch_pretokenized(folder, what_was_typed(config))
             else:
                 make_shards(config, folder)
         except BrokenExecutor:

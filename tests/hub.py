@@ -13,7 +13,7 @@ import tests.conftest  # noqa: F401  (now, since it keeps all else off the Hub)
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Serves what this process imports of `huggingface_hub` from now on.
+    """Serves processes that have `environ` in their environment.
 
     files: {repository: {path: bytes}}, all at `commit`. closed: {repository: the error code for
     requests without TOKEN}. failures: how many of the next requests for content fail. newest: the
@@ -26,7 +26,7 @@ class Hub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.files, self.closed, self.failures, self.newest = {}, {}, 0, self.commit
         threading.Thread(target=self.serve_forever, daemon=True).start()
-        os.environ |= {
+        self.environ = {
             "HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}",
             "HF_HUB_OFFLINE": "0",
             "HF_HUB_DISABLE_XET": "1",

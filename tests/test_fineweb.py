@@ -26,6 +26,7 @@ import pytest
 import fineweb
 from support.errors_and_signals import UserError
 from tests.conftest import ROOT, error_line, posix
+from tests.hub import Hub
 
 pytestmark = [posix, pytest.mark.usefixtures("empty_folder")]
 EOT = 50256
@@ -85,10 +86,10 @@ def refused(*args):
     return line
 
 
-def parquet(documents, column="text"):
+def parquet(documents, column="text", rows=7):
     notes = [None if i % 3 else f"note {i}" for i in range(len(documents))]
     table = pa.table({"id": range(len(documents)), column: documents, "note": notes})
-    pq.write_table(table, file := io.BytesIO(), row_group_size=7)
+    pq.write_table(table, file := io.BytesIO(), row_group_size=rows)
     return file.getvalue()
 
 
@@ -113,8 +114,6 @@ FORMATS = {
     "jsonl.gz": lambda documents: gzip.compress(json_lines(documents)),
     "jsonl.zst": lambda documents: zstd(json_lines(documents)),
     "csv.gz": lambda documents: gzip.compress(csv(documents)),
-    "txt": lambda documents: "\n".join(text or "" for text in documents).encode(),  # one per line
-    "json": lambda documents: b"[" + json_lines(documents).replace(b"\n", b",") + b"]",
 }
 
 
@@ -160,76 +159,6 @@ def test_files_of_all_kinds_for_any_workers():
     }
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "csv.gz"])
-def test_datasets_have_the_tokens_of_load_dataset(kind):
-    """Also if interrupted; the validation split is shard 0, whole."""
-    for name, content in dataset(kind).items():
-        write(f"folder/{name}", content)
-    for shards in (1, 2, 4, 0):
-        make("--dataset", "folder", "--shard-size", 1000, "--max-shards", shards)
-    import datasets
-
-    splits = datasets.load_dataset("folder", cache_dir="cache")
-    assert np.load(shard_paths()[0]).tolist() == expected_tokens(splits["validation"]["text"])
-    assert shard_tokens(first=1) == expected_tokens(splits["train"]["text"])
-    assert set(shard_lengths()[1:-1]) == {1000}
-    make("--dataset", "folder", "--shard-size", 5, "--max-shards", 3, "--out", "small")
-    assert np.load(shard_paths("small")[0]).tolist() == np.load(shard_paths()[0]).tolist()
-    assert shard_lengths("small")[0] > 5 and shard_lengths("small")[1:] == [5, 5]
-
-
-def test_of_two_splits_that_are_held_out_one_is_used():
-    card = "---\nconfigs:\n- config_name: one\n  data_files:\n"
-    for name in ("dev", "validation", "train"):
-        write(f"folder/{name}.jsonl", json_lines([f"{name} {i}" for i in range(9)]))
-        card += f"  - {{split: {name}, path: {name}.jsonl}}\n"
-    write("folder/README.md", f"{card}---\n".encode())
-    make("--dataset", "folder")
-    assert np.load(shard_paths()[0]).tolist() == expected_tokens(
-        f"validation {i}" for i in range(9)
-    )
-    assert shard_tokens(first=1) == expected_tokens(f"train {i}" for i in range(9))
-
-
-def test_a_validation_split_without_text_is_as_none(capsys):
-    for name, documents in {"validation": ["", None], "train": SPLITS["train"]}.items():
-        write(f"folder/{name}.jsonl", json_lines(documents))
-    make("--dataset", "folder")
-    tokens = len(expected_tokens(SPLITS["train"]))
-    assert shard_lengths() == [tokens // 10, tokens - tokens // 10]
-    assert f"{tokens:,} tokens" in capsys.readouterr().out
-    os.rename("folder/validation.jsonl", "folder/empty")
-    os.rename("folder/train.jsonl", "folder/validation.jsonl")
-    os.rename("folder/empty", "folder/train.jsonl")
-    assert "train" in refused("--dataset", "folder", "--out", "no_train")
-
-
-def test_splits_configurations_and_columns():
-    card = (
-        b"---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n"
-        b"  data_files: [{split: odd, path: b.jsonl}, {split: validation, path: a.jsonl}]\n"
-        b"- config_name: three\n  data_files: [{split: even, path: a.jsonl}]\n---\n"
-    )
-    write("folder/README.md", card)
-    write("folder/a.jsonl", b'{"text": "a b c d e", "note": "f"}\n{}')
-    write("folder/b.jsonl", b'{"n": 1, "story": "f"}')
-    make("--dataset", "folder", "--config", "one")
-    assert shard_tokens() == expected_tokens(["a b c d e"])
-    make("--dataset", "folder", "--config", "three", "--out", "three")  # its only split
-    assert shard_tokens("three") == shard_tokens()
-    two = ["--dataset", "folder", "--config", "two", "--out", "two"]
-    for args, message in {
-        (): "odd, validation",
-        ("--split", "odd"): "story",  # the columns
-        ("--split", "odd", "--text-column", "n"): "int64",
-        ("--config", "four"): "['one', 'two', 'three']",
-    }.items():
-        line = refused(*two, *args)
-        assert "folder" in line and message in line
-    make(*two, "--split", "odd", "--text-column", "story")
-    assert shard_tokens("two") == expected_tokens(["f"])
-
-
 def test_a_million_spaces():
     text = "a" + " " * 1_000_000 + "b"
     make("--input", write("a.txt", text.encode()))
@@ -250,53 +179,51 @@ def test_line_ends_and_byte_order_marks():
     assert x[0].tolist() == expected_tokens(["a\nb\nc\n" * 20])[:100]
 
 
-@pytest.mark.parametrize("source", ["--input", "--dataset"])
-def test_csv(source):
+def test_csv():
     """Blank lines are no rows, short rows have no text, and no row has more values than columns."""
-    write("one/a.csv", b'text\na\n   \n\n"b\n\n c"\nd\n')
-    make(source, "one", "--out", "one_out")
-    assert shard_tokens("one_out") == expected_tokens(["a", "b\n\n c", "d"])
-    write("two/a.csv", b'n,text\n1,a\n2\n3,"b ""c"", d"\n')
-    make(source, "two", "--out", "two_out")
-    assert shard_tokens("two_out") == expected_tokens(["a", 'b "c", d'])
-    write("three/a.csv", b"n,text,note\n1,a\n2,b,c\n")
-    make(source, "three", "--out", "three_out")
-    assert shard_tokens("three_out") == expected_tokens(["a", "b"])
-    rows = b"text,n\n" + b"007,1\n" * 10_500
-    long = "a " * 100_000
-    write("types/a.csv", rows + f"{long},b\n".encode())  # a column may change its type
-    make(source, "types", "--out", "types_out")
-    assert shard_tokens("types_out") == expected_tokens(["007"] * 10_500 + [long])
-    for name, content in {"first": b"text,n\na,1,x\n", "second": b"text,n\na,1\nb,1,x\n"}.items():
-        write(f"{name}/a.csv", content)
-        line = refused(source, name)
-        assert name in line and ("line" in line or source == "--dataset")
-    write("late/a.csv", rows + b"a,1,x\n")
-    assert "late" in refused(source, "late") and not os.path.exists("out")
+    for name, content, texts in (
+        ("a", b'text\na\n   \n\n"b\n\n c"\nd\n', ["a", "b\n\n c", "d"]),
+        ("b", b'n,text\n1,a\n2\n3,"b ""c"", d"\n', ["a", 'b "c", d']),
+        ("c", b"n,text,note\n1,a\n2,b,c\n", ["a", "b"]),
+        ("d", b"text,n\n007,1\n2020-01-01,2\nNA,b\n", ["007", "2020-01-01", "NA"]),
+    ):
+        make("--input", write(f"{name}.csv", content), "--out", name)
+        assert shard_tokens(name) == expected_tokens(texts)
+    write("long.csv", b"text,n\na,1\nb,1,x\n")
+    assert "long.csv: row 2: " in refused("--input", "long.csv") and not os.path.exists("out")
 
 
-@pytest.mark.parametrize("args", [["--input", "a.csv", "b.parquet"], ["--dataset", "folder"]])
-def test_killed(args):
+@pytest.mark.parametrize("args", [["--input", "a.csv", "b.parquet"], ["--dataset", "me/text"]])
+def test_killed(args, monkeypatch):
     """After kill -9 at any moment the same command makes the same bytes, and no process is left.
 
-    Every other kill is in the middle of a write."""
+    The first kill, and every other, is in the middle of a write."""
     text = (ROOT / "input.txt").read_text(encoding="utf-8")
     documents = [text[i : i + 300] for i in range(0, len(text), 300)]
-    write("a.csv", csv(documents[0::2]))
-    write("b.parquet", parquet(documents[1::2]))
-    write("folder/validation.jsonl.gz", gzip.compress(json_lines(documents[:99])))
-    write("folder/train.jsonl.gz", gzip.compress(json_lines(documents[99:])))
-    args += ["--shard-size", "10000", "--workers", "2", "--out"]
+    if args[0] == "--input":
+        write("a.csv", csv(documents[0::2]))
+        write("b.parquet", parquet(documents[1::2]))
+    else:
+        hub = Hub()
+        hub.files["me/text"] = {
+            "validation.parquet": parquet(documents[:99]),
+            "train/0.parquet": parquet(documents[99:2000], rows=500),
+            "train/1.parquet": parquet(documents[2000:], rows=500),
+        }
+        for name, value in hub.environ.items():
+            monkeypatch.setenv(name, value)
+    args = [*args, "--shard-size", "10000", "--workers", "2", "--out"]
     command = [sys.executable, ROOT / "fineweb.py", *args]
     began = time.perf_counter()
     subprocess.run([*command, "whole"], check=True)
     seconds = time.perf_counter() - began
     chance, kills = random.Random(1337), 0
-    while kills < int(os.environ.get("FINEWEB_KILLS", 2)):
+    while kills < int(os.environ.get("FINEWEB_KILLS", 1)):
         process = subprocess.Popen([*command, "killed"], start_new_session=True)
         time.sleep(chance.uniform(0.3, 0.9) * seconds)
-        while kills % 2 and process.poll() is None and not [*Path("killed").glob(".*.partial")]:
-            pass
+        if kills % 2 == 0:
+            while process.poll() is None and not [*Path("killed").glob(".*.partial")]:
+                pass
         process.kill()
         if process.wait() == 0:  # it was done: begin again
             assert contents("killed") == contents("whole")
@@ -308,18 +235,17 @@ def test_killed(args):
             for _ in range(500):
                 os.killpg(process.pid, 0)
                 time.sleep(0.02)
-    make(*args, "killed")
+    subprocess.run([*command, "killed"], check=True)
     assert contents("killed") == contents("whole")
 
 
-@pytest.mark.parametrize("source", ["--input", "--dataset"])
-def test_other_options_or_files_are_refused(source):
+def test_other_options_or_files_are_refused():
     """Unfinished or finished, and nothing is touched. Workers and the folder's name may change."""
     line = b'{"text": "a b c d e f g h", "body": "ab"}\n'
     write("in/a.jsonl", line * 99)
     write("in/b.jsonl", line * 99)
     for shards, workers, folder in ((2, 1, "in"), (0, 3, "moved")):
-        args = [source, folder, "--shard-size", 100, "--max-shards", shards]
+        args = ["--input", folder, "--shard-size", 100, "--max-shards", shards]
         make(*args, "--workers", workers)
         before = contents(), os.stat("out").st_mtime_ns
         make(*args)
@@ -391,39 +317,6 @@ def test_unusable_files():
         os.remove(name)
 
 
-def test_unusable_datasets():
-    names = ("damaged.parquet", "number.parquet", "column.csv", "quote.csv", "utf.txt")
-    names += ("half.jsonl", "array.jsonl", "number.jsonl", "half.txt.gz", "half.txt.zst")
-    for name in (*names, "empty.jsonl"):
-        content, _ = FILES.get(name, (b"", 0))
-        write(f"{name}_in/{name}", content)
-        assert f"--dataset {name}_in: " in refused("--dataset", f"{name}_in")
-    assert not os.path.exists("out")
-
-
-OTHER_VALUES = ["5", '"2020-01-01"', "true", '{"a": 1}', '["b"]']
-
-
-def test_no_text_of_a_json_dataset_is_changed_since_another_value_is_none():
-    """`datasets` would convert it, or all texts near it."""
-    for i, value in enumerate(OTHER_VALUES):
-        write(f"{i}/a.jsonl", json_lines(['say "hi"\nand\tbye', "naïve"]))
-        write(f"{i}/b.jsonl", b'{"text": %s, "note": 1}\n' % value.encode())
-        args = ["--dataset", i, "--out", f"text_{i}"]
-        assert "'text'" in refused(*args)
-        write(f"{i}/b.jsonl", json_lines(["c"]) + b'\n{"text": %s}\n' % value.encode())
-        if "2020" in value:  # among texts, a date is one
-            make(*args)
-            expected = ['say "hi"\nand\tbye', "naïve", "c", "2020-01-01"]
-            assert shard_tokens(f"text_{i}") == expected_tokens(expected)
-        else:
-            assert "'text'" in refused(*args)
-        other = b'{"text": "d", "note": 1}\n{"text": null, "note": %s}\n' % value.encode()
-        write(f"other_{i}/a.jsonl", other)
-        make("--dataset", f"other_{i}", "--out", f"out_{i}")
-        assert shard_tokens(f"out_{i}") == expected_tokens(["d"])
-
-
 def test_a_csv_file_is_read_where_a_long_has_32_bits(monkeypatch):
     """As on Windows."""
     field_size_limit = sys.modules["csv"].field_size_limit
@@ -445,9 +338,7 @@ MISTAKES = {  # a command, and what its line names
     "--input *.docx": "--input *.docx",
     "--input": "--input",
     "--dataset no/such": "--dataset no/such",
-    "--dataset in": "--dataset in",
-    "--dataset d[1]": "--dataset d[1]",
-    "--dataset in --out in/a/b": "--out in/a/b",
+    "--dataset in": "--input",
     "--dataset a/b --pretokenized 1": "--pretokenized",
     "--input a.txt --dataset a/b": "--input",
     "--split test --input a.txt": "--split",
@@ -462,7 +353,6 @@ def test_mistakes(capsys):
     """Nothing is written or left behind."""
     write("in/.hidden.txt", b"a")
     write("in/a.docx", b"a")
-    write("d[1]/a.jsonl", b'{"text": "a"}')
     before = sorted(Path().rglob("*"))
     for command, named in MISTAKES.items():
         assert named in error_line(capsys, "fineweb.py", command)
@@ -586,6 +476,19 @@ def test_a_killed_worker_is_one_line():
     assert os.listdir() == ["a.txt"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can change it")
+def test_a_worker_for_each_core_that_may_be_used(monkeypatch):
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        assert fineweb.usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, cores)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
+    assert fineweb.usable_cores() == 3
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -617,50 +520,115 @@ def test_a_manifest_without_shards():
 
 def test_through_the_hub():
     """In a process by itself, since huggingface_hub reads its settings when it is imported."""
-    code = "import tests.hub as h; hub = h.Hub(); import tests.test_fineweb as t; t.use_hub(hub)"
+    code = """
+import os, tests.hub
+hub = tests.hub.Hub()
+os.environ.update(hub.environ)
+import tests.test_fineweb
+tests.test_fineweb.use_hub(hub)
+"""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], env=env, timeout=300, check=True)
 
 
 def use_hub(hub):
-    train = [*SPLITS["train"][0::2], *SPLITS["train"][1::2]]
-    names = ("me/parquet", "me/jsonl.gz", "me/csv")
-    hub.files = {name: dataset(name[3:]) for name in names}
     import datasets
 
     datasets.config.STREAMING_READ_MAX_RETRIES = 2
     time.sleep = lambda seconds: None
-    for name in names:
-        args = ["--dataset", name, "--shard-size", 1000, "--out", f"out/{name}"]
-        make(*args, "--max-shards", 2)
-        hub.newest, hub.failures = "f" * 40, 1
-        make(*args)  # goes on with the commit it began with, and repeats a failed request
-        hub.newest = hub.commit
-        out = args[-1]
-        assert np.load(shard_paths(out)[0]).tolist() == expected_tokens(SPLITS["validation"])
-        assert shard_tokens(out, 1) == expected_tokens(train)
-    args = [*args[:-1], "late"]
+    hub.files["me/parquet"] = dataset("parquet")
+    train = [*SPLITS["train"][0::2], *SPLITS["train"][1::2]]
+    args = ["--dataset", "me/parquet", "--shard-size", 1000]
     make(*args, "--max-shards", 2)
+    hub.newest, hub.failures = "f" * 40, 1
+    make(*args)  # goes on with the commit it began with, and repeats a failed request
+    hub.newest = hub.commit
+    assert np.load(shard_paths()[0]).tolist() == expected_tokens(SPLITS["validation"])
+    assert shard_tokens(first=1) == expected_tokens(train)
+    assert set(shard_lengths()[1:-1]) == {1000}
+    make("--dataset", "me/parquet", "--shard-size", 5, "--max-shards", 3, "--out", "small")
+    assert np.load(shard_paths("small")[0]).tolist() == np.load(shard_paths()[0]).tolist()
+    assert shard_lengths("small")[0] > 5 and shard_lengths("small")[1:] == [5, 5]
+    make(*args, "--max-shards", 2, "--out", "late")
     hub.failures = 1000  # the network ends within a stream
-    assert "--dataset me/csv: " in refused(*args)
+    assert "--dataset me/parquet: " in refused(*args, "--out", "late")
     hub.failures = 0
-    make(*args)
-    assert contents("late") == contents(out)
+    make(*args, "--out", "late")
+    assert contents("late") == contents()
+    use_splits_configurations_and_columns(hub)
+    use_unusable_datasets(hub)
+    use_fineweb(hub)
+    use_pretokenized(hub)
+    hub.shutdown()
+    hub.server_close()
+    make(*args)  # asks for nothing, since all is there
+    line = refused("--out", "none")
+    assert "fineweb-edu" in line and "--dataset" not in line and not os.path.exists("none")
+    assert "--name sample-100BT" in refused("--name", "sample-100BT", "--out", "none")
+
+
+def use_splits_configurations_and_columns(hub):
+    a, b = (parquet([f"{name} {i}" for i in range(9)]) for name in "ab")
+    none = parquet(pa.array(["", None]))
+    story = parquet(["c"], column="story")
+    card = """---
+configs:
+- {config_name: one, data_files: a.parquet}
+- {config_name: dev, data_files: [{split: even, path: a.parquet}]}
+- {config_name: odd, data_files: [{split: odd, path: c.parquet}, {split: valid, path: a.parquet}]}
+- {config_name: two, data_files: [{split: dev, path: b.parquet},
+    {split: validation, path: a.parquet}, {split: train, path: b.parquet}]}
+- {config_name: blank, data_files: [{split: validation, path: none.parquet},
+    {split: train, path: b.parquet}]}
+---
+"""
+    hub.files["me/configs"] = {"README.md": card.encode(), "a.parquet": a, "b.parquet": b}
+    hub.files["me/configs"] |= {"none.parquet": none, "c.parquet": story}
+    tokens_a, tokens_b = (expected_tokens(f"{name} {i}" for i in range(9)) for name in "ab")
+    for config, tokens, first in (
+        ("one", tokens_a, len(tokens_a) // 10),
+        ("dev", tokens_a, len(tokens_a) // 10),  # its only split
+        ("two", tokens_a + tokens_b, len(tokens_a)),  # validation, of two splits that are held out
+        ("blank", tokens_b, len(tokens_b) // 10),  # a validation split without text is as none
+    ):
+        make("--dataset", "me/configs", "--config", config, "--out", config)
+        assert shard_tokens(config) == tokens and shard_lengths(config)[0] == first
+    odd = ["--dataset", "me/configs", "--config", "odd", "--out", "odd"]
+    for args, message in {
+        (): "odd, valid",
+        ("--split", "odd"): "story",  # the columns
+        ("--split", "odd", "--text-column", "id"): "int64",
+        ("--config", "four"): "'two'",
+    }.items():
+        line = refused(*odd, *args)
+        assert "me/configs" in line and message in line
+    make(*odd, "--split", "odd", "--text-column", "story")
+    assert shard_tokens("odd") == expected_tokens(["c"])
+
+
+def use_unusable_datasets(hub):
     hub.files |= {"me/gated": dataset("parquet"), "me/private": dataset("parquet")}
     hub.closed = {"me/gated": "GatedRepo", "me/private": "RepoNotFound"}
     for name in ("me/gated", "me/private", "me/none"):
         line = refused("--dataset", name, "--out", "none")
         assert f"--dataset {name}: " in line and "`hf auth login`" in line
     write("home/token", hub.TOKEN.encode())  # as `hf auth login` does
-    for name in ("me/gated", "me/private"):
-        make("--dataset", name, "--out", f"out/{name}")
-        assert shard_tokens(f"out/{name}") == expected_tokens(SPLITS["validation"] + train)
-    use_fineweb(hub)
-    use_pretokenized(hub)
-    hub.shutdown()
-    hub.server_close()
-    make(*args)  # asks for nothing, since all is there
-    assert "fineweb-edu" in refused("--out", "none") and not os.path.exists("none")
+    make("--dataset", "me/gated", "--out", "gated")
+    make("--dataset", "me/private", "--out", "private")
+    assert shard_tokens("gated") == shard_tokens("private") == shard_tokens()
+    for name in ("damaged.parquet", "number.parquet"):
+        hub.files[f"me/{name}"] = {name: FILES[name][0]}
+        assert f"--dataset me/{name}: " in refused("--dataset", f"me/{name}", "--out", "none")
+    # Other formats are downloaded by the command in the error, without the other splits.
+    hub.files["me/lines"] = dataset("jsonl.gz")
+    _, download, _, then, _ = refused("--dataset", "me/lines", "--out", "none").split("`")
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    subprocess.run(download, shell=True, env=os.environ | {"PATH": path}, check=True)
+    make(*then.split(), "--out", "lines")
+    assert shard_tokens("lines") == expected_tokens(SPLITS["train"][0::2] + SPLITS["train"][1::2])
+    hub.files["me/json"] = {"a.json": b'[{"text": "a"}]'}
+    assert "does not take a.json" in refused("--dataset", "me/json", "--out", "none")
+    assert not os.path.exists("none")
 
 
 def use_pretokenized(hub):

@@ -1,4 +1,4 @@
-"""Reads documents for fineweb.py, from files (--input) or from a dataset (--dataset).
+"""Reads documents for fineweb.py, from files (--input) or from a dataset of the Hub (--dataset).
 
 Documents come in batches, each with the position where it begins, from which a later run can go on.
 """
@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-import warnings
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -22,10 +22,7 @@ BATCH_ROWS = 256  # documents in a batch
 # The files that --input takes. (No .parquet.gz: .parquet is compressed inside.)
 SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-DATASET_REMEDY = (
-    "check its name, --config and the network; if it is private or gated, run `hf auth login`; "
-    "if it is a folder, try it with --input, whose errors name the file and the row"
-)
+HUB_REMEDY = "check the names and the network; if it is private or gated, run `hf auth login`"
 TOKENS_PER_BYTE = {".parquet": 0.35, ".gz": 0.8, ".zst": 0.8}  # roughly; other files have 0.25
 
 # (the number of a stream, a position in it, the documents from there on). A row may have no text.
@@ -43,6 +40,8 @@ def any_error_as_user_error(where: str, remedy: str) -> Iterator[None]:
     """Turns exceptions of a library into one line. They have no base class in common."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         raise as_one_line(where, error, remedy) from None
 
@@ -53,7 +52,7 @@ class Source:
     A stream is a file, or a split of a dataset. A position in it is a number of rows of a file, or
     what `datasets` calls the state of a split, or None for the beginning."""
 
-    name: str  # as manifest.json has it: files, folder, or the name of a dataset on the Hub
+    name: str  # as manifest.json has it: files, or the name of a dataset on the Hub
     identity: dict[str, Any]  # for manifest.json: what tells this text from another
     sizes: list[tuple[str, int]]  # (name, bytes) of its files
     has_validation_split: bool  # if so, it is stream 0
@@ -193,108 +192,85 @@ def read_rows(path: Path, column: str) -> Iterator[Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Datasets, by the library `datasets`
+# Datasets of the Hub, by the library `datasets`
 
 
 class Dataset(Source):
-    """A dataset of the Hub at a commit, or a local folder in the layout of one."""
+    """A dataset of the Hub at a commit, if its files are Parquet."""
 
-    def __init__(self, name: str, config: str, split: str, column: str, commit: str | None):
-        """`commit` is None for a local folder."""
-        self.dataset = name
+    def __init__(self, name: str, config: str, split: str, column: str, commit: str, where: str):
+        """`where` begins the line of an error, and names the flag that was typed."""
+        self.name = name
         self.config = config
         self.split = split
         self.column = column
-        self.commit = commit
-        self.name = name
         self.identity = {"commit": commit}
-        if commit is None:
-            self.name = "folder"
-            paths = files_in(name)
-            self.identity = {"files": [[path.name, path.stat().st_size] for path in paths]}
+        self.where = where
 
     def open(self) -> None:
-        with any_error_as_user_error(f"--dataset {self.dataset}", DATASET_REMEDY):
-            self.splits, self.sizes = open_dataset(
-                self.dataset, self.config, self.split, self.column, self.commit
-            )
-        self.stream_count = len(self.splits)
+        import datasets
+        import fsspec
+        from pyarrow.dataset import ParquetFragmentScanOptions
+
+        datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch, and is slower
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its exceptions say the same
+        with any_error_as_user_error(self.where, HUB_REMEDY):
+            commit = self.identity["commit"]
+            builder = datasets.load_dataset_builder(self.name, self.config or None, revision=commit)
+            files = {str(key): paths for key, paths in builder.config.data_files.items()}
+            split = self.split or (next(iter(files)) if len(files) == 1 else "train")
+            if split not in files:
+                problem = f"no split {split!r}; --split takes one of {', '.join(files)}"
+                raise UserError(f"{self.where}: {problem}")
+            # From other formats `datasets` would make other texts, for example 7 of 007.
+            if builder.name != "parquet":
+                # from hf://datasets/NAME@COMMIT/PATH
+                names = [path.split(f"@{commit}/")[-1] for path in files[split]]
+                raise UserError(f"{self.where}: not Parquet; {how_to_download(self.name, names)}")
+            # With pre_buffer, a whole file would be kept in memory.
+            builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
+            validation = [key for key in ("validation", "valid", "val", "dev") if key in files]
+            splits = [*validation[:1], split] if split == "train" else [split]
+            print(f"splits: {', '.join(splits)}")
+            streams = [builder.as_streaming_dataset(key) for key in splits]
+            self.streams = [stream.with_format("arrow") for stream in streams]
+            found = [fsspec.core.url_to_fs(path) for key in splits for path in files[key]]
+            self.sizes = [(path, filesystem.size(path) or 0) for filesystem, path in found]
+        self.stream_count = len(splits)
         self.has_validation_split = self.stream_count == 2
 
     def read_stream(self, stream: int, position: Any) -> Iterator[tuple[Any, list]]:
-        split = self.splits[stream]
-        with any_error_as_user_error(f"--dataset {self.dataset}", DATASET_REMEDY):
+        rows = self.streams[stream]
+        with any_error_as_user_error(self.where, HUB_REMEDY):
             if position is not None:
-                split.load_state_dict(position)
-            for table in split.iter(BATCH_ROWS):
+                rows.load_state_dict(position)
+            for table in rows.iter(BATCH_ROWS):
                 types = {field.name: str(field.type) for field in table.schema}
                 if types.get(self.column) not in ("string", "large_string", "string_view"):
                     problem = f"no column of strings {self.column!r} (--text-column)"
-                    raise ValueError(f"{problem} in {types}")
-                yield split.state_dict(), table[self.column].to_pylist()
+                    raise UserError(f"{self.where}: {problem} in {types}")
+                yield rows.state_dict(), table[self.column].to_pylist()
 
 
-def open_dataset(
-    dataset: str, config: str, split: str, column: str, commit: str | None
-) -> tuple[list, list[tuple[str, int]]]:
-    """([an IterableDataset for each split to read, validation first], [(file, its size in bytes)]).
-
-    Most of it works around what `datasets` would read otherwise than the file has it."""
-    import datasets
-    import fsspec
-    import pandas
-    import pyarrow as pa
-    from pyarrow.dataset import ParquetFragmentScanOptions
-
-    def open_zstd(file: Any, **_: Any) -> Any:
-        return pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
-
-    # As in read_rows: pyarrow reports a truncated file.
-    fsspec.compression.register_compression("zstd", open_zstd, "zst", force=True)
-    warnings.simplefilter("error", pandas.errors.ParserWarning)  # .csv rows longer than the header
-    datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch, and is slower
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its exceptions say the same
-    name = dataset if commit else os.path.realpath(dataset)
-    if re.search(r"[*?[]|::", name):
-        raise ValueError("`datasets` can't read paths with * ? [ or ::; rename it")
-    builder = datasets.load_dataset_builder(name, config or None, revision=commit)
-    if builder.name == "csv":
-        builder.config.index_col = False  # otherwise columns shift if rows are longer
-        # Keep this column alone, as text. Otherwise types are inferred in each part of a file.
-        builder.config.features = datasets.Features({column: datasets.Value("string")})
-    if builder.name == "json":
-        refuse_mixed_types(builder, column)
-    if builder.name == "parquet":  # with pre_buffer, a whole file would be kept in memory
-        builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
-    files = {str(key): paths for key, paths in builder.config.data_files.items()}
-    split = split or (next(iter(files)) if len(files) == 1 else "train")
-    if split not in files:
-        raise ValueError(f"no split {split!r}; --split takes one of {', '.join(files)}")
-    validation = [key for key in ("validation", "valid", "val", "dev") if key in files]
-    splits = [*validation[:1], split] if split == "train" else [split]
-    print(f"splits: {', '.join(splits)}")
-    found = [fsspec.core.url_to_fs(path) for key in splits for path in files[key]]
-    try:
-        streams = [builder.as_streaming_dataset(key).with_format("arrow") for key in splits]
-    except StopIteration:  # has no message
-        raise ValueError("the first file of a split is empty") from None
-    return streams, [(path, filesystem.size(path) or 0) for filesystem, path in found]
+def how_to_download(dataset: str, names: list[str]) -> str:
+    """How a user gets the text of these files of a dataset without the library `datasets`."""
+    pattern = start = common_start(names)
+    if len(names) > 1:
+        end = common_start([name.removeprefix(start)[::-1] for name in names])[::-1]
+        pattern = f"{start}*{end}"
+    folder = dataset.split("/")[-1]
+    download = f"hf download {dataset} --repo-type dataset --include {shlex.quote(pattern)}"
+    steps = f"`{download} --local-dir {folder}`, then `--input {folder}`"
+    lacking = [name for name in names if not SUFFIX.search(name)]
+    if lacking:
+        kinds = "rename JSON Lines to .jsonl, .jsonl.gz or .jsonl.zst, and convert anything else"
+        steps += f". It does not take {lacking[0]}: {kinds}"
+    return steps
 
 
-def refuse_mixed_types(builder: Any, column: str) -> None:
-    """Makes a JSON dataset fail where `datasets` would store other texts than the file's: it infers
-    a type for each part of a file, then converts dates and numbers to the type of the first part,
-    and stores the source of all values of a part where types are mixed."""
-    cast_table = builder._cast_table
-
-    def checked(table: Any, json_field_paths: Any = ()) -> Any:
-        if column in table.column_names:
-            kind = str(table[column].type)
-            if [column] in [list(path) for path in json_field_paths]:
-                kind = "mixed"
-            if kind not in ("string", "null"):
-                raise ValueError(f"{column!r} (--text-column) is not text in all rows, but {kind}")
-        return cast_table(table, json_field_paths)
-
-    builder._cast_table = checked
+def common_start(texts: list[str]) -> str:
+    """The characters with which all texts begin."""
+    first, last = min(texts), max(texts)
+    equal = [a == b for a, b in zip(first, last, strict=False)]
+    return first[: [*equal, False].index(False)]
