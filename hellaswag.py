@@ -24,6 +24,7 @@ While train_gpt2.py trains, it calls load_tasks() and accuracy()."""
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from support.command_line import parse_args, print0, progress_bar
 from support.devices import choose_device, choose_precision, keep_freed_memory, padded_length
-from support.errors_and_signals import UserError, run_and_exit
+from support.errors_and_signals import RunError, UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, sha256, write_text
 from support.huggingface import find_model, load_causal_lm, load_gpt
 from support.ranks import Ranks
@@ -325,8 +326,10 @@ def accuracy(gpt: "GPT", tasks: list[Task], ranks: Ranks, autocast: torch.autoca
     # Without force_eager, a compiled model would be compiled again for each new length.
     with autocast, torch.compiler.set_stance("force_eager"):
         losses_of_tasks = score(wrap_gpt(gpt), tasks, ranks)
-    right = 0
+    right = 0.0
     for i, losses in losses_of_tasks.items():
+        if any(map(math.isnan, losses)):
+            right = math.nan  # for lack of numbers the first ending would be chosen
         _, chosen = choices(tasks[i], losses)
         right += int(chosen == tasks[i].label)
     return ranks.sum(right) / len(tasks)
@@ -390,6 +393,8 @@ def main(args: list[str] | None = None) -> None:
     with autocast:
         losses_of_tasks = score(model, tasks, one_rank, config.batch_size, show_progress=True)
 
+    if any(math.isnan(loss) for losses in losses_of_tasks.values() for loss in losses):
+        raise RunError(f"{folder}: its logits are not numbers, so nothing is chosen")
     rows = []
     for i, task in enumerate(tasks):
         by_sum, by_mean = choices(task, losses_of_tasks[i])

@@ -27,6 +27,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from textwrap import indent
+from types import MethodType
 from typing import Any, Literal
 
 import numpy as np
@@ -750,9 +751,11 @@ def choose_execution(model: GPT, config: TrainConfig) -> None:
         limit = 8 * 2 * len(model.h)
         torch._dynamo.config.recompile_limit = limit
         torch._dynamo.config.accumulated_recompile_limit = max(limit, 256)
-        # dynamic=False: all batches have the same shape.
         for part in [*model.h, model.loss]:
-            part.forward = torch.compile(part.forward, dynamic=False)
+            # dynamic=False: all batches have the same shape. As a method it belongs to its part, so
+            # that a copy of the model, such as an average of its weights, runs its own.
+            compiled = torch.compile(part.forward.__func__, dynamic=False)
+            part.forward = MethodType(compiled, part)
     if config.low_memory:
         # A block keeps only its input. The backward pass computes the block again.
         for block in model.h:
@@ -854,7 +857,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     run.begin(model, step, device=device_line, dtype=facts["dtype"], **software)
     choose_execution(model, config)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast)
-    announce(config, device_line, model, optimizers, loader, progress, checkpoint)
+    tokens_in_all = T * sequences_before(config.max_steps, config)
+    announce(config, device_line, model, optimizers, loader, progress, tokens_in_all, checkpoint)
     collect_stop_signals()  # so that a run which is asked to stop can save first
     if step < config.max_steps:
         x, y = loader.next_batch()  # (B, T) each
@@ -963,7 +967,7 @@ def main(args: list[str] | None = None) -> int:
     if config.plan:
         with torch.device("meta"):  # tensors without memory
             model = new_model(config)
-        plan.print_plan(config, model)
+        plan.print_plan(config, model, sequences_before(config.max_steps, config) * config.seq_len)
         return 0
     ranks = Ranks.start(config.device, config.deterministic)
     announce_preset(config)

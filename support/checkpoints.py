@@ -266,7 +266,7 @@ def model_card(entry: dict[str, Any], step: int, tokens: int, is_gpt2: bool) -> 
     config = entry["config"]
     return CARD.format(
         library="library_name: transformers\n" if is_gpt2 else "",
-        kind="A GPT-2" if is_gpt2 else "A changed GPT-2, which only its own code loads,",
+        kind="A GPT-2" if is_gpt2 else "A changed GPT-2, which only its own code computes,",
         step=step,
         tokens=tokens,
         data=Path(config["data"]).name,

@@ -93,20 +93,23 @@ def some_logits(model: nn.Module, T: int) -> list[float]:
 
 
 @functools.cache
-def has_own_loss(model_class: "type[GPT]", config: "GPTConfig") -> bool | None:
-    """True if a fork computes its training loss without model.loss, which is compiled.
+def plain_logits(model_class: "type[GPT]", config: "GPTConfig") -> int | None:
+    """How many times a fork computes all logits in training, besides model.loss, which is compiled.
 
     Tried on a small model on the CPU. None if that fails."""
     calls = []
     try:
         model = copy.deepcopy(small_model(model_class, config)).train()
-        model.loss.register_forward_hook(lambda *_: calls.append(True))
+        heads = [m for m in model.modules() if getattr(m, "out_features", 0) >= VOCAB_SIZE]
+        for head in heads:
+            head.register_forward_hook(lambda *_: calls.append("head"))
+        model.loss.register_forward_hook(lambda *_: calls.append("loss"))
         idx = torch.zeros(1, min(config.block_size, 16), dtype=torch.int64)
         with torch.random.fork_rng(devices=[]):
             model(idx, idx)
     except Exception:  # of any kind: a bug shows itself when the real model is used
         return None
-    return not calls
+    return calls.count("head") if calls else 1
 
 
 @functools.cache

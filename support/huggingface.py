@@ -19,7 +19,7 @@ from torch import Tensor
 from support.checkpoints import list_checkpoints
 from support.command_line import few, note, shown
 from support.errors_and_signals import UserError, first_line
-from support.files_and_locks import atomic_path, write_text
+from support.files_and_locks import ROOT, atomic_path, write_text
 from support.fingerprint import (
     fingerprint,
     is_gpt2,
@@ -57,7 +57,7 @@ def check_before_training(model: "GPT", resumed: bool) -> None:
     source_of(type(model))  # reads the script now, which may be edited while it trains
     _, problem = fingerprint(type(model), model.config)
     if problem and not resumed:
-        note(f"{problem}; checkpoints will not be compared with the code that loads them")
+        note(f"{problem}; checkpoints are a fork's, and not compared with the code that loads them")
     try:
         saved = json.loads(json.dumps(asdict(model.config)))
         with torch.device("meta"):
@@ -227,7 +227,11 @@ def fit_weights(model: "GPT", state: dict[str, Tensor], name: str, adapt: bool) 
     model.load_state_dict({key: state[key] for key in fitting}, strict=False)
     for key, tensor in model.state_dict().items():
         if key in fitting and not torch.equal(tensor, state[key].to(tensor.dtype)):
-            problem = "has NaN" if tensor.isnan().any() else "is tied to another tensor here"
+            problem = (
+                "has NaN"
+                if tensor.isnan().any()
+                else "is tied to another tensor here, and one would be lost"
+            )
             raise UserError(f"{name}: {key} {problem}")
 
 
@@ -302,19 +306,21 @@ def load_gpt(folder: Path, device: torch.device, code: str = "") -> "GPT | None"
     raw = read_config(folder)
     if not is_ours(raw):
         return None
-    path = Path(code) if code else find_code(folder, raw)
-    model_class = load_gpt_class(path)
+    path, kept = find_code(folder, raw), kept_code(folder, raw)
+    advice = ""
+    if kept is not None and (path is None or code):
+        changed = f"it was trained by {kept.name}, which has changed since or is not here"
+        advice = f"{folder}: {changed}; --code {shown(kept)} runs its copy"
+    if path is None and "fingerprint" not in raw and not code:  # nothing would be compared
+        raise UserError(advice or f"{folder}: --code FILE must name the file with its model")
+    model_class = load_gpt_class(Path(code) if code else path or ROOT / "train_gpt2.py")
     try:
         model = model_class.from_pretrained(folder)
     except OtherCode as error:
         if not code and raw.get("model_type") != FORK_TYPE:
             return None
-        kept = kept_code(folder, raw)
-        advice = f"{error}; --code FILE names the file with its model"
-        if kept is not None and kept.resolve() != path.resolve():
-            changed = f"it was trained by {kept.name}, which has changed since or is not here"
-            advice = f"{folder}: {changed}; --code {shown(kept)} runs its copy ({error})"
-        raise UserError(advice) from None
+        advice = advice or f"{folder}: --code FILE names the file with its model"
+        raise UserError(f"{advice} ({error})") from None
     V = model.config.vocab_size
     if V < VOCAB_SIZE:
         raise UserError(f"{folder}: a vocabulary of {V} tokens, but GPT-2's has {VOCAB_SIZE}")

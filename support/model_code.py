@@ -54,18 +54,17 @@ def kept_code(folder: Path, raw: dict[str, Any]) -> Path | None:
     return path if path.is_file() else None
 
 
-def find_code(folder: Path, raw: dict[str, Any]) -> Path:
+def find_code(folder: Path, raw: dict[str, Any]) -> Path | None:
     """The file of this clone whose GPT the model in a folder is. raw: its config.json
 
-    That is the file of the same name as the folder's copy, if it is still the same. (The copy is
-    never run by itself: a folder from elsewhere could bring any code.) Otherwise it is
-    train_gpt2.py."""
+    That is the file of the same name as the folder's copy, if it is still the same. None if there
+    is no such file. (The copy is never run by itself: a folder from elsewhere could bring any
+    code.)"""
     kept = kept_code(folder, raw)
-    if kept is not None:
-        path = ROOT / kept.name
-        if path.is_file() and sha256(path) == sha256(kept):
-            return path
-    return ROOT / "train_gpt2.py"
+    if kept is None:
+        return None
+    path = ROOT / kept.name
+    return path if path.is_file() and sha256(path) == sha256(kept) else None
 
 
 def load_gpt_class(path: Path) -> "type[GPT]":

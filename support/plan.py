@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from support.command_line import duration, note, print0, shown, warn
 from support.devices import PEAK_TFLOPS, choose_device, choose_precision, peak_flops, peak_memory
 from support.errors_and_signals import UserError, first_line
-from support.fingerprint import has_own_loss
+from support.fingerprint import plain_logits
 from support.ranks import Ranks
 from support.shards import open_split
 
@@ -41,7 +41,7 @@ def try_step(model: "GPT", T: int, device: torch.device, dtype: torch.dtype) -> 
     The tensors have no memory, so any size takes a second, and a GPU is left alone. But a kernel
     that does not run on a CPU is tried on the GPU. Returns the error, if there is one."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    if device.type == "cuda" and has_own_loss(type(model), model.config) is None:
+    if device.type == "cuda" and plain_logits(type(model), model.config) is None:
         mode = contextlib.nullcontext()
     else:
         device = torch.device("cpu")
@@ -76,7 +76,7 @@ def estimate_memory(
     B: int,
     device_type: str,
     dtype: torch.dtype,
-    own_loss: bool = False,
+    more_logits: int = 0,
 ) -> float:
     """Bytes that a training step with micro-batches of B takes on one device: an estimate.
 
@@ -87,8 +87,8 @@ def estimate_memory(
 
     A GPU, linear in B: activations, with 16 B T C outside the blocks; weights, gradients and the
     optimizer's moments (16 bytes per parameter); gradients of the embedding as head and as input,
-    and its padded copy (12 V C); the logits. `own_loss` means that a fork
-    computes its loss from plain logits, outside what is compiled.
+    and its padded copy (12 V C); the logits. `more_logits` says how often a
+    fork computes plain logits, outside of what is compiled.
 
     A CPU: the process itself, and the larger of two moments, both with weights and moments: in the
     loss, activations and logits; at the end of the backward pass, all gradients and one block.
@@ -109,8 +109,14 @@ def estimate_memory(
         return process + 12 * N + max(in_loss, at_end)
     # Compiled, the gradient of the logits takes their place. Otherwise there are the logits, their
     # gradient, and what is between, in float32.
-    logits = B * T * V * (dtype.itemsize if config.compile and not own_loss else 16)
+    logits = B * T * V * ((dtype.itemsize if config.compile else 16) + 16 * more_logits)
     return 16 * N + 12 * V * C + stored + 16 * B * T * C + logits
+
+
+def count_more_logits(model: "GPT") -> int:
+    """How often a fork computes plain logits in training. If that cannot be tried, once."""
+    count = plain_logits(type(model), model.config)
+    return 1 if count is None else count
 
 
 def choose_micro_batch(
@@ -126,19 +132,19 @@ def choose_micro_batch(
         count_micro_steps(config, config.micro_batch_size, ranks.world_size)
         return config.micro_batch_size
     sequences = count_micro_steps(config, 1, ranks.world_size)  # of a step, on each rank
-    usable, own_loss = 0.0, False
+    usable, more_logits = 0.0, 0
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
         # NCCL takes a gibibyte.
         usable = USABLE * (min(ranks.gather(free)) - (2**30 if ranks.world_size > 1 else 0))
-        own_loss = config.compile and has_own_loss(type(model), model.config) is not False
+        more_logits = count_more_logits(model)
 
     def fits(B: int) -> bool:
         if sequences % B:
             return False
         if ranks.device.type != "cuda":
             return B * config.seq_len <= CPU_TOKENS
-        return estimate_memory(config, model, B, "cuda", dtype, own_loss) <= usable
+        return estimate_memory(config, model, B, "cuda", dtype, more_logits) <= usable
 
     if before and sequences % before == 0 and (ranks.device.type != "cuda" or fits(before)):
         return before
@@ -164,13 +170,17 @@ def count_micro_steps(config: "TrainConfig", B: int, world_size: int) -> int:
 
 
 def describe(
-    config: "TrainConfig", model: "GPT", device_line: str, peak: tuple[float, str], available: int
+    config: "TrainConfig",
+    model: "GPT",
+    device_line: str,
+    peak: tuple[float, str],
+    tokens: int,
+    available: int,
 ) -> dict[str, str]:
     """What a run trains, and on what: the lines that a run and its --plan begin with.
 
-    `peak` is the result of peak_flops(). `available` is the number of training tokens, or 0 if
-    there is no data yet."""
-    tokens = config.max_steps * config.total_batch_size
+    `peak` is the result of peak_flops(). The run reads `tokens`. `available` is the number of
+    training tokens that there are, or 0 if there is no data yet."""
     epochs = "no data yet"
     if available:
         steps = max(round(available / config.total_batch_size), 1)
@@ -196,12 +206,11 @@ def warn_of_many_epochs(config: "TrainConfig", available: int) -> None:
         warn(f"{problem}; --max-steps {few} makes 10 epochs")
 
 
-def print_plan(config: "TrainConfig", model: "GPT") -> None:
-    """Prints what a run will take. Trains nothing."""
+def print_plan(config: "TrainConfig", model: "GPT", tokens: int) -> None:
+    """Prints what a run over so many tokens will take. Trains nothing."""
     device = choose_device(config.device)
     dtype, device_line = choose_precision(config.dtype, device, model.num_parameters())
     flops = model.flops_per_token(config.seq_len)
-    tokens = config.max_steps * config.total_batch_size
     available = 0
     if Path(config.data).exists():
         _, shards = open_split(Path(config.data), "train")
@@ -210,11 +219,11 @@ def print_plan(config: "TrainConfig", model: "GPT") -> None:
     rate = peak * ASSUMED_MFU / flops  # tokens per second
     B = choose_micro_batch(config, model, Ranks(0, 1, device), dtype)
     memory = estimate_memory(config, model, B, device.type, dtype)
-    own_loss = has_own_loss(type(model), model.config) is not False
+    more_logits = count_more_logits(model)
     if device.type == "cuda":
-        memory = estimate_memory(config, model, B, "cuda", dtype, own_loss)
+        memory = estimate_memory(config, model, B, "cuda", dtype, more_logits)
     projected = f"projected: {ASSUMED_MFU:.0%} of"
-    rows = describe(config, model, device_line, (peak, source), available) | {
+    rows = describe(config, model, device_line, (peak, source), tokens, available) | {
         "FLOPs": f"{flops * tokens:.3e}",
         "memory": f"{memory / 1e9:.2f} GB with B = {B}, an estimate",
         "time": f"{duration(tokens / rate)} at {rate:,.0f} tok/s, {projected} "
@@ -229,7 +238,7 @@ def print_plan(config: "TrainConfig", model: "GPT") -> None:
             sizes = [config.micro_batch_size] if config.micro_batch_size else sizes
             usable = USABLE * (gigabytes * 1e9 - (2**30 if count > 1 else 0))
             needs = {
-                size: estimate_memory(compiled, model, size, "cuda", torch.float16, own_loss)
+                size: estimate_memory(compiled, model, size, "cuda", torch.float16, more_logits)
                 for size in sizes
             }
             fitting = [size for size in sizes if needs[size] <= usable]

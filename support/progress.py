@@ -86,13 +86,14 @@ def announce(
     optimizers: list[torch.optim.Optimizer],
     loader: "DataLoaderLite",
     progress: Progress,
+    tokens: int,
     checkpoint: Path | None,
 ) -> None:
     """Prints the first lines of a run. They say what it trains, on what, and from which checkpoint.
 
-    `loader` is that of the training data."""
+    `loader` is that of the training data, of which the whole run reads `tokens`."""
     peak = (progress.peak_flops, progress.peak_source)
-    rows = plan.describe(config, model, device_line, peak, loader.total_tokens)
+    rows = plan.describe(config, model, device_line, peak, tokens, loader.total_tokens)
     shares = []
     for optimizer in optimizers:
         tensors = [p for group in optimizer.param_groups for p in group["params"]]

@@ -259,7 +259,7 @@ class RunFolder:
         kind = "in Hugging Face format"
         fork = not fingerprint.is_gpt2(type(model), model.config)
         if fork:
-            kind = "not GPT-2's model any more: only this code loads it"
+            kind = "a fork's: docs/after.md says how other programs open it"
         print0(f"model: {checkpoint}/, {kind}")
         best, loss = self.best()
         if best not in (None, step):
@@ -268,10 +268,11 @@ class RunFolder:
         command = ["python", shown(ROOT / "sample.py"), str(self.path)]
         if self.config.sample_prompt:  # without one, sample.py asks for it
             command.append(self.config.sample_prompt)
-        if fork and self.script:
-            found = model_code.find_code(checkpoint, huggingface.read_config(checkpoint))
-            if found != self.script:
-                command += ["--code", shown(self.script)]
+        raw = huggingface.read_config(checkpoint)
+        if fork and self.script and model_code.find_code(checkpoint, raw) != self.script:
+            command += ["--code", shown(self.script)]
+        if "fingerprint" not in raw:  # it may need this precision
+            command += ["--dtype", self.entries[-1]["dtype"]]
         print0(f"sample: {shlex.join(command)}")
 
 
@@ -281,12 +282,12 @@ def differences(before: dict[str, Any], config: "TrainConfig", may_change: set[s
     before: {} or the run's settings; one that it lacks, as a fork may have added it, counts as its
     default."""
     now = asdict(config)
-    before = before and asdict(type(config)()) | before
-    return [
-        f"{flag(name)} was {value}, is {now.get(name, 'no flag of this code')}"
-        for name, value in before.items()
-        if name not in may_change and shown(value) != shown(now.get(name))
-    ]
+    found = []
+    for name, value in (before and asdict(type(config)()) | before).items():
+        if name not in may_change and shown(value) != shown(now.get(name)):
+            was = f"was {value}" if name in before else f"is new, so it counts as {value}"
+            found.append(f"{flag(name)} {was}, is {now.get(name, 'no flag of this code')}")
+    return found
 
 
 def draw_curves(log_dir: Path, wait: bool) -> None:

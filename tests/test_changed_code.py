@@ -1,5 +1,6 @@
 """What a run says and does where its code has a bug, or is not the code that it began with."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import sample
 import train_gpt2
 from support.errors_and_signals import UserError
 from tests.conftest import ROOT, losses, read_log, start_ranks, starts, tiny, train, words
@@ -236,18 +238,42 @@ def test_a_plan_tries_a_step(code, capsys):
 
 
 def test_a_plan_knows_that_a_forks_loss_takes_more_memory(code, capsys):
-    """Its logits are not compiled, and so exist several times."""
+    """Its logits are not compiled, and so exist several times, also besides model.loss."""
     fits = []
-    own = (
-        "        return self.loss(x, self.lm_head.weight, targets)",
-        "        logits = self.lm_head(x)"
-        "\n        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())",
-    )
-    for module in (train_gpt2, code("train_own_loss", own)):
+    line = "        return self.loss(x, self.lm_head.weight, targets)"
+    own = "        return F.cross_entropy(self.lm_head(x).flatten(0, 1).float(), targets.flatten())"
+    both = f"{line} + 1e-4 * self.lm_head(x).logsumexp(2).square().mean()"
+    forks = [code("train_own", (line, own)), code("train_both", (line, both))]
+    for module in (train_gpt2, *forks):
         module.main(words("--preset gpt2 --plan --device cpu"))
-        (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("A100")]
-        fits.append(int(line.split("B = ")[1].split()[0]))
-    assert fits[1] < fits[0]
+        (row,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("A100")]
+        fits.append(int(row.split("B = ")[1].split()[0]))
+    assert fits[2] <= fits[1] < fits[0]
+
+
+def test_a_copy_of_a_compiled_model_runs_its_own_weights(monkeypatch):
+    """As an average of the weights that a fork begins in mid-run."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    for flags in ("--compile", "--compile --low-memory"):
+        model = GPT(GPTConfig(16, 50257, 2, 2, 16))
+        train_gpt2.choose_execution(model, train_gpt2.read_config(tiny(flags)))
+        idx = torch.arange(16)[None]
+        average = copy.deepcopy(model)
+        before = average(idx, idx).item()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        assert average(idx, idx).item() == before != model(idx, idx).item()
+
+
+def test_the_code_of_a_model_without_a_fingerprint_must_be_named(code, tmp_path, monkeypatch):
+    """Nothing would tell another code from it."""
+    nan = code("train_nan", ("x = self.ln_f(x)", "x = self.ln_f(x) / (x.dtype != torch.float64)"))
+    nan.GPT(nan.GPTConfig(16, 50257, 1, 2, 16)).save_pretrained(tmp_path / "model")
+    args = words(tmp_path / "model", "a --max-new-tokens 1 --device cpu")
+    with pytest.raises(UserError, match=r"train_nan.*--code"):
+        sample.main(args)
+    sample.main([*args, "--code", nan.__file__])
 
 
 BROKEN = 'raise ImportError("transformers is broken")\n'

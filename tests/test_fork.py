@@ -14,6 +14,8 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
+import hellaswag
+import sample
 import train_gpt2
 from support.errors_and_signals import UserError
 from support.fingerprint import fingerprint
@@ -31,7 +33,7 @@ CHANGES = {title: section for title, _, section in SECTIONS if "```diff" in sect
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
-    """fork(name): makes the changed script the module `train_gpt2`, for the tools as well."""
+    """fork(name): makes the changed script the module `train_gpt2`."""
     if shutil.which("git") is None:
         pytest.skip("docs/forking.md applies its changes by git")
     folder = tmp_path / "fork"
@@ -42,12 +44,11 @@ def fork(tmp_path, monkeypatch):
         shutil.copy(ROOT / "train_gpt2.py", path)
         git = ["git", "apply", "--verbose"]  # as the page says
         subprocess.run(git, input=CHANGES[name].encode(), cwd=folder, check=True)
-        for tool, source in {"train_gpt2": path, "sample": None, "hellaswag": None}.items():
-            spec = importlib.util.spec_from_file_location(tool, source or ROOT / f"{tool}.py")
-            module = importlib.util.module_from_spec(spec)
-            monkeypatch.setitem(sys.modules, tool, module)
-            spec.loader.exec_module(module)
-        return sys.modules["train_gpt2"]
+        spec = importlib.util.spec_from_file_location("train_gpt2", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "train_gpt2", module)
+        spec.loader.exec_module(module)
+        return module
 
     return make
 
@@ -92,11 +93,11 @@ def test_a_change_trains_resumes_samples_and_scores(name, fork, text, tmp_path, 
     idx = torch.tensor([get_tokenizer().encode_ordinary(prompt)])
     for _ in range(8):
         idx = torch.cat([idx, logits_of(model, idx)[:, -1:].argmax(-1)], dim=1)
-    options = "--max-new-tokens 8 --temperature 0 --device cpu"
+    options = ["--max-new-tokens 8 --temperature 0 --device cpu --code", changed.__file__]
     capsys.readouterr()
-    sys.modules["sample"].main(words(straight, prompt, options))
+    sample.main(words(straight, prompt, *options))
     assert capsys.readouterr().out == get_tokenizer().decode(idx[0].tolist()) + "\n"
-    sys.modules["hellaswag"].main(["-m", str(straight), "-d", "cpu", "--data", str(tasks)])
+    hellaswag.main(words("-d cpu --data", tasks, "-m", straight, "--code", changed.__file__))
     acc_norm = capsys.readouterr().out.split("acc_norm: ")[1]
     assert float(acc_norm) == pytest.approx(losses(straight, "hella")[-1], abs=1e-4)
 
@@ -171,7 +172,7 @@ def test_a_checkpoint_from_before_a_flag_was_added_resumes(fork, text, tmp_path)
     args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]
     train(*args, "--max-steps 1")
     fork("Dropout")
-    with pytest.raises(UserError, match=r"--dropout\b.*0\.1.*0\.3"):
+    with pytest.raises(UserError, match=r"--dropout is new.*0\.0.*0\.3"):
         train(*args, "--max-steps 2 --resume --dropout 0.3")
     train(*args, "--max-steps 2 --resume")
     assert len(losses(tmp_path / "log")) == 2

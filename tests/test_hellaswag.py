@@ -5,6 +5,7 @@ import hashlib
 import http.client
 import io
 import json
+import math
 import os
 import shutil
 import urllib.error
@@ -14,8 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import hellaswag
 from hellaswag import main
 from support.errors_and_signals import UserError
+from support.ranks import Ranks
 from tests.conftest import ROOT, logits_of, losses, read_log, train, train_on_ranks
 from train_gpt2 import GPT, GPTConfig, get_tokenizer
 
@@ -365,3 +368,13 @@ def test_a_run_whose_download_fails_goes_on_without(ranks, text, tmp_path, answe
         output = "".join(train_on_ranks(2, tmp_path, *flags, disturb=no_network_on_rank_1))
     assert output.count("no network") == 1
     assert not losses(tmp_path / "log", "hella") and len(losses(tmp_path / "log", "val")) == 2
+
+
+def test_logits_that_are_no_numbers_choose_nothing(model, tmp_path):
+    """In training it is logged as nan, alone it is an error."""
+    gpt = GPT.from_pretrained(model[1])
+    gpt.ln_f.register_forward_hook(lambda module, inputs, output: output * math.nan)
+    alone = Ranks(0, 1, torch.device("cpu"))
+    tasks = hellaswag.load_tasks(str(ROOT / "tests/hellaswag_sample.jsonl"), gpt, alone)
+    autocast = torch.autocast("cpu", enabled=False)
+    assert math.isnan(hellaswag.accuracy(gpt, tasks, alone, autocast))

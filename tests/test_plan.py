@@ -105,8 +105,8 @@ def test_where_ranks_do_not_divide_a_step_the_error_names_what_they_divide(tmp_p
     args = ["--seq-len 32 --total-batch-size 512 --micro-batch-size 0 --log-dir", tmp_path / "log"]
     codes, texts = start_ranks(3, tmp_path, *args)
     assert 2 in codes
-    (line,) = [line for output in texts for line in output.splitlines() if "error: " in line]
-    assert "--total-batch-size 512" in line and numbers(line)[-1] == 480
+    lines = [line for output in texts for line in output.splitlines() if "error: " in line]
+    assert all("--total-batch-size 512" in line and numbers(line)[-1] == 480 for line in lines)
 
 
 def test_checkpoints_record_the_micro_batch(text, tmp_path, capsys):
