@@ -323,8 +323,7 @@ def accuracy(gpt: "GPT", tasks: list[Task], ranks: Ranks, autocast: torch.autoca
     """The acc_norm of a GPT. All ranks call this together, and get the same number.
 
     `tasks` must not be empty."""
-    # Without force_eager, a compiled model would be compiled again for each new length.
-    with autocast, torch.compiler.set_stance("force_eager"):
+    with autocast:
         losses_of_tasks = score(wrap_gpt(gpt), tasks, ranks)
     right = 0.0
     for i, losses in losses_of_tasks.items():

@@ -18,6 +18,7 @@ weights from total_batch_size tokens. The ranks share them equally, and each ran
 gradients of several micro-steps of B * T tokens. What is logged for step s was computed with the
 weights after s updates, so the loss of step 0 is that of the untrained model."""
 
+import contextlib
 import itertools
 import math
 import sys
@@ -619,7 +620,7 @@ def is_cross_entropy(
     """True if a model's loss is the cross-entropy of its logits. Tried on a sequence (T + 1,)."""
     tokens = torch.from_numpy(sequence[None, :65].astype(np.int64)).to(ranks.device)
     x, y = tokens[:, :-1], tokens[:, 1:]
-    with autocast, torch.compiler.set_stance("force_eager"):  # this shape occurs nowhere else
+    with autocast:
         loss = model(x, y)
         logits = model(x).flatten(0, 1)  # (T, V)
     expected = F.cross_entropy(logits.float(), y.flatten())
@@ -635,7 +636,7 @@ def print_samples(model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocas
     tokens = get_tokenizer().encode_ordinary(prompt or "\n")
     idx = torch.tensor([tokens] * 2, device=ranks.device)
     try:
-        with autocast, torch.compiler.set_stance("force_eager"):  # each length would be compiled
+        with autocast:
             idx = model.generate(idx, 64, generator=generator)
     except RunError as error:  # The model has diverged. The next update ends the run.
         print_line(f"rank {ranks.rank}: no samples: {error}")
@@ -677,18 +678,25 @@ class Evaluations:
         if is_due(config.eval_every, step, config):
             loss = validation_loss(model, self.sequences, config.micro_batch_size, ranks, autocast)
             results = {"val": loss, "bpb": self.text_size.bits_per_byte(loss)}
-            if self.plain_loss and not is_cross_entropy(model, self.sequences[0], ranks, autocast):
-                self.plain_loss = False
-                problem = "the validation loss is not the plain cross-entropy of the model's logits"
-                warn(f"{problem}; what only training should see goes under `if self.training`")
-        if self.tasks and is_due(config.hellaswag_every, step, config):
-            results["hella"] = hellaswag.accuracy(model, self.tasks, ranks, autocast)
-        self.results |= results
-        if results:
-            log(step, **results)
-        if step > 0 and is_due(config.sample_every, step, config):
-            print_samples(model, config.sample_prompt, ranks, autocast)
+        with uncompiled(config):
+            if results and self.plain_loss:
+                self.plain_loss = is_cross_entropy(model, self.sequences[0], ranks, autocast)
+                if not self.plain_loss:
+                    problem = "the validation loss is not the cross-entropy of the model's logits"
+                    warn(f"{problem}; what only training should see goes under `if self.training`")
+            if self.tasks and is_due(config.hellaswag_every, step, config):
+                results["hella"] = hellaswag.accuracy(model, self.tasks, ranks, autocast)
+            self.results |= results
+            if results:
+                log(step, **results)
+            if step > 0 and is_due(config.sample_every, step, config):
+                print_samples(model, config.sample_prompt, ranks, autocast)
         model.train()
+
+
+def uncompiled(config: TrainConfig) -> contextlib.AbstractContextManager[object]:
+    """Within it a compiled model runs uncompiled, since each new length would be compiled again."""
+    return torch.compiler.set_stance("force_eager") if config.compile else contextlib.nullcontext()
 
 
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
