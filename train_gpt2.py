@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import hellaswag
 from support import devices, huggingface, plan
 from support.checkpoints import OptimizerStates, RandomStates, load_parts
-from support.command_line import flag, parse_args, print0, print_line, range_problems, warn
+from support.command_line import flag, parse_args, print0, print_line, range_problems
 from support.errors_and_signals import (
     RunError,
     Stopped,
@@ -56,7 +56,13 @@ from support.errors_and_signals import (
 )
 from support.files_and_locks import ROOT
 from support.muon import Muon
-from support.progress import Progress, announce, print_cost, print_validation
+from support.progress import (
+    Progress,
+    announce,
+    print_cost,
+    print_validation,
+    warn_unless_cross_entropy,
+)
 from support.ranks import Ranks, settle_buckets
 from support.run_folder import RunFolder
 from support.shards import check_tokens, holds_shards, open_split
@@ -371,10 +377,11 @@ class DataLoaderLite:
 class RunConfig:
     """How to run. These settings, and those that you add here, may change on resume."""
 
-    # which values the other flags have; auto: gpt2 if edu_fineweb10B/ has shards, or shakespeare
+    # a recipe with values for the other flags; auto: gpt2 if edu_fineweb10B/ has shards, else
+    # shakespeare
     preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "small", "shakespeare"] = "auto"
     data: str = SHARDS_FOLDER  # folder of token shards, also in subfolders, or .txt file
-    log_dir: str = "log"  # folder of the run; that of an earlier run is renamed
+    log_dir: str = "log"  # folder of the run; without --resume an earlier run there is renamed
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
     changed_code: bool = False  # resume although this code computes something else than before
     plan: bool = False  # print estimated FLOPs, memory and time, try one step, and exit
@@ -595,7 +602,7 @@ def validation_loss(
     """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them.
 
     Neither B nor the number of ranks changes the result."""
-    losses = torch.zeros(math.ceil(len(sequences) / B), device=ranks.device)  # those of batches
+    losses = torch.zeros(math.ceil(len(sequences) / B), device=ranks.device)  # of each batch
     # share() raises Stopped, on all ranks at once, if the run is asked to stop.
     for start in ranks.share(range(0, len(sequences), B)):
         rows = sequences[start : start + B]
@@ -611,21 +618,6 @@ def validation_loss(
     # Reading a loss waits for the device, so all are read at the end.
     total = sum(losses.tolist())
     return ranks.sum(total) / len(sequences)
-
-
-@torch.no_grad()
-def is_cross_entropy(
-    model: GPT, sequence: np.ndarray, ranks: Ranks, autocast: torch.autocast
-) -> bool:
-    """True if a model's loss is the cross-entropy of its logits. Tried on a sequence (T + 1,)."""
-    tokens = torch.from_numpy(sequence[None, :65].astype(np.int64)).to(ranks.device)
-    x, y = tokens[:, :-1], tokens[:, 1:]
-    with autocast:
-        loss = model(x, y)
-        logits = model(x).flatten(0, 1)  # (T, V)
-    expected = F.cross_entropy(logits.float(), y.flatten())
-    tolerance = 1e-4 if logits.dtype == torch.float32 else 2e-3
-    return math.isclose(loss.item(), expected.item(), rel_tol=tolerance)
 
 
 def print_samples(model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocast) -> None:
@@ -656,7 +648,6 @@ class Evaluations:
         self.autocast = autocast
         self.tasks = []
         self.results = {}  # the latest value of each evaluation
-        self.plain_loss = True  # until it is found that a fork's loss is another
         if config.eval_every:
             T = config.seq_len
             loader = DataLoaderLite(config.data, "val", B=1, T=T, shuffle=False)
@@ -679,11 +670,8 @@ class Evaluations:
             loss = validation_loss(model, self.sequences, config.micro_batch_size, ranks, autocast)
             results = {"val": loss, "bpb": self.text_size.bits_per_byte(loss)}
         with uncompiled(config):
-            if results and self.plain_loss:
-                self.plain_loss = is_cross_entropy(model, self.sequences[0], ranks, autocast)
-                if not self.plain_loss:
-                    problem = "the validation loss is not the cross-entropy of the model's logits"
-                    warn(f"{problem}; what only training should see goes under `if self.training`")
+            if results:
+                warn_unless_cross_entropy(model, self.sequences[0], autocast)
             if self.tasks and is_due(config.hellaswag_every, step, config):
                 results["hella"] = hellaswag.accuracy(model, self.tasks, ranks, autocast)
             self.results |= results

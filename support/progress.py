@@ -1,13 +1,16 @@
 """What a training run prints of itself: its first lines, the speed of each step, its last lines."""
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from support import devices, plan
-from support.command_line import duration, print0
+from support.command_line import duration, print0, warn
 from support.ranks import Ranks
 from support.tokenizer import TextSize
 
@@ -109,6 +112,24 @@ def announce(
         print0(f"{name}: {value}")
     if loader.rank == 0:
         plan.warn_of_many_epochs(config, loader.total_tokens)
+
+
+@torch.no_grad()
+def warn_unless_cross_entropy(model: "GPT", sequence: np.ndarray, autocast: torch.autocast) -> None:
+    """Warns if the loss of a fork in evaluation is not the cross-entropy of its logits.
+
+    Tried on the beginning of a sequence (T + 1,), with as many tokens as take little memory."""
+    tokens = torch.from_numpy(sequence[None, :65].astype(np.int64)).to(model.wte.weight.device)
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    with autocast:
+        loss = model(x, y)
+        logits = model(x).flatten(0, 1)  # (64, V)
+    expected = F.cross_entropy(logits.float(), y.flatten())
+    tolerance = 1e-4 if logits.dtype == torch.float32 else 2e-3
+    equal = math.isclose(loss.item(), expected.item(), rel_tol=tolerance)
+    if loss.isfinite() and not equal:
+        problem = "the validation loss is not the cross-entropy of the model's logits"
+        warn(f"{problem}; what only training should see goes under `if self.training`")
 
 
 def print_validation(loss: float, text: TextSize) -> None:

@@ -7,7 +7,6 @@ Only rank 0 reads and writes. The other ranks call the same methods, which tell 
 found or do nothing. The formats are in log_txt.py, run_json.py and checkpoints.py."""
 
 import contextlib
-import os
 import shlex
 import subprocess
 import sys
@@ -52,8 +51,6 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         if self.path.exists() and self.path.samefile(ROOT):
             raise UserError(f"--log-dir {self.path}: the repository itself; choose another folder")
-        if str(self.path).encode(errors="ignore") != os.fsencode(self.path):
-            raise UserError(f"--log-dir {str(self.path)!a}: not UTF-8, which PyTorch needs")
         if self.ranks.rank == 0:
             self.lock()
         return self

@@ -208,7 +208,7 @@ def test_a_validation_loss_that_is_no_cross_entropy_is_said(code, text, tmp_path
         ("F.cross_entropy(logits.float(), targets.flatten())", smoothed),
     )
     fork.main(tiny(*args))
-    assert capsys.readouterr().err.count("if self.training") == 1
+    assert "if self.training" in capsys.readouterr().err
 
 
 def test_speed_is_that_of_the_tokens_that_were_read(code, text, tmp_path):
