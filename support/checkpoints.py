@@ -46,16 +46,18 @@ def write_checkpoint(
     try:
         with atomic_path(folder) as partial:
             save_model(partial)
-            torch.save(state, partial / "training_state.pt")
+            with open(partial / "training_state.pt", "wb") as file:
+                torch.save(state, file)
             # As `sha256sum -c` reads it. README.md is not in it: users may edit it.
             sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(partial.iterdir())]
             (partial / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
             (partial / "README.md").write_text(card, encoding="utf-8", errors="replace")
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch.save reports a full disk as a RuntimeError of its writer; others are bugs.
-        writer_failed = re.search("inline_container|StreamWriter", str(error))
-        if type(error) is RuntimeError and not writer_failed:
-            raise
+        # When the disk is full, torch.save may raise a RuntimeError while it handles the OSError.
+        if isinstance(error, RuntimeError):
+            if not isinstance(error.__context__, OSError):
+                raise  # a bug
+            error = error.__context__
         return f"{folder}: not written ({first_line(error)})"
     return ""
 
