@@ -1,6 +1,6 @@
 """Trains GPT-2 (124M) from scratch and saves it in Hugging Face format.
 
-    python train_gpt2.py                                  # Shakespeare, or GPT-2 if it finds shards
+    python train_gpt2.py                  # GPT-2 if edu_fineweb10B/ has shards, else Shakespeare
     python train_gpt2.py --preset gpt2 --data my_shards   # GPT-2 on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py --preset gpt2     # on eight GPUs
     python train_gpt2.py --resume                         # continues the run in log/
@@ -139,6 +139,7 @@ class LinearCrossEntropy(nn.Module):
         """x (…, C), weight (V, C), targets (…) -> float32 scalar. Targets of -100 do not count."""
         V = weight.size(0)
         added = 64 * math.ceil(V / 64) - V  # rows
+        # F.pad takes the last dimension first.
         weight = F.pad(weight, (0, 0, 0, added))  # (V + added, C)
         bias = F.pad(x.new_zeros(V), (0, added), value=-math.inf)  # (V + added,)
         logits = F.linear(x.flatten(0, -2), weight, bias)
@@ -156,12 +157,13 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # The head has the weight of wte, as the last line says. "meta" means none of its own.
+        # The head is made without a weight ("meta"). It gets that of wte at the end of __init__.
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.loss = LinearCrossEntropy()  # a module, so that it can be compiled by itself
 
-        # The initial weights of all linear layers and embeddings above. Any other parameter starts
-        # as it was made. A layer that is to start otherwise, with zeros say, is set after this.
+        # The initial weights of all linear layers and embeddings that were made so far, except
+        # lm_head, which has none yet. Other parameters stay as they were made. If a layer is to
+        # start with zeros, say, set it after this loop.
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 std = 0.02
@@ -179,8 +181,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Tokens (B, T) -> logits (B, T, V), or with targets (B, T) their mean cross-entropy.
 
-        Without targets, `at` selects the positions whose logits are needed. It indexes the first
-        two dimensions, so (slice(None), -1) is the last position of each row."""
+        Without targets, `at` selects the positions whose logits are needed. It is an index into
+        (B, T), so (slice(None), -1) is the last position of each row."""
         T = idx.size(1)
         if self.config.block_size < T:
             raise UserError(f"{T} tokens, but the model's context is {self.config.block_size}")
@@ -242,19 +244,23 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, name: str | Path, strict: bool = True, adapt: bool = False, **changes: Any
+        cls,
+        name: str | Path,
+        other_code: Literal["refuse", "accept", "adapt"] = "refuse",
+        **changes: Any,
     ) -> "GPT":
         """A GPT-2 from a folder or the Hub (`gpt2`, …), in float32 and evaluation mode.
 
-        `changes` gives fields of GPTConfig other values than config.json has. If the weights were
-        trained by code that computes something else, this raises UserError, or with strict=False
-        prints a note. With adapt=True it takes the tensors that fit, and names the others."""
-        with torch.device("cpu"):  # not on the meta device, which main() sets for --plan
-            return huggingface.read_pretrained(cls, GPTConfig, name, strict, adapt, changes)
+        Some logits in config.json tell if the weights were trained by code that computes something
+        else (support/fingerprint.py). That is an error. With other_code="accept" it is a note. With
+        "adapt" the tensors that fit are taken as well where others do not, and all are named.
+        `changes` gives fields of GPTConfig other values than config.json has."""
+        with torch.device("cpu"):  # whatever the default device is
+            return huggingface.read_pretrained(cls, GPTConfig, name, other_code, changes)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes a Hugging Face GPT-2 with its tokenizer. If the model has been changed and is no
-        GPT-2 any more, config.json says so."""
+        """Writes a Hugging Face GPT-2 with its tokenizer. If transformers' GPT-2 would compute
+        something else, since this file has been changed, config.json says so."""
         huggingface.write_pretrained(self, Path(folder))
 
 
@@ -270,7 +276,7 @@ class DataLoaderLite:
     An epoch reads the shards in random order, and the sequences of each shard in random order. It
     skips some tokens at the beginning of each shard, from 0 to T - 1, and the next epoch skips
     another number. So each epoch has other sequences, from which a model learns more when it reads
-    a text ten times (bench/order). With T = 4, a shard of 14 tokens has two sequences. An epoch
+    a text ten times (bench/order). With T = 4, a shard of 12 tokens has two sequences. An epoch
     that skips 3 tokens reads tokens 3-6 and 7-10, and one that skips none reads 0-3 and 4-7.
 
     Every epoch takes the same number of sequences from a shard. No token is an input twice in an
@@ -311,16 +317,17 @@ class DataLoaderLite:
         if self.sequences_per_epoch == 0:
             size = f"{self.total_tokens} {split} tokens"
             raise UserError(f"{data}: {size}, too few for a sequence of {T} and its target")
-        self.go_to(0)
+        self.go_to(0)  # sets self.upcoming, the places of the sequences to come
 
     def divide(self, tokens: np.ndarray) -> tuple[int, int]:
         """(how many sequences of a shard an epoch reads, how many tokens it may skip at most)"""
+        T = self.T
         inputs = len(tokens) - 1  # the last token can only be a target
-        most = self.T - 1 if self.shuffle else 0
-        count = max((inputs - most) // self.T, 0)
-        if count == 0 and inputs >= self.T:
-            count = 1  # a short shard skips fewer tokens, rather than have no sequence
-        return count, min(most, inputs - count * self.T)
+        if not self.shuffle or inputs < T:
+            return inputs // T, 0
+        if inputs < 2 * T - 1:  # a short shard skips fewer tokens, rather than have no sequence
+            return 1, inputs - T
+        return (inputs - (T - 1)) // T, T - 1
 
     def places(self, first_epoch: int = 0) -> Iterator[tuple[int, int]]:
         """Yields the place of each sequence, epoch after epoch: its shard and its first token."""
@@ -390,7 +397,7 @@ class RunConfig:
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
     max_lr: float = 6e-4  # learning rate at the end of the warm-up
     min_lr: float = 6e-5  # what the learning rate falls to
-    warmdown_steps: int = 5000  # steps at the end of schedule wsd, in which the rate falls
+    warmdown_steps: int = 5000  # the last steps, in which the rate falls; only for schedule wsd
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
 
     # What only changes speed and rounding.
@@ -408,7 +415,7 @@ class RunConfig:
     hellaswag_every: int = 250  # steps between HellaSwag evaluations; 0: never
     hellaswag_data: str = ""  # local HellaSwag .jsonl; empty: the official tasks, downloaded once
     sample_every: int = 250  # steps between samples; 0: never
-    sample_prompt: str = "Hello, I'm a language model,"  # their beginning; empty: a line end
+    sample_prompt: str = "Hello, I'm a language model,"  # what samples continue; empty: a line end
 
     # Checkpoints and logs.
     save_every: int = 1000  # steps between checkpoints; 0: never
@@ -447,7 +454,7 @@ SHAPE = ("n_layer", "n_head", "n_embd")  # given weights (--init) have a shape o
 # A preset replaces some of the defaults above. Flags, in turn, replace values of the preset.
 PRESETS = {
     # GPT-2 small on 10 billion tokens. The values are GPT-3's (Brown et al. 2020, table 2.1 and
-    # appendix B), as in build-nanogpt. They are the defaults above.
+    # appendix B), as in Karpathy's build-nanogpt. They are the defaults above.
     "gpt2": {},
     # The same model on half the tokens, with Muon. The values were chosen on small models
     # (bench/recipes).
@@ -486,15 +493,6 @@ def choose_preset(preset: str) -> tuple[str, str]:
     if holds_shards(Path(SHARDS_FOLDER)):
         return "gpt2", f"{SHARDS_FOLDER}/ has shards"
     return "shakespeare", f"{SHARDS_FOLDER}/ has no shards; `python fineweb.py` makes them"
-
-
-def announce_preset(config: TrainConfig) -> None:
-    """Prints the preset, and for which texts it is meant if it was chosen without being asked."""
-    preset, reason = choose_preset(config.preset)
-    print0(f"preset: {preset} ({reason})")
-    if config.preset == "auto" and config.data != TrainConfig(**PRESETS[preset]).data:
-        suits = {"shakespeare": "about a megabyte of text", "gpt2": "gigabytes of text"}[preset]
-        print0(f"note: this preset suits {suits}; --preset small suits 50 megabytes, on a GPU")
 
 
 def read_config(args: list[str] | None = None) -> TrainConfig:
@@ -545,11 +543,11 @@ def configure_optimizers(
     """AdamW. With --optimizer muon, Muon takes over the linear layers inside the blocks.
 
     To train some parameters at another rate, make a group with its own `lr`. The schedule scales it
-    as it scales the others. Matrix products of the run are computed in `dtype`."""
+    as it scales the others. `dtype` is the precision of the run's matrix products."""
     optimizers = []
     parameters = list(model.parameters())
     if config.optimizer == "muon":
-        # A router of a mixture of experts is better trained by AdamW. It is known by its name.
+        # A fork may have a mixture of experts. Its routers, known by that name, are for AdamW.
         by_muon = {  # a set of tensors, which compares them by identity
             layer.weight
             for name, layer in model.h.named_modules()
@@ -557,7 +555,7 @@ def configure_optimizers(
         }
         matrices = [p for p in parameters if p in by_muon]
         parameters = [p for p in parameters if p not in by_muon]
-        # Muon scales its updates to the size of AdamW's, so that both take the same learning rate.
+        # Muon scales its updates to the size of AdamW's, so that both share max_lr.
         # It computes in bfloat16 if the run does. The range of float16 is too small for it.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
@@ -603,7 +601,8 @@ def validation_loss(
 
     Neither B nor the number of ranks changes the result."""
     losses = torch.zeros(math.ceil(len(sequences) / B), device=ranks.device)  # of each batch
-    # share() raises Stopped, on all ranks at once, if the run is asked to stop.
+    # Of these batches share() yields every world_size-th to a rank. If the run is asked to stop, it
+    # raises Stopped on all ranks at once.
     for start in ranks.share(range(0, len(sequences), B)):
         rows = sequences[start : start + B]
         n = len(rows)
@@ -611,7 +610,7 @@ def validation_loss(
         rows = np.pad(rows.astype(np.int64), ((0, B - n), (0, 0)))
         tokens = torch.from_numpy(rows).to(ranks.device)  # (B, T + 1)
         x = tokens[:, :-1]
-        y = tokens[:, 1:].clone()
+        y = tokens[:, 1:].clone()  # x has some of the same memory
         y[n:] = -100
         with autocast:
             losses[start // B] = n * model(x, y)  # the sum of the n sequences' losses
@@ -641,9 +640,12 @@ def print_samples(model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocas
 class Evaluations:
     """Validation loss, HellaSwag and samples, each at its own steps and after the last one."""
 
-    def __init__(self, config: TrainConfig, model: GPT, ranks: Ranks, autocast: torch.autocast):
+    def __init__(
+        self, config: TrainConfig, model: GPT, B: int, ranks: Ranks, autocast: torch.autocast
+    ):
         self.config = config
         self.model = model
+        self.B = B
         self.ranks = ranks
         self.autocast = autocast
         self.tasks = []
@@ -667,10 +669,10 @@ class Evaluations:
         results = {}
         model.eval()  # turns off dropout, which a fork may have
         if is_due(config.eval_every, step, config):
-            loss = validation_loss(model, self.sequences, config.micro_batch_size, ranks, autocast)
+            loss = validation_loss(model, self.sequences, self.B, ranks, autocast)
             results = {"val": loss, "bpb": self.text_size.bits_per_byte(loss)}
         with uncompiled(config):
-            if results:
+            if results:  # a fork may have forgotten that other losses are for training alone
                 warn_unless_cross_entropy(model, self.sequences[0], autocast)
             if self.tasks and is_due(config.hellaswag_every, step, config):
                 results["hella"] = hellaswag.accuracy(model, self.tasks, ranks, autocast)
@@ -701,23 +703,22 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
 
     A given model has its own shape, which is entered in `config`."""
     shape = {name: getattr(config, name) for name in SHAPE}
-    # Fields that a fork has added to GPTConfig and to TrainConfig, such as dropout.
-    in_both = {field.name for field in fields(GPTConfig)} & {field.name for field in fields(config)}
-    added = {name: getattr(config, name) for name in in_both - shape.keys()}
+    # A field that a fork has added to GPTConfig may also be one of TrainConfig, such as dropout.
+    names = [field.name for field in fields(GPTConfig) if field.name not in SHAPE]
+    added = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if checkpoint is None and config.init == "scratch":
         model = GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
     else:
         weights = checkpoint or config.init
-        # The weights of a checkpoint must come from this code, unless --changed-code says
-        # otherwise. Those of --init need not, but all must fit.
-        adapt = checkpoint is not None and config.changed_code
-        strict = checkpoint is not None and not adapt
         try:
-            model = GPT.from_pretrained(weights, strict, adapt, **added)
+            if checkpoint is None:  # --init takes a model of other code, too, if its tensors fit
+                model = GPT.from_pretrained(weights, other_code="accept", **added)
+            else:
+                other_code = "adapt" if config.changed_code else "refuse"
+                model = GPT.from_pretrained(weights, other_code, **added)
         except huggingface.OtherCode as error:
-            if checkpoint is None:
-                raise
-            raise UserError(f"--resume: {error}; --changed-code goes on with this code") from None
+            remedy = "--changed-code goes on with this code" if checkpoint else "use its own code"
+            raise UserError(f"{error}; {remedy}") from None
         for name, wanted in shape.items():
             found = getattr(model.config, name)
             if wanted not in (0, found):  # 0 means not given
@@ -741,19 +742,20 @@ def choose_execution(model: GPT, config: TrainConfig) -> None:
     """Compiles a model, or lets it compute blocks twice to save memory, as the settings say."""
     if config.compile:
         # The code of a block is compiled once for all blocks, which takes less time than the whole
-        # model would. If blocks differ in a number, such as a window, it is compiled for each of
-        # them, in training and in evaluation. Beyond a limit torch would run it uncompiled. Its
-        # default of 8 graphs is meant for one block in one mode.
+        # model would. But if the blocks of a fork differ in a number, such as a window, it is
+        # compiled for each of them, in training and in evaluation. After 8 graphs of one code torch
+        # would go on uncompiled, so this allows 8 for each block in both modes.
         limit = 8 * 2 * len(model.h)
         torch._dynamo.config.recompile_limit = limit
         torch._dynamo.config.accumulated_recompile_limit = max(limit, 256)
         for part in [*model.h, model.loss]:
-            # dynamic=False: all batches have the same shape. As a method it belongs to its part, so
-            # that a copy of the model, such as an average of its weights, runs its own.
+            # It becomes a method of its part, so that a deep copy of the model, as for an average
+            # of weights, runs with the weights of the copy. All batches have the same shape.
             compiled = torch.compile(part.forward.__func__, dynamic=False)
             part.forward = MethodType(compiled, part)
     if config.low_memory:
-        # A block keeps only its input. The backward pass computes the block again.
+        # torch.utils.checkpoint: a block keeps only its input, and is computed again for its
+        # backward pass.
         for block in model.h:
             block.forward = partial(recompute, block.forward, use_reentrant=False)
 
@@ -780,16 +782,18 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     may_change = {field.name for field in fields(RunConfig)}
     if config.init != "scratch":
         may_change.update(SHAPE)  # new_model() compares it with the weights
-    # None and {} if there is no checkpoint. An error if another setting has changed.
+    # Without a checkpoint find_start() returns None and {}. If the checkpoint has another value of
+    # a setting that must not change, it raises UserError.
     checkpoint, saved = run.find_start(may_change)
     step = first_step = saved.get("step", 0)  # updates so far
     torch.manual_seed(config.seed)
     model = new_model(config, checkpoint)
     if config.save_every and ranks.rank == 0:
-        # An error if a checkpoint of this model could not be loaded.
+        # UserError if a checkpoint of a model like this could not be loaded into a new one.
         huggingface.check_before_training(model, resumed=checkpoint is not None)
 
-    # ---- The precision of matrix products. On a CPU it may be measured, so rank 0 chooses for all.
+    # ---- The precision of matrix products. On a CPU bfloat16 may be timed, so rank 0 chooses for
+    # all. `device_line` says which device and precision, and why.
     dtype, device_line = ranks.on_rank_0(
         devices.choose_precision,
         config.dtype,
@@ -808,7 +812,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 
     # ---- Sequences per micro-step on each rank (B). A resumed run keeps its B if that fits.
     B = plan.choose_micro_batch(config, model, ranks, dtype, before=saved.get("B", 0))
-    config.micro_batch_size = B  # for the evaluations, and for run.json
+    config.micro_batch_size = B  # for run.json
     T = config.seq_len
     model.to(ranks.device)
     torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
@@ -825,7 +829,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         shuffle=config.shuffle,
         device=ranks.device,
     )
-    evaluations = Evaluations(config, model, ranks, autocast)
+    evaluations = Evaluations(config, model, B, ranks, autocast)
     optimizers = configure_optimizers(model, config, dtype)
     # The scaler keeps small float16 gradients from becoming 0. Other precisions need none.
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
@@ -841,10 +845,10 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         if saved["shards"] != loader.lengths:
             raise UserError(f"--resume: {config.data} has shards of other names or lengths now")
     loader.go_to(sequences_before(step, config))
-    # OptimizerStates has restored moments, but no learning rates. These come from
-    # configure_optimizers().
+    # Each group has a multiple of the schedule's learning rate. It comes from the code, also in a
+    # resumed run: checkpoints have no learning rates.
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    ratios = [group["lr"] / config.max_lr for group in groups]  # 1, unless a fork has others
+    multiples = [group["lr"] / config.max_lr for group in groups]  # 1, unless a fork has others
 
     # ---- All checks are done, so the folder of the run may change
     facts = {"dtype": str(dtype).removeprefix("torch."), "B": B, "shards": loader.lengths}
@@ -869,8 +873,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             # ---- One update of the weights -------------------------------------------------------
             began = time.perf_counter()
             lr = get_lr(step, config)
-            for group, ratio in zip(groups, ratios, strict=True):
-                group["lr"] = ratio * lr
+            for group, multiple in zip(groups, multiples, strict=True):
+                group["lr"] = multiple * lr
+            # A fork may let the batch grow. choose_micro_batch() has seen to it that B divides it.
             first = sequences_before(step, config)
             sequences = sequences_before(step + 1, config) - first
             micro_steps = sequences // (B * ranks.world_size)
@@ -888,8 +893,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 tokens += y.numel()
                 if micro_step < micro_steps - 1:
                     x, y = loader.next_batch()  # while a GPU still computes the gradients
-            # The next step's first batch is read here for the same reason. If it is damaged, this
-            # step is made and saved before the run ends.
+            # The next step's first batch is read here for the same reason. If it is damaged, the
+            # run ends after this step, and after its checkpoint if one is due.
             damage = None
             if step + 1 < config.max_steps:
                 try:
@@ -912,7 +917,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                     optimizer.step()
             elif math.isfinite(loss) and scaler.get_scale() > 1:
                 # A float16 gradient has overflowed, as happens from time to time. The weights stay
-                # as they are. update() makes the factor smaller, as unscale_() has told it to.
+                # as they are, and update() makes the scaler's factor smaller.
                 print0(f"step {step:5d} has overflowed in float16, so the weights stay as they are")
             else:
                 # The model has diverged. Without float16 the factor of the scaler is 1.
@@ -943,7 +948,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     except Stopped:
         hint = "nothing is saved"
         if config.save_every:
-            run.save(model, step, parts, facts, required=True)
+            run.save(model, step, parts, facts, required=True)  # UserError if the disk is full
             hint = "--resume continues"
         print0(f"stopped by a signal after {step} updates; {hint}")
         return status_after_signal()
@@ -966,13 +971,14 @@ def main(args: list[str] | None = None) -> int:
         plan.print_plan(config, model, sequences_before(config.max_steps, config) * config.seq_len)
         return 0
     ranks = Ranks.start(config.device, config.deterministic)
-    announce_preset(config)
+    preset, reason = choose_preset(config.preset)
+    print0(f"preset: {preset} ({reason})")
     if ranks.device.type == "cpu" and not config.low_memory:
         # The process keeps freed memory for new tensors. Steps take less time, and more memory.
         devices.keep_freed_memory()
     run = RunFolder(config, ranks)
     try:
-        with run:
+        with run:  # keeps other runs out of the folder
             status = train(config, ranks, run)
     except RuntimeError as error:
         # Out of memory and a lost rank become one line. Any other error is a bug, and keeps its
@@ -981,7 +987,7 @@ def main(args: list[str] | None = None) -> int:
         if explained is error:
             raise
         raise explained from None
-    if dist.is_initialized():  # DDP, a local variable of train(), must be gone, or this may hang
+    if dist.is_initialized():  # outside of train(), since this may hang while DDP exists
         dist.destroy_process_group()
     return status
 

@@ -10,7 +10,7 @@ import json
 import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import safetensors.torch
 import torch
@@ -159,15 +159,14 @@ def read_pretrained(
     model_class: "type[GPT]",
     config_class: "type[GPTConfig]",
     name: str | Path,
-    strict: bool,
-    adapt: bool,
+    other_code: Literal["refuse", "accept", "adapt"],
     changes: dict[str, Any],
 ) -> "GPT":
     """A model_class (GPT) with the weights of a GPT-2 in a folder or on the Hub, in float32.
 
-    changes: fields of config_class, instead of those in config.json. strict: OtherCode if the
-    weights were trained by code that computes something else; otherwise a note. adapt: also take
-    the weights that fit, if others do not, and name those; otherwise OtherCode."""
+    changes: fields of config_class, instead of those in config.json. other_code: what to do if the
+    weights were trained by code that computes something else. "refuse" raises OtherCode, "accept"
+    prints a note, and "adapt" also takes the weights that fit if others do not."""
     folder = model_folder(name)
     raw = read_config(folder)
     fork = raw.get("model_type") == FORK_TYPE
@@ -200,14 +199,14 @@ def read_pretrained(
         known = same(logits, raw["fingerprint"])
     if not problem and not known:
         problem = f"{name}: trained by code that computes something else than this code"
-        if strict:
+        if other_code == "refuse":
             raise OtherCode(problem)
         note(problem)
 
     state = read_weights(folder) if theirs is None else theirs.state_dict()
     state = state if fork else our_layout(state)
     model = model_class(config)
-    fit_weights(model, state, str(name), adapt)
+    fit_weights(model, state, str(name), adapt=other_code == "adapt")
     return model.eval()
 
 
