@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -993,4 +992,4 @@ def main(args: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_and_exit(record(main))  # record() shows a rank's error in torchrun's report
+    run_and_exit(main)

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,10 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A run with valid input cannot go on. The message is one line."""
+
+
+class LostRank(RunError):
+    """An exchange failed, probably since another rank has ended."""
 
 
 # Errors of the operating system that the user can fix, with a remedy if it is not obvious.
@@ -84,7 +89,7 @@ def explain(
     # NCCL and gloo name themselves, at least by the path of their source file.
     if isinstance(error, torch.distributed.DistError) or re.search("NCCL|gloo", str(error)):
         remedy = "probably since another rank has ended: see its error, or torchrun's report"
-        return RunError(f"an exchange between ranks failed, {remedy}. {str(error).strip()}")
+        return LostRank(f"an exchange between ranks failed, {remedy}. {str(error).strip()}")
     return error
 
 
@@ -157,6 +162,12 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
             sys.stderr.flush()
         else:
             raise
+        if isinstance(error, LostRank):
+            time.sleep(2)  # so that torchrun reports the rank that has failed first
+        elif several_ranks:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)  # for that report
         if several_ranks:
             os._exit(status)  # a normal exit would wait for exchanges that never complete
         sys.exit(status)
