@@ -142,7 +142,7 @@ class LinearCrossEntropy(nn.Module):
         weight = F.pad(weight, (0, 0, 0, added))  # (V + added, C)
         bias = F.pad(x.new_zeros(V), (0, added), value=-math.inf)  # (V + added,)
         logits = F.linear(x.flatten(0, -2), weight, bias)
-        return F.cross_entropy(logits.float(), targets.flatten())
+        return F.cross_entropy(logits.float(), targets.flatten())  # which ignores -100
 
 
 class GPT(nn.Module):
@@ -160,9 +160,9 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.loss = LinearCrossEntropy()  # a module, so that it can be compiled by itself
 
-        # The initial weights of all linear layers and embeddings that were made so far, except
-        # lm_head, which has none yet. Other parameters stay as they were made. If a layer is to
-        # start with zeros, say, set it after this loop.
+        # The initial weights of the linear layers and embeddings. (lm_head is among them, but for a
+        # weight on "meta" this does nothing.) Other parameters stay as they were made. If a layer
+        # is to start with zeros, say, set it after this loop.
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 std = 0.02
@@ -250,10 +250,10 @@ class GPT(nn.Module):
     ) -> "GPT":
         """A GPT-2 from a folder or the Hub (`gpt2`, …), in float32 and evaluation mode.
 
-        Some logits in config.json tell if the weights were trained by code that computes something
-        else (support/fingerprint.py). That is an error. With other_code="accept" it is a note. With
-        "adapt" the tensors that fit are taken as well where others do not, and all are named.
-        `changes` gives fields of GPTConfig other values than config.json has."""
+        config.json has a sample of what the code computes that trained the weights
+        (support/fingerprint.py). If this code computes something else, that is a UserError, or
+        with other_code="accept" a note. With "adapt" tensors may be missing as well, and a note
+        names them. `changes` gives fields of GPTConfig other values than config.json has."""
         with torch.device("cpu"):  # whatever the default device is
             return huggingface.read_pretrained(cls, GPTConfig, name, other_code, changes)
 
@@ -275,8 +275,8 @@ class DataLoaderLite:
     An epoch reads the shards in random order, and the sequences of each shard in random order. It
     skips some tokens at the beginning of each shard, from 0 to T - 1, and the next epoch skips
     another number. So each epoch has other sequences, from which a model learns more when it reads
-    a text ten times (bench/order). With T = 4, a shard of 12 tokens has two sequences. An epoch
-    that skips 3 tokens reads tokens 3-6 and 7-10, and one that skips none reads 0-3 and 4-7.
+    a text ten times (bench/order). With T = 4, for example, one epoch may read tokens 3-6, 7-10 and
+    so on of a shard, and the next epoch tokens 1-4, 5-8 and so on.
 
     Every epoch takes the same number of sequences from a shard. No token is an input twice in an
     epoch, and fewer than 2 T tokens of a shard are left out.
@@ -324,7 +324,7 @@ class DataLoaderLite:
         inputs = len(tokens) - 1  # the last token can only be a target
         if not self.shuffle or inputs < T:
             return inputs // T, 0
-        if inputs < 2 * T - 1:  # a short shard skips fewer tokens, rather than have no sequence
+        if inputs - (T - 1) < T:  # If it skipped so many, no sequence would be left.
             return 1, inputs - T
         return (inputs - (T - 1)) // T, T - 1
 
@@ -336,7 +336,7 @@ class DataLoaderLite:
             random = np.random.PCG64((self.seed, epoch))
             for shard in self.shuffled(len(self.shards), random):
                 count, most = self.divide(self.shards[shard])
-                skip = min(skips[epoch % self.T], most)
+                skip = min(skips[epoch % self.T], most)  # 0 without shuffle
                 for i in self.shuffled(count, random):
                     yield shard, skip + i * self.T
 
@@ -429,8 +429,8 @@ class TrainConfig(RunConfig):
     """Trains a GPT-2 from scratch or given weights. Flags override the values of the preset."""
 
     # What to train. These settings, and those that you add here, must not change on resume. If
-    # GPTConfig has a field of the same name, the model gets its value. A run from before you added
-    # a field counts as having its default, so let the default mean "off".
+    # GPTConfig has a field of the same name, the model gets its value. If a run began before you
+    # added a field, its value counts as the default. So let the default mean "off".
     init: str = "scratch"  # scratch, a Hub name (gpt2, gpt2-medium, …), or the folder of a GPT-2
     seed: int = 1337  # seed of the initial weights and of the data order
     shuffle: bool = True  # another random order of shards and of their sequences in every epoch
@@ -546,7 +546,7 @@ def configure_optimizers(
     optimizers = []
     parameters = list(model.parameters())
     if config.optimizer == "muon":
-        # A fork may have a mixture of experts. Its routers, known by that name, are for AdamW.
+        # All linear layers but routers, which a fork with a mixture of experts may have.
         by_muon = {  # a set of tensors, which compares them by identity
             layer.weight
             for name, layer in model.h.named_modules()
@@ -600,8 +600,8 @@ def validation_loss(
 
     Neither B nor the number of ranks changes the result."""
     losses = torch.zeros(math.ceil(len(sequences) / B), device=ranks.device)  # of each batch
-    # Of these batches share() yields every world_size-th to a rank. If the run is asked to stop, it
-    # raises Stopped on all ranks at once.
+    # Each rank gets every world_size-th batch from share(). If one rank has received a stop signal,
+    # share() raises Stopped on all of them.
     for start in ranks.share(range(0, len(sequences), B)):
         rows = sequences[start : start + B]
         n = len(rows)
@@ -660,6 +660,7 @@ class Evaluations:
                 problem = "the validation split has no text, only separators of documents"
                 raise UserError(f"{config.data}: {problem}; --eval-every 0 trains without it")
         if config.hellaswag_every:
+            # Cut to fit into the model's context.
             self.tasks = hellaswag.load_tasks(config.hellaswag_data, model, ranks)
 
     def run(self, step: int, log: Callable[..., None]) -> None:
@@ -671,7 +672,7 @@ class Evaluations:
             loss = validation_loss(model, self.sequences, self.B, ranks, autocast)
             results = {"val": loss, "bpb": self.text_size.bits_per_byte(loss)}
         with uncompiled(config):
-            if results:  # a fork may have forgotten that other losses are for training alone
+            if results:  # the validation loss of a fork may be another by mistake
                 warn_unless_cross_entropy(model, self.sequences[0], autocast)
             if self.tasks and is_due(config.hellaswag_every, step, config):
                 results["hella"] = hellaswag.accuracy(model, self.tasks, ranks, autocast)
@@ -702,7 +703,7 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
 
     A given model has its own shape, which is entered in `config`."""
     shape = {name: getattr(config, name) for name in SHAPE}
-    # A field that a fork has added to GPTConfig may also be one of TrainConfig, such as dropout.
+    # A fork may have added a field to GPTConfig and to TrainConfig, such as dropout.
     names = [field.name for field in fields(GPTConfig) if field.name not in SHAPE]
     added = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if checkpoint is None and config.init == "scratch":
@@ -733,7 +734,9 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
 
 
 def sequences_before(step: int, config: TrainConfig) -> int:
-    """The number of sequences that all ranks together have read before a step."""
+    """The number of sequences that all ranks together have read before a step.
+
+    choose_micro_batch() has checked that a step has a whole number of them."""
     return step * (config.total_batch_size // config.seq_len)
 
 
@@ -742,15 +745,14 @@ def choose_execution(model: GPT, config: TrainConfig) -> None:
     if config.compile:
         # The code of a block is compiled once for all blocks, which takes less time than the whole
         # model would. But if the blocks of a fork differ in a number, such as a window, it is
-        # compiled for each of them, in training and in evaluation. After 8 graphs of one code torch
-        # would go on uncompiled, so this allows 8 for each block in both modes.
-        limit = 8 * 2 * len(model.h)
-        torch._dynamo.config.recompile_limit = limit
-        torch._dynamo.config.accumulated_recompile_limit = max(limit, 256)
+        # compiled for each of them. torch compiles a code at most 8 times, and then runs it
+        # uncompiled. So both of its limits grow with the number of blocks.
+        torch._dynamo.config.recompile_limit = 16 * len(model.h)
+        torch._dynamo.config.accumulated_recompile_limit = 256 + 16 * len(model.h)
         for part in [*model.h, model.loss]:
-            # It becomes a method of its part, so that a deep copy of the model, as for an average
-            # of weights, runs with the weights of the copy. All batches have the same shape.
+            # All batches have the same shape, so none of its sizes is dynamic.
             compiled = torch.compile(part.forward.__func__, dynamic=False)
+            # A method of the part. A deep copy of the model then has methods of its own parts.
             part.forward = MethodType(compiled, part)
     if config.low_memory:
         # torch.utils.checkpoint: a block keeps only its input, and is computed again for its
@@ -770,7 +772,7 @@ def wrap_in_ddp(model: GPT, B: int, T: int, ranks: Ranks, autocast: torch.autoca
         gradient_as_bucket_view=True,  # gradients take memory once, not twice
     )
     # In its first two passes DDP chooses in which order it sums gradients. This makes two passes
-    # over zeros, without an update, so that a resumed run has the same order as before.
+    # over zeros, and clears the gradients, so that a resumed run has the same order as before.
     settle_buckets(ddp_model, B, T, autocast)
     return ddp_model
 
@@ -780,7 +782,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     # ---- Where to start: from a checkpoint with --resume, otherwise from new or given weights
     may_change = {field.name for field in fields(RunConfig)}
     if config.init != "scratch":
-        may_change.update(SHAPE)  # new_model() compares it with the weights
+        may_change.update(SHAPE)  # new_model() compares these flags with the weights instead
     # Without a checkpoint find_start() returns None and {}. If the checkpoint has another value of
     # a setting that must not change, it raises UserError.
     checkpoint, saved = run.find_start(may_change)
@@ -874,7 +876,6 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             lr = get_lr(step, config)
             for group, multiple in zip(groups, multiples, strict=True):
                 group["lr"] = multiple * lr
-            # A fork may let the batch grow. choose_micro_batch() has seen to it that B divides it.
             first = sequences_before(step, config)
             sequences = sequences_before(step + 1, config) - first
             micro_steps = sequences // (B * ranks.world_size)
@@ -914,12 +915,12 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 # Not scaler.step(), since either all optimizers make a step or none does.
                 for optimizer in optimizers:
                     optimizer.step()
-            elif math.isfinite(loss) and scaler.get_scale() > 1:
+            elif math.isfinite(loss) and scaler.get_scale() > 1:  # never without float16
                 # A float16 gradient has overflowed, as happens from time to time. The weights stay
                 # as they are, and update() makes the scaler's factor smaller.
                 print0(f"step {step:5d} has overflowed in float16, so the weights stay as they are")
             else:
-                # The model has diverged. Without float16 the factor of the scaler is 1.
+                # The model has diverged.
                 where = f"step {step}, on the sequences from {first} on"
                 problem = f"{where}: loss {loss}, norm {norm}; the weights are unchanged"
                 raise RunError(f"{problem}. Lower --max-lr; --resume goes on from a checkpoint")
@@ -928,16 +929,16 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             model.zero_grad(set_to_none=ranks.world_size == 1)
             # ---- End of the update ---------------------------------------------------------------
 
-            step += 1
             progress.end_step(step, began, tokens * ranks.world_size)
-            print0(f"step {step - 1:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
-            run.log(step - 1, train=loss, lr=lr, norm=norm, **progress.speed)
-            if step == first_step + 1 and config.save_every:
+            print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
+            run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
+            if step == first_step and config.save_every:
                 # A fork's optimizer may keep something that no checkpoint can hold. That is an
                 # error as soon as its state exists, and not at the first checkpoint.
                 parts["optimizers"].check_that_it_can_be_saved()
 
             # ---- Save, before the next evaluation, which may fail
+            step += 1
             if is_due(config.save_every, step, config):
                 run.save(model, step, parts, facts)  # a folder step_000600/ in Hugging Face format
             if stop:
@@ -986,7 +987,7 @@ def main(args: list[str] | None = None) -> int:
         if explained is error:
             raise
         raise explained from None
-    if dist.is_initialized():  # outside of train(), since this may hang while DDP exists
+    if dist.is_initialized():  # destroying the group may hang before train() has dropped DDP
         dist.destroy_process_group()
     return status
 

@@ -46,8 +46,7 @@ class Progress:
     def end_step(self, step: int, began: float, tokens: int) -> None:
         """Times a step that began at time.perf_counter() `began` and ends now.
 
-        It was made from `tokens` tokens, on all ranks together, and is the last of `step` updates
-        so far."""
+        It was made from `tokens` tokens, on all ranks together."""
         now = time.perf_counter()
         self.tokens += tokens
         self.tokens_of_step = tokens
@@ -63,7 +62,7 @@ class Progress:
         else:
             first_step, first_began = self.timed_from
             per_step = (now - first_began) / (step - first_step)  # with evaluations and saving
-        self.seconds_left = per_step * (self.max_steps - step)
+        self.seconds_left = per_step * (self.max_steps - step - 1)
 
     @property
     def speed(self) -> dict[str, float]:

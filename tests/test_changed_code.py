@@ -104,7 +104,7 @@ def test_changed_code_goes_on_if_it_is_told_to(code, text, tmp_path, capsys):
     args = ["--save-every 2 --keep-checkpoints 0 --data", text, "--log-dir", log, "--max-steps"]
     train(*args, 2)
     fork = code("train_erf", OTHER_GELU)
-    with pytest.raises(UserError, match=r"--resume.*step_000002.*--changed-code"):
+    with pytest.raises(UserError, match=r"step_000002.*--changed-code"):
         fork.main(tiny(*args, 4, "--resume"))
     capsys.readouterr()
     fork.main(tiny(*args, 4, "--resume --changed-code"))
