@@ -2,11 +2,13 @@
 
 import contextlib
 import gc
+import importlib.util
 import json
 import multiprocessing
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -249,6 +252,34 @@ def error_line(capsys: pytest.CaptureFixture, name: str, *args: object) -> str:
     status, errors = run_script(name, *args), capsys.readouterr().err.splitlines()
     assert status == 2 and len(errors) == 1 and errors[0].startswith("error: "), errors
     return errors[0]
+
+
+def import_file(path: Path, patch: pytest.MonkeyPatch, name: str | None = None) -> ModuleType:
+    """A Python file as a module, until `patch` ends."""
+    name = name or path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    patch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def changes_of_the_page() -> dict[str, str]:
+    """{title: section} of those of docs/forking.md that change train_gpt2.py."""
+    page = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
+    sections = [section.partition("\n") for section in page.split("\n## ")[1:]]
+    return {title: section for title, _, section in sections if "```diff" in section}
+
+
+def write_fork(path: Path, change: str) -> Path:
+    """train_gpt2.py with a change of docs/forking.md, applied as the page says."""
+    if shutil.which("git") is None:
+        pytest.skip("docs/forking.md applies its changes by git")
+    path.parent.mkdir(exist_ok=True)
+    script = Path(shutil.copy(ROOT / "train_gpt2.py", path.parent))
+    command, diff = ["git", "apply", "--verbose"], changes_of_the_page()[change].encode()
+    subprocess.run(command, input=diff, cwd=path.parent, check=True)
+    return script.rename(path)
 
 
 def logits_of(model: Callable, idx: object) -> object:
