@@ -79,11 +79,18 @@ def nothing_remembered():
                 getattr(value, "cache_clear", lambda: None)()
 
 
+CHEAP = {  # what takes a tenth of a second or more in each run, and what stands for it
+    "support.devices.matmul_flops": lambda device, dtype, n=0: 1e12,
+    "support.run_json.loaded_code": dict,
+    "support.run_json.git_commit": lambda script: "0123456789" * 4,
+}
+
+
 @pytest.fixture(autouse=True)
-def no_measured_peak(monkeypatch):
-    """It takes a second. Runs that are started as processes measure it."""
-    with contextlib.suppress(AttributeError, ImportError):  # under another name it is measured
-        monkeypatch.setattr("support.devices.matmul_flops", lambda device, dtype, n=0: 1e12)
+def cheap(monkeypatch):
+    """Runs that are started as processes measure the peak, and record their code."""
+    for name, stand_in in CHEAP.items():
+        monkeypatch.setattr(name, stand_in)
 
 
 @pytest.fixture
@@ -142,7 +149,7 @@ def run_rank(
     env: dict[str, str], cwd: str, output: Path, args: list[str], disturb: Callable[[], None] | None
 ) -> None:
     import train_gpt2
-    from support import devices, run_folder
+    from support import run_folder
 
     os.environ.update(env)
     os.chdir(cwd)
@@ -150,7 +157,9 @@ def run_rank(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     run_folder.draw_curves = mock.Mock()
-    devices.matmul_flops = mock.Mock(return_value=1e12)
+    for name, stand_in in CHEAP.items():
+        module, _, function = name.rpartition(".")
+        setattr(sys.modules[module], function, stand_in)
     if disturb is not None:
         disturb()
     # What the script ends with, in the module whose functions disturb() may have replaced.

@@ -18,6 +18,7 @@ import pytest
 import compare
 from support.errors_and_signals import UserError
 from support.files_and_locks import locked
+from support.run_json import loaded_code  # which conftest.py replaces
 from tests.conftest import ROOT, numbers, posix, starts, train, words
 
 # Trains nothing: notes what it is called with, and logs losses that depend on its name, the seed
@@ -211,6 +212,7 @@ def test_a_run_records_the_code_that_it_ran(text, tmp_path, monkeypatch):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__file__=str(tmp_path / path)))
+    monkeypatch.setattr("support.run_json.loaded_code", loaded_code)
     train("--max-steps 0 --data", text, "--log-dir", tmp_path / "log")
     code = starts(tmp_path / "log")[-1]["code"]
     assert "fork.py" in code

@@ -20,6 +20,7 @@ import torch
 
 import train_gpt2
 from support.errors_and_signals import UserError
+from support.run_json import git_commit  # which conftest.py replaces
 from tests.conftest import (
     ROOT,
     losses,
@@ -338,6 +339,7 @@ def test_what_run_json_says_of_a_start(start, log, tmp_path, defined_in, monkeyp
     subprocess.run(["git", "init", "-q", repo], check=True)
     defined_in(repo / "my_fork.py", 1)
     monkeypatch.setattr("support.run_json.ROOT", repo)
+    monkeypatch.setattr("support.run_json.git_commit", git_commit)
 
     def entry_of(flags=""):
         start(f"--max-steps 0 {flags}")
