@@ -94,20 +94,12 @@ def test_freed_memory_is_kept():
     assert returned < 20
 
 
-@pytest.mark.parametrize("flags, kept", [("", 1), ("--low-memory", 0)])
-def test_a_run_keeps_it_unless_memory_is_short(flags, kept, text, tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(devices, "keep_freed_memory", lambda: calls.append(1))
-    train("--max-steps 1 --data", text, flags, "--log-dir", tmp_path / "log")
-    assert len(calls) == kept
-
-
 def test_the_measured_peak_is_what_a_product_reaches():
     """By torch's timer. Of both the fastest of many, in turns, since other work slows some."""
     n, rates, seconds = 512, [], []
     a = torch.randn(n, n)
     timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
-    for _ in range(10):
+    for _ in range(5):
         seconds += [timer.timeit(1).mean for _ in range(20)]  # as many as it makes
         rates.append(matmul_flops(CPU, torch.float32, n))
     assert max(rates) * min(seconds) == pytest.approx(2 * n**3, rel=0.4)

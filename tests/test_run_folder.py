@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
 
 import train_gpt2
 from support.errors_and_signals import UserError
@@ -529,7 +530,7 @@ def get_lr(step, config):
 """
 
 
-def test_a_run_that_torchrun_restarts_goes_on(tmp_path, log, text):
+def test_a_run_that_torchrun_restarts_goes_on(tmp_path, log, text, monkeypatch):
     """It dies in the fourth step."""
     script = tmp_path / "train_gpt2.py"
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
@@ -537,9 +538,7 @@ def test_a_run_that_torchrun_restarts_goes_on(tmp_path, log, text):
     script.write_text(source[:end] + DYING + source[end:], encoding="utf-8")
     small = "--n-layer 1 --n-head 1 --n-embd 8 --seq-len 16 --total-batch-size 128 --device cpu"
     small += f" --max-steps 4 --save-every 2 --eval-every 0 --sample-every 0 --data {text}"
-    torchrun = "-m torch.distributed.run --standalone --max-restarts=1 --nproc_per_node=1"
-    command = [sys.executable, *words(torchrun, script, small, "--resume --log-dir", log)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    torchrun = "--standalone --max-restarts=1 --nproc_per_node=1"
+    torch.distributed.run.main(words(torchrun, script, small, "--resume --log-dir", log))
     assert [entry["step"] for entry in starts(log)] == [0, 2] and len(losses(log)) == 4
