@@ -28,6 +28,8 @@ from tests.conftest import (
 )
 from train_gpt2 import GPT, GPTConfig
 
+pytestmark = pytest.mark.torch
+
 SOURCE = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
 
 

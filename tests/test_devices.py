@@ -17,6 +17,8 @@ from support.errors_and_signals import UserError
 from support.run_json import run_entries
 from tests.conftest import train
 
+pytestmark = pytest.mark.torch
+
 CPU = torch.device("cpu")
 matmul_flops = devices.matmul_flops  # which conftest.py replaces
 

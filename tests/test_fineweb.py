@@ -3,7 +3,6 @@
 FINEWEB_KILLS=12 python -m pytest tests/test_fineweb.py -k killed
 """
 
-import errno
 import gzip
 import hashlib
 import io
@@ -350,26 +349,6 @@ def test_one_process_at_a_time_writes_into_a_folder(monkeypatch):
     make("--input", "a.txt")
     assert before and not list(Path("out").glob(".*"))
     make("--verify")
-
-
-def test_a_full_disk():
-    """What is there stays, nothing is half-written, and the same command makes the rest."""
-    import resource
-
-    args = ["--input", write("a.jsonl", json_lines(SPLITS["train"])), "--shard-size", 3000]
-    make(*args, "--max-shards", 1)
-    before = contents()
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limit[1]))  # bytes per file
-    try:
-        with pytest.raises(OSError) as error:
-            make(*args)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert error.value.errno == errno.EFBIG  # so cli.run() knows what to say
-    assert contents() == before
-    make(*args)
-    assert shard_tokens() == expected_tokens(SPLITS["train"])
 
 
 def test_missing_damaged_and_foreign_shards():

@@ -21,7 +21,8 @@ from support.run_json import run_entries
 from tests.conftest import RANK, ROOT, losses, numbers, train, words
 from tests.pretend_gpu import OnGPU, PretendGPU
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only")
+pytestmark = [linux, pytest.mark.torch]
 TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"
 LONG = "--seq-len 48 --total-batch-size 96 --eval-tokens 96"  # HellaSwag's tasks fit
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.conftest import start_ranks
 
+pytestmark = pytest.mark.torch
+
 
 def on_rank_1(disturb):
     if os.environ["RANK"] == "1":

@@ -34,7 +34,7 @@ from tests.conftest import (
 )
 from tests.torture import assert_same
 
-pytestmark = posix
+pytestmark = [posix, pytest.mark.torch]
 
 
 @pytest.mark.parametrize(

@@ -250,9 +250,6 @@ def test_a_folder_that_cannot_be_renamed_is_an_error(start, log, monkeypatch):
     monkeypatch.setattr(os, "rename", raise_error(OSError(errno.EBUSY, "Device or resource busy")))
     with pytest.raises(UserError, match=r"log: .*Device or resource busy.*--log-dir"):
         start("--max-steps 1 --save-every 1")
-    monkeypatch.chdir(log)
-    with pytest.raises(UserError, match=r"^\.: .*--log-dir"):
-        start("--max-steps 1 --save-every 1 --log-dir .")
     assert contents(log) == before
 
 
@@ -520,6 +517,10 @@ def test_secondary_work_does_not_end_a_run(start, at_step, log, monkeypatch, cap
 
 DYING = """
 import os
+import support.devices, support.run_folder
+
+support.devices.matmul_flops = lambda *args: 1e12  # it takes a second
+support.run_folder.draw_curves = lambda *args: None
 ordinary_lr = get_lr
 
 def get_lr(step, config):

@@ -1,9 +1,7 @@
 """Runs of a second: losses against a plain loop, for every division of a step; what they print."""
 
-import contextlib
 import json
 import math
-import os
 import re
 import shlex
 import sys
@@ -25,14 +23,14 @@ from tests.conftest import (
     logits_of,
     losses,
     numbers,
-    posix,
     read_log,
     train,
     train_on_ranks,
     words,
 )
-from tests.pretend_gpu import PretendGPU
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, get_tokenizer
+
+pytestmark = pytest.mark.torch
 
 TASKS = ROOT / "tests/hellaswag_sample.jsonl"
 
@@ -182,21 +180,6 @@ def test_a_machine_without_a_compiler_is_told_the_way_out(text, tmp_path, monkey
     assert "--no-compile" in error.value.__notes__[0]  # below the traceback
     train(*args, "--resume --no-compile")
     assert len(losses(tmp_path / "log")) == 2
-
-
-@posix
-def test_ctrl_c_while_a_compiler_runs_says_so(text, tmp_path, monkeypatch):
-    """It reaches the compiler as well, whose failure says nothing about the machine."""
-    torch._dynamo.reset()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f"#!/bin/sh\nkill -INT {os.getpid()}\nsleep 1\nexit 1\n")
-    compiler.chmod(0o755)
-    args = ["--save-every 1 --max-steps 3 --data", text, "--log-dir", tmp_path / "log"]
-    train(*args, "--max-steps 1")
-    refused = pytest.raises(RunError, match=r"stopped by a signal.*--resume.*step 1")
-    with torch._inductor.config.patch({"cpp.cxx": (str(compiler),)}), refused:
-        train(*args, "--compile --resume")
 
 
 def test_a_run_ends_with_its_results(tmp_path, monkeypatch, capsys):
@@ -385,15 +368,3 @@ def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeyp
     assert defaults("", capsys)["--data"].endswith("input.txt"), "the data loader goes less deep"
     (tmp_path / "edu_fineweb10B/crawl/edufineweb_train_000001.npy").touch()
     assert defaults("", capsys)["--data"] == "edu_fineweb10B"
-    assert defaults("--preset gpt3", capsys)["--seq-len"] == "2048"
-    train_gpt2.main(words("--preset gpt3 --max-steps 7 --seq-len 512 --data x --plan --device cpu"))
-    assert [7 * 2**19, 7, 2**19] in map(numbers, capsys.readouterr().out.splitlines())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the stand-in was tried on Linux only")
-@pytest.mark.parametrize("gpu", [False, True])
-def test_only_a_large_run_on_a_gpu_compiles_by_default(gpu, capsys):
-    with PretendGPU() if gpu else contextlib.nullcontext():
-        assert defaults("--preset gpt2", capsys)["--compile"] == str(gpu)
-        for flags in ("--preset shakespeare", "--preset gpt2 --device cpu"):
-            assert defaults(flags, capsys)["--compile"] == "False", flags
