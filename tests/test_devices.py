@@ -40,29 +40,6 @@ def test_precision_on_a_cpu(monkeypatch, text, tmp_path):
     assert precision(False, 9.0, "--resume --max-steps 4") == "float32", "that of a large one"
 
 
-CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
-CUDA_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
-
-
-@pytest.mark.parametrize(
-    "capability, by_13, by_12_6",
-    [
-        ((6, 1), False, True),  # GTX 1080
-        ((7, 0), False, True),  # V100
-        ((7, 5), True, True),  # T4
-        ((8, 9), True, True),  # RTX 4090
-        ((10, 3), True, False),  # B300
-        ((12, 1), True, False),  # DGX Spark
-    ],
-)
-def test_cards_for_which_torch_has_code(capability, by_13, by_12_6):
-    """Machine code runs on later minor versions, PTX on any later card, and sm_90a on 9.0 alone."""
-    assert devices.has_kernels(capability, CUDA_13) == by_13
-    assert devices.has_kernels(capability, CUDA_12_6) == by_12_6
-    assert devices.has_kernels(capability, [*CUDA_12_6, "compute_90"])
-    assert devices.has_kernels(capability, ["sm_100a", "compute_90a"]) is False
-
-
 def test_an_apple_gpu_is_for_one_process_and_trains_in_float32(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -359,7 +359,7 @@ def test_what_run_json_says_of_a_start(start, log, tmp_path, defined_in, monkeyp
     assert entry_of()["git_commit"] is None  # a machine without git
 
 
-def test_what_a_power_cut_could_undo_is_flushed_first(start, log, monkeypatch):
+def test_what_a_power_cut_could_undo_is_flushed_first(start, at_step, log, monkeypatch):
     """Each file of a checkpoint and log.txt before the checkpoint has its name; then the folder."""
     events = []
     fsync = os.fsync
@@ -378,11 +378,12 @@ def test_what_a_power_cut_could_undo_is_flushed_first(start, log, monkeypatch):
     monkeypatch.setattr(os, "fsync", noting_fsync)
     for name in ("rename", "replace"):
         monkeypatch.setattr(os, name, noting(getattr(os, name)))
+    at_step(0, lambda: events.append("the step"))
     start("--max-steps 1 --save-every 1")
     checkpoint = log / "step_000001"
-    appeared = events.index(checkpoint)
+    began, appeared = events.index("the step"), events.index(checkpoint)
     for path in (*checkpoint.iterdir(), checkpoint, log / "log.txt"):
-        assert path.stat().st_ino in events[:appeared], path
+        assert path.stat().st_ino in events[began:appeared], path
     assert log.stat().st_ino in events[appeared:]
     assert (log / "run.json").stat().st_ino in events[: events.index(log / "run.json")]
 

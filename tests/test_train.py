@@ -132,23 +132,6 @@ def test_validation_loss_is_the_mean_over_all_tokens_and_counts_each_once(tmp_pa
         assert losses(log, "val") == [pytest.approx(expected, abs=1e-5)], (B, eval_tokens)
 
 
-def test_low_memory_keeps_little_for_the_backward_pass(text, tmp_path):
-    """Of each block only its input. The logits, which are kept in both cases, are not counted."""
-    kept = {}
-    for flag in ("--no-low-memory", "--low-memory"):
-        sizes = []
-
-        def pack(tensor, sizes=sizes):
-            if max(tensor.shape, default=0) < 50257:
-                sizes.append(tensor.nbytes)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            train("--n-layer 8 --max-steps 1 --data", text, flag, "--log-dir", tmp_path / flag)
-        kept[flag] = sum(sizes)
-    assert kept["--low-memory"] < kept["--no-low-memory"] / 4
-
-
 def test_compiled_runs_equal_eager_ones_and_evaluate(text, tmp_path, capsys, monkeypatch):
     """Validation, HellaSwag and samples under --compile; without C++, which takes long."""
     args = ["--max-steps 3 --eval-every 2 --hellaswag-every 2 --sample-every 2 --seq-len 64"]
