@@ -2,11 +2,13 @@
 
 import contextlib
 import gc
+import importlib.util
 import json
 import multiprocessing
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -76,11 +79,28 @@ def nothing_remembered():
                 getattr(value, "cache_clear", lambda: None)()
 
 
+def text_size_once(tokens):
+    from support.tokenizer import text_size
+
+    if (text := tokens.tobytes()) not in SIZES:
+        SIZES[text] = text_size(tokens)
+    return SIZES[text]
+
+
+SIZES = {}
+CHEAP = {  # what takes a tenth of a second or more in each run, and what stands for it
+    "support.devices.matmul_flops": lambda device, dtype, n=0: 1e12,
+    "train_gpt2.text_size": text_size_once,
+    "support.run_json.loaded_code": dict,
+    "support.run_json.git_commit": lambda script: "0123456789" * 4,
+}
+
+
 @pytest.fixture(autouse=True)
-def no_measured_peak(monkeypatch):
-    """It takes a second. Runs that are started as processes measure it."""
-    with contextlib.suppress(AttributeError, ImportError):  # under another name it is measured
-        monkeypatch.setattr("support.devices.matmul_flops", lambda device, dtype, n=0: 1e12)
+def cheap(monkeypatch):
+    """Runs that are started as processes measure the peak, and record their code."""
+    for name, stand_in in CHEAP.items():
+        monkeypatch.setattr(name, stand_in)
 
 
 @pytest.fixture
@@ -139,7 +159,7 @@ def run_rank(
     env: dict[str, str], cwd: str, output: Path, args: list[str], disturb: Callable[[], None] | None
 ) -> None:
     import train_gpt2
-    from support import devices, run_folder
+    from support import run_folder
 
     os.environ.update(env)
     os.chdir(cwd)
@@ -147,7 +167,9 @@ def run_rank(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     run_folder.draw_curves = mock.Mock()
-    devices.matmul_flops = mock.Mock(return_value=1e12)
+    for name, stand_in in CHEAP.items():
+        module, _, function = name.rpartition(".")
+        setattr(sys.modules[module], function, stand_in)
     if disturb is not None:
         disturb()
     # What the script ends with, in the module whose functions disturb() may have replaced.
@@ -249,6 +271,34 @@ def error_line(capsys: pytest.CaptureFixture, name: str, *args: object) -> str:
     status, errors = run_script(name, *args), capsys.readouterr().err.splitlines()
     assert status == 2 and len(errors) == 1 and errors[0].startswith("error: "), errors
     return errors[0]
+
+
+def import_file(path: Path, patch: pytest.MonkeyPatch, name: str | None = None) -> ModuleType:
+    """A Python file as a module, until `patch` ends."""
+    name = name or path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    patch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def changes_of_the_page() -> dict[str, str]:
+    """{title: section} of those of docs/forking.md that change train_gpt2.py."""
+    page = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
+    sections = [section.partition("\n") for section in page.split("\n## ")[1:]]
+    return {title: section for title, _, section in sections if "```diff" in section}
+
+
+def write_fork(path: Path, change: str) -> Path:
+    """train_gpt2.py with a change of docs/forking.md, applied as the page says."""
+    if shutil.which("git") is None:
+        pytest.skip("docs/forking.md applies its changes by git")
+    path.parent.mkdir(exist_ok=True)
+    script = Path(shutil.copy(ROOT / "train_gpt2.py", path.parent))
+    command, diff = ["git", "apply", "--verbose"], changes_of_the_page()[change].encode()
+    subprocess.run(command, input=diff, cwd=path.parent, check=True)
+    return script.rename(path)
 
 
 def logits_of(model: Callable, idx: object) -> object:

@@ -93,7 +93,6 @@ class PretendGPU(TorchDispatchMode):
         self.pinned = {}  # the storage of pinned memory at each address
         self.waits = Counter()  # The keys are lines of the project, here and below.
         self.unpinned = Counter()  # copies from unpinned memory that nobody waits for
-        self.calls = Counter()  # of functions such as gelu
         self.is_working = False  # True from an operation until the program waits for the device
         self.generators = {}  # those of the device, at each address
         self.random = torch.Generator().manual_seed(0)  # for calls without a generator
@@ -129,7 +128,6 @@ class PretendGPU(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), function._schema.name.partition("::")[2]
         leaves = tree_leaves((args, kwargs))
-        self.calls[name] += 1
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         ours = [t for t in tensors if isinstance(t, OnGPU)]
         # A number on the host may take part in elementwise arithmetic.

@@ -4,7 +4,6 @@ import json
 import runpy
 import statistics
 import sys
-import time
 
 import pytest
 from torch.profiler import profile
@@ -12,7 +11,6 @@ from torch.profiler import profile
 import bench
 from support.errors_and_signals import UserError
 from tests.conftest import RANK, ROOT, numbers, posix
-from train_gpt2 import DataLoaderLite
 
 TINY = "-- --n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --total-batch-size 64 --device cpu"
 TINY = [*TINY.split(), "--micro-batch-size", "2"]  # two micro-steps
@@ -75,19 +73,6 @@ def test_each_rung_adds_what_it_says(measure, monkeypatch):
         flash = "aten::_scaled_dot_product_flash_attention_for_cpu" in names
         seen[rung] = [flash, 50_304 in shapes, "aten::_fused_adamw_" in names]
     assert [*map(sum, seen.values())] == [0, 1, 2, 3] and seen["padded"] == [True, True, False]
-
-
-def test_a_rung_times_whole_steps(measure, monkeypatch):
-    """Reading each of the two micro-batches takes at least 30 ms."""
-    next_batch = DataLoaderLite.next_batch
-
-    def slow(self):
-        time.sleep(0.03)
-        return next_batch(self)
-
-    monkeypatch.setattr(DataLoaderLite, "next_batch", slow)
-    row = measure("fused")
-    assert row["ms"] > 60 and row["tok_per_sec"] == pytest.approx(64e3 / row["ms"])
 
 
 def test_the_default_is_train_gpt2_as_it_comes(tmp_path, monkeypatch, capsys):

@@ -111,13 +111,6 @@ def test_unlike_settings_are_named_and_another_model_is_not_compared(tmp_path, c
         assert message in out and ("--" in out) == bool(message)
 
 
-def test_a_run_without_a_reference_is_told_what_can_be_judged(tmp_path, capsys):
-    run = run_folder(tmp_path, "0 train 10.9\n0 val 10.8\n5 val 4.25\n9 val 4.5\n", preset="small")
-    assert check.main([run]) == 1
-    out = capsys.readouterr().out
-    assert "no reference" in out and "none of its 4 losses" in out and "4.2500" in out
-
-
 def test_the_gpt2_reference_tells_published_runs_apart(tmp_path):
     """Correct ones match, broken ones do not (reference/gpt2/check.txt names them)."""
 

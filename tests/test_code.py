@@ -1,9 +1,7 @@
 """Which file a run keeps, and whose code a trained model is computed with."""
 
 import hashlib
-import importlib.util
 import json
-import sys
 
 import pytest
 
@@ -11,7 +9,7 @@ import hellaswag
 import sample
 import train_gpt2
 from support.errors_and_signals import UserError
-from tests.conftest import ROOT, losses, train
+from tests.conftest import ROOT, import_file, losses, train
 
 
 @pytest.fixture
@@ -51,10 +49,7 @@ def test_a_fork_that_has_changed_since_is_refused_and_its_copy_is_named(
 ):
     fork = tmp_path / "my_fork.py"
     fork.write_text(FORK)
-    spec = importlib.util.spec_from_file_location("my_fork", fork)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "my_fork", module)
-    spec.loader.exec_module(module)
+    module = import_file(fork, monkeypatch)
     log = tmp_path / "log"
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt2, "GPT", module.GPT)

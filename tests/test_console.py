@@ -44,17 +44,6 @@ def test_what_a_run_prints_agrees_with_its_log(text, tmp_path, capsys, at_step):
         assert memory == [pytest.approx(peak, abs=0.02)]
 
 
-def test_a_slow_first_step_tells_nothing_about_the_time_that_is_left(
-    text, tmp_path, capsys, at_step
-):
-    """It may have compiled."""
-    at_step(0, lambda: time.sleep(3))
-    train("--max-steps 20 --data", text, "--log-dir", tmp_path / "log")
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("step     1/20")]
-    *_, minutes, seconds = numbers(line)
-    assert 60 * minutes + seconds < 18 * 3 / 2
-
-
 def test_a_text_that_is_read_too_often_is_a_warning(tmp_path, capsys):
     """The warning names the number of steps that make ten epochs. --plan has it as well."""
     path = tmp_path / "short.txt"

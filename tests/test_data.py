@@ -164,18 +164,6 @@ def test_a_run_goes_on_if_the_folder_moves_but_not_if_subfolders_change_places(t
         train(*args, moved, "--max-steps 3 --resume")
 
 
-def test_a_bad_token_is_named_with_its_file(tmp_path):
-    """In the middle of a shard, where opening it does not look."""
-    for i in range(4):
-        tokens = np.arange(9000, dtype=np.uint16) + i
-        if i == 2:
-            tokens[4000] = 60_000
-        np.save(tmp_path / f"x_train_{i:06d}.npy", tokens)
-    loader = DataLoaderLite(tmp_path, "train", 4 * 9000 // 16, 16)
-    with pytest.raises(UserError, match=r"/x_train_000002\.npy.* 60000"):
-        loader.next_batch()
-
-
 def test_too_few_tokens_for_a_sequence_are_an_error(tmp_path):
     write_shards(tmp_path, [8, 3], split="val")
     with pytest.raises(UserError, match=r"11 val .*9"):

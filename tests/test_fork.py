@@ -1,11 +1,9 @@
 """Forks: the changes of docs/forking.md, applied as they are printed there, and a few others."""
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -18,39 +16,29 @@ import hellaswag
 import sample
 import train_gpt2
 from support.errors_and_signals import UserError
-from support.fingerprint import fingerprint
-from tests.conftest import ROOT, TINY, logits_of, losses, read_log, train, words
+from tests.conftest import (
+    ROOT,
+    changes_of_the_page,
+    import_file,
+    logits_of,
+    losses,
+    read_log,
+    train,
+    words,
+    write_fork,
+)
 from tests.torture import assert_same
 from train_gpt2 import GPT, GPTConfig, get_tokenizer
 
 TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"
-
-
-PAGE = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
-SECTIONS = [section.partition("\n") for section in PAGE.split("\n## ")[1:]]
-CHANGES = {title: section for title, _, section in SECTIONS if "```diff" in section}
+CHANGES = changes_of_the_page()
 
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
     """fork(name): makes the changed script the module `train_gpt2`."""
-    if shutil.which("git") is None:
-        pytest.skip("docs/forking.md applies its changes by git")
-    folder = tmp_path / "fork"
-    folder.mkdir()
-
-    def make(name):
-        path = folder / "train_gpt2.py"
-        shutil.copy(ROOT / "train_gpt2.py", path)
-        git = ["git", "apply", "--verbose"]  # as the page says
-        subprocess.run(git, input=CHANGES[name].encode(), cwd=folder, check=True)
-        spec = importlib.util.spec_from_file_location("train_gpt2", path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "train_gpt2", module)
-        spec.loader.exec_module(module)
-        return module
-
-    return make
+    path = tmp_path / "fork/train_gpt2.py"
+    return lambda name: import_file(write_fork(path, name), monkeypatch)
 
 
 SMALL = "--n-layer 2 --n-head 4 --n-embd 32 --seq-len 64 --micro-batch-size 1 --optimizer muon"
@@ -130,24 +118,6 @@ def test_the_training_loss_counts_in_every_way_of_computing_it(fork, text, tmp_p
         train("--max-steps 1 --eval-every 1 --data", text, way, "--log-dir", tmp_path / f"log{way}")
     (first,), (val, _) = losses(tmp_path / "log"), losses(tmp_path / "log", "val")
     assert losses(tmp_path / "log--low-memory") == [first] and first > val + 1e-3
-    flags = words("--max-steps 1 --eval-every 1 --data", text, "--log-dir", tmp_path / "unchanged")
-    train_gpt2.main([*TINY, *flags])
-    assert losses(tmp_path / "unchanged", "val")[0] == pytest.approx(val, abs=2e-6)
-
-
-def test_flags_of_the_model_count_with_init(fork, text, tmp_path):
-    """Fine-tuning a GPT-2 with dropout: its config.json knows none."""
-    GPT(GPTConfig(16, 50257, 2, 2, 16)).save_pretrained(tmp_path / "gpt2")
-    fork("Dropout")
-    results = []
-    for dropout in (0, 0.9):
-        log_dir = tmp_path / f"log_{dropout}"
-        flags = f"--dropout {dropout} --max-steps 2 --save-every 2 --init"
-        train(flags, tmp_path / "gpt2", "--data", text, "--log-dir", log_dir)
-        results.append(losses(log_dir))
-        config = json.loads((log_dir / "step_000002/config.json").read_text())
-        assert config["dropout"] == dropout
-    assert abs(results[0][0] - results[1][0]) > 1e-4
 
 
 def test_a_gpt2_is_fine_tuned_with_other_mathematics_and_it_is_said(fork, text, tmp_path, capsys):
@@ -178,13 +148,6 @@ def test_a_checkpoint_from_before_a_flag_was_added_resumes(fork, text, tmp_path)
     assert len(losses(tmp_path / "log")) == 2
 
 
-def test_an_optimizer_of_torch_takes_the_place_of_adamw(fork, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(fork("Lion"), "Lion", torch.optim.Adafactor)
-    flags = "--optimizer lion --max-steps 20 --max-lr 1e-1 --data"
-    train(flags, text, "--log-dir", tmp_path / "log")
-    assert losses(tmp_path / "log")[-1] < losses(tmp_path / "log")[0] - 0.05
-
-
 def test_documents_in_one_window_do_not_see_each_other(fork):
     changed = fork("Attention within documents")
     torch.manual_seed(0)
@@ -200,41 +163,24 @@ modes: set[tuple[bool, bool]] = set()  # (training, gradients) of each forward p
 
 
 class UntiedGPT(GPT):
-    """A head of its own, a buffer of booleans, and one that is not part of the checkpoint."""
+    """A head of its own, dropout, frozen weights, a float64 buffer that changes in training, one of
+    booleans, and one that is not part of the checkpoint."""
 
     def __init__(self, config):
         super().__init__(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.dropout = nn.Dropout(0.25)
+        self.h[0].attn.c_attn.weight.requires_grad_(False)
         self.register_buffer("flags", torch.tensor([True, False]))
         self.register_buffer("table", torch.arange(8.0), persistent=False)
+        self.register_buffer("mean", torch.tensor(0.0, dtype=torch.float64))
         self.ln_f.register_forward_hook(self.last)
 
     def last(self, module, inputs, output):
         modes.add((self.training, torch.is_grad_enabled()))
+        if self.training:
+            self.mean += output.detach().double().mean() / 3
         return self.dropout(output) + self.table.sum() * self.flags.sum()
-
-
-def test_every_tensor_of_another_model_is_saved_as_it_is(text, tmp_path, monkeypatch):
-    """transformers refuses it by name; it resumes to the same bytes, with the same masks."""
-    from transformers import AutoModelForCausalLM
-
-    monkeypatch.setattr(train_gpt2, "GPT", UntiedGPT)
-    args = ["--save-every 2 --max-steps 4 --keep-checkpoints 0 --data", text, "--log-dir"]
-    modes.clear()
-    train(*args, tmp_path / "straight", "--sample-every 3 --eval-every 3")
-    assert {(True, True), (False, False)} >= modes  # no dropout in evaluation
-    checkpoint = tmp_path / "straight/step_000004"
-    with pytest.raises(ValueError, match="gpt2-repro-fork"):
-        AutoModelForCausalLM.from_pretrained(checkpoint)
-    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
-    shutil.rmtree(tmp_path / "resumed/step_000004")
-    train(*args, tmp_path / "resumed", "--resume")
-    assert read_log(tmp_path / "resumed", "train") == read_log(tmp_path / "straight", "train")
-    model = UntiedGPT.from_pretrained(checkpoint)
-    before = UntiedGPT.from_pretrained(tmp_path / "straight/step_000002")
-    assert (model.lm_head.weight - before.lm_head.weight).abs().mean() > 1e-4, "not trained"
-    assert model.flags.tolist() == [True, False] and model.table.sum() == 28
 
 
 class TiedGPT(GPT):
@@ -245,26 +191,11 @@ class TiedGPT(GPT):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size)
         self.lm_head.weight = self.wte.weight
 
-    def forward(self, idx, targets=None):
-        logits = super().forward(idx)
+    def forward(self, idx, targets=None, at=None):
+        logits = super().forward(idx, at=at)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class CountingGPT(GPT):
-    """With a float64 buffer that changes in training, and matrices that are not trained."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.register_buffer("mean", torch.tensor(0.0, dtype=torch.float64))
-        self.h[0].attn.c_attn.weight.requires_grad_(False)
-
-        self.wte.register_forward_pre_hook(self.count)
-
-    def count(self, module, inputs):
-        if self.training:
-            self.mean += inputs[0].double().mean() / 3
 
 
 class Momentum(torch.optim.Optimizer):
@@ -285,18 +216,25 @@ class Momentum(torch.optim.Optimizer):
                     p.sub_(group["lr"] * state["momentum"].sign())
 
 
-@pytest.mark.parametrize("fork", ["tied head", "float64, and frozen", "bfloat16 momentum"])
-def test_what_only_a_fork_has_resumes_bit_for_bit(fork, text, tmp_path, monkeypatch):
-    args = ["--save-every 2 --max-steps 4 --optimizer muon --data", text, "--log-dir"]
-    if fork == "bfloat16 momentum":
-        monkeypatch.setattr(torch.optim, "AdamW", Momentum)
-    else:
-        monkeypatch.setattr(train_gpt2, "GPT", TiedGPT if fork == "tied head" else CountingGPT)
-    train(*args, tmp_path / "straight")
+@pytest.mark.parametrize("model_class", [UntiedGPT, TiedGPT])
+def test_what_only_a_fork_has_resumes_bit_for_bit(model_class, text, tmp_path, monkeypatch):
+    """Every tensor of another model, and of another optimizer, is saved as it is."""
+    monkeypatch.setattr(train_gpt2, "GPT", model_class)
+    monkeypatch.setattr(torch.optim, "AdamW", Momentum)
+    args = ["--save-every 2 --max-steps 4 --optimizer muon --sample-every 3 --eval-every 3 --data"]
+    modes.clear()
+    train(*args, text, "--log-dir", tmp_path / "straight")
+    assert {(True, True), (False, False)} >= modes, "dropout in evaluation"
     shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed/step_000004")
-    train(*args, tmp_path / "resumed", "--resume")
+    train(*args, text, "--log-dir", tmp_path / "resumed", "--resume")
     assert_same(tmp_path / "straight", tmp_path / "resumed")
+    if model_class is UntiedGPT:
+        model = UntiedGPT.from_pretrained(tmp_path / "straight/step_000004")
+        before = UntiedGPT.from_pretrained(tmp_path / "straight/step_000002")
+        assert (model.lm_head.weight - before.lm_head.weight).abs().mean() > 1e-5, "not trained"
+        assert model.flags.tolist() == [True, False] and model.table.sum() == 28
+        assert model.mean.dtype == torch.float64 and model.mean != before.mean
 
 
 AdamW = torch.optim.AdamW
@@ -348,27 +286,30 @@ class OtherConfig(GPTConfig):
     windows: tuple[int, ...] = (4, 8)
 
 
+@dataclass
+class WithOffset(train_gpt2.TrainConfig):
+    offset: float = -0.5
+
+
 @dataclass(frozen=True)
 class Padded(GPTConfig):
     vocab_size: int = 50304
 
 
-def test_a_larger_vocabulary_trains_resumes_samples_and_scores(text, tmp_path, monkeypatch, capsys):
+def test_a_larger_vocabulary_trains_resumes_and_samples(text, tmp_path, monkeypatch):
     """The added tokens have no text and are never sampled, however likely they are."""
     monkeypatch.setattr(train_gpt2, "GPTConfig", Padded)
     log = tmp_path / "log"
-    args = [SMALL, "--save-every 2 --hellaswag-every 2 --hellaswag-data", TASKS, "--data", text]
-    for steps in ("--max-steps 2", "--max-steps 4 --resume"):
-        train(*args, steps, "--log-dir", log)
-    train(*args, "--max-steps 4 --log-dir", tmp_path / "straight")
-    assert read_log(log, "train") == read_log(tmp_path / "straight", "train")
-    model = GPT.from_pretrained(log / "step_000004")
-    assert model.wte.weight.shape == (50304, 32)
+    args = ["--save-every 1 --sample-every 1 --eval-every 1 --data", text, "--log-dir", log]
+    for steps in ("--max-steps 1", "--max-steps 2 --resume"):
+        train(*args, steps)
+    model = GPT.from_pretrained(log / "step_000002")
+    assert model.wte.weight.shape == (50304, 16)
     with torch.no_grad():
         model.wte.weight[50257:] = 100 * model.wte.weight.abs().max()
         model.ln_f.bias.fill_(1)
     assert model.generate(torch.tensor([[50256]]), 20).max() < 50257
-    assert json.loads((log / "step_000004/config.json").read_text())["model_type"] == "gpt2"
+    assert json.loads((log / "step_000002/config.json").read_text())["model_type"] == "gpt2"
 
 
 class GrowingGPT(GPT):
@@ -445,20 +386,6 @@ def test_a_group_keeps_its_own_rate_and_a_resumed_run_the_codes(text, tmp_path, 
     assert 1.5 < moved[1]["wte.weight"] / moved[1]["ln_f.weight"] < 2.5
 
 
-@dataclass
-class WithOffset(train_gpt2.TrainConfig):
-    offset: float = -0.5
-
-
-def test_a_flag_of_a_fork_may_have_a_negative_default(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_gpt2, "TrainConfig", WithOffset)
-    log = tmp_path / "log"
-    for flags in ("", "--offset -2.5"):
-        train("--max-steps 0 --data", text, "--log-dir", log, flags)
-        entry = json.loads((log / "run.json").read_text())[-1]
-        assert entry["config"]["offset"] == (-2.5 if flags else -0.5)
-
-
 def test_what_could_not_be_loaded_is_refused_before_training(text, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt2, "GPT", GrowingGPT)
     with pytest.raises(UserError, match=r"extra\.weight.*--save-every 0"):
@@ -466,10 +393,13 @@ def test_what_could_not_be_loaded_is_refused_before_training(text, tmp_path, mon
     assert not (tmp_path / "log").exists()
 
 
-def test_a_setting_may_be_a_tuple(text, tmp_path, monkeypatch):
+def test_a_setting_may_be_a_tuple_or_negative(text, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt2, "GPTConfig", OtherConfig)
+    monkeypatch.setattr(train_gpt2, "TrainConfig", WithOffset)
     args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]
     train(*args, "--max-steps 1")
+    with pytest.raises(UserError, match=r"--offset\b.*-0\.5.*-2\.5"):
+        train(*args, "--max-steps 2 --resume --offset -2.5")
     train(*args, "--max-steps 2 --resume")
     assert GPT.from_pretrained(tmp_path / "log/step_000002").config.windows == (4, 8)
 
@@ -479,10 +409,7 @@ def test_a_model_that_cannot_be_compared_trains_and_resumes(
     fork, text, tmp_path, monkeypatch, capsys
 ):
     """It has no fingerprint. Each start says so once, and why."""
-    args = ["--save-every 2 --dtype bfloat16 --keep-checkpoints 0 --data", text, "--log-dir"]
-    gpt2 = tmp_path / "gpt2"
-    GPT(GPTConfig(16, 50257, 1, 2, 16)).save_pretrained(gpt2)
-    fingerprint.cache_clear()
+    args = ["--save-every 2 --dtype bfloat16 --data", text, "--log-dir", tmp_path / "log"]
     if fork == "random":
         monkeypatch.setattr(train_gpt2, "GPT", RandomGPT)
     else:
@@ -494,23 +421,11 @@ def test_a_model_that_cannot_be_compared_trains_and_resumes(
             return attention(q, *args, **kwargs)
 
         monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    train(*args, straight, "--max-steps 4")
     named = "random" if fork == "random" else "no kernel for torch.float64"
-    said = capsys.readouterr().err
-    assert said.count("note: ") == 1 and named in said.split("note: ")[1]
-    assert ("warning: " in said) == (fork == "random")
-    shutil.copytree(straight, resumed)
-    shutil.rmtree(resumed / "step_000004")
-    train(*args, resumed, "--max-steps 4 --resume")
-    assert capsys.readouterr().err.count("note: ") == 1
-    assert_same(straight, resumed)
-    config = json.loads((straight / "step_000004/config.json").read_text())
+    for start in ("--max-steps 2", "--max-steps 4 --resume"):
+        train(*args, start)
+        said = capsys.readouterr().err
+        assert said.count("note: ") == 1 and named in said.split("note: ")[1]
+    assert len(losses(tmp_path / "log")) == 4
+    config = json.loads((tmp_path / "log/step_000004/config.json").read_text())
     assert config["model_type"] == "gpt2-repro-fork" and "fingerprint" not in config
-    # Saved with a fingerprint and loaded without, and the other way round.
-    train(*args, tmp_path / "tuned", "--max-steps 0 --init", gpt2)
-    assert "not compared" in capsys.readouterr().err
-    monkeypatch.undo()
-    fingerprint.cache_clear()
-    train_gpt2.GPT.from_pretrained(straight / "step_000004")
-    assert "not compared" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, losses, words
+from tests.conftest import ROOT, words
 
 SMALL = "--preset shakespeare --n-layer 1 --n-head 2 --n-embd 16 --seq-len 64 --device cpu"
 SMALL += " --total-batch-size 256 --eval-every 0 --sample-every 0 --save-every 2"
@@ -32,54 +32,35 @@ def clone(tmp_path):
     return tmp_path
 
 
-def start(folder, *args, status=0):
+def start(folder, *args):
     """What a command prints. It may print no traceback and no library's warning."""
     command = [sys.executable, *words(*args)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == status, done
+    assert done.returncode == 0, done
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done
     return done.stdout + done.stderr
 
 
-def test_a_first_run_and_what_follows(clone):
-    """Shards of a text, a run on them, its plan and a resumed run, the same from its model."""
-    start(clone, "fineweb.py --input input.txt --out shards --workers 1")
-    flags = f"{SMALL} --data shards"
-    out = start(clone, "train_gpt2.py", flags, "--max-steps 2")
-    assert "model: log/step_000002/" in out and len(losses(clone / "log")) == 2
-    out = start(clone, "train_gpt2.py", flags, "--max-steps 3 --resume --eval-every 3")
-    assert "resumed from log/step_000002" in out and len(losses(clone / "log")) == 3
-    assert "validation loss: " in out
-    parameters = re.search("model: ([0-9,]+) parameters", out)[1]
-    plan = start(clone, "train_gpt2.py --plan --preset shakespeare --init log/step_000003")
-    assert f"model: {parameters} parameters" in plan, "not the shape of the given weights"
-    out = start(clone, "reference/check.py log", status=1)
-    assert "--data shards" in out, "it has no reference"
+def test_a_fork_under_its_own_name_from_its_first_run_to_its_score(clone):
+    """Shards of a text, a run on them, which is sampled from and scored.
 
-
-def test_a_fork_under_its_own_name(clone):
-    """The file that trained is kept, named, and found again."""
+    The file that trained is kept, named, and found again."""
     for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -q -m a"):
         subprocess.run(["git", *shlex.split(command)], cwd=clone, check=True)
     fork = clone / "train_erf.py"
     source = (clone / "train_gpt2.py").read_text(encoding="utf-8")
     fork.write_text(source.replace('approximate="tanh"', 'approximate="none"'), encoding="utf-8")
-    out = start(clone, "train_erf.py", SMALL, "--max-steps 2")
+    start(clone, "fineweb.py --input input.txt --out shards --workers 1")
+    flags = f"{SMALL} --data shards"
+    out = start(clone, "train_erf.py", flags, "--max-steps 2 --eval-every 2")
+    assert "model: log/step_000002/" in out and "validation loss: " in out
     (entry,) = json.loads((clone / "log/run.json").read_text())
     assert entry["script"] == "train_erf.py" and entry["git_commit"].endswith("+")
     assert (clone / "log/train_erf.py").read_bytes() == fork.read_bytes()
     assert not (clone / "log/train_gpt2.py").exists()
     assert "train_erf.py" in (clone / "log/step_000002/README.md").read_text()
-    fork.write_text(f"{fork.read_text(encoding='utf-8')}# a comment\n", encoding="utf-8")
-    start(clone, "train_erf.py", SMALL, "--max-steps 4 --resume")
     command = re.search("^sample: python (.+)", out, re.MULTILINE)[1]
     # It asks for a prompt, since the preset has none.
     assert start(clone, *map(Path, shlex.split(command)), "Once --max-new-tokens 2 --device cpu")
     out = start(clone, "hellaswag.py -m log -d cpu --limit 2 --data", TASKS)
     assert out.splitlines()[-1].startswith("2 acc: ")
-
-
-def test_bench(clone):
-    small = "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --total-batch-size 128 --device cpu"
-    start(clone, "bench.py --rung ours --steps 1 --json out.json --", small)
-    assert json.loads((clone / "out.json").read_text())["ms"] > 0

@@ -58,34 +58,24 @@ def save_other_model(folder, kind="llama", tokenizer=None, dtype=torch.float32, 
     tokenizer.save_pretrained(folder)
 
 
-def train_tokenizer(kind):
-    """A tokenizer of its own, of 600 tokens: byte-level, or as SentencePiece's with <s>."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+def train_tokenizer():
+    """A tokenizer of its own, of 600 tokens, as SentencePiece's with <s>."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
     from tokenizers.trainers import BpeTrainer
     from transformers import PreTrainedTokenizerFast
 
-    text = (ROOT / "input.txt").read_text(encoding="utf-8")[:200_000]
-    if kind == "byte-level":
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = BpeTrainer(vocab_size=600, initial_alphabet=alphabet, special_tokens=["</s>"])
-        special = dict(eos_token="</s>")
-    else:
-        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-        tokenizer.decoder = decoders.Replace("▁", " ")
-        specials = ["<unk>", "<s>", "</s>"]
-        trainer = BpeTrainer(vocab_size=600, special_tokens=specials)
-        special = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")[:50_000]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Replace("▁", " ")
+    trainer = BpeTrainer(vocab_size=600, special_tokens=["<unk>", "<s>", "</s>"])
     tokenizer.train_from_iterator(text.splitlines(), trainer)
-    if kind == "SentencePiece":
-        template = processors.TemplateProcessing(
-            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-        )
-        tokenizer.post_processor = template
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    special = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
@@ -125,14 +115,10 @@ def evaluate(folder, *more):
 
 KINDS = {  # model, its settings, its tokenizer
     "gpt2": None,
-    "llama": ("llama", {}, None),
-    "llama, byte-level": ("llama", {"vocab_size": 600}, "byte-level"),
     "llama, SentencePiece": ("llama", {"vocab_size": 640}, "SentencePiece"),
     "bias in the head": ("phi", {}, None),
     "scaled logits": ("granite", {"logits_scaling": 4.0}, None),
-    "sliding window": ("mistral", {"sliding_window": 16}, None),
     "ALiBi": ("falcon", {"alibi": True}, None),
-    "saved in 16 bits": ("llama", {"dtype": torch.bfloat16}, None),
 }
 
 
@@ -143,7 +129,7 @@ def test_a_folder_is_scored_like_by_a_plain_scorer(kind, model, tmp_path, capsys
     if kind != "gpt2":
         architecture, settings, tokenizer = KINDS[kind]
         folder = tmp_path / "model"
-        tokenizer = tokenizer and train_tokenizer(tokenizer)
+        tokenizer = tokenizer and train_tokenizer()
         more = {"max_position_embeddings": 400} if tokenizer else {}
         save_other_model(folder, architecture, tokenizer, **more | settings)
     rows = "1" if kind == "bias in the head" else "3"
@@ -168,12 +154,8 @@ def test_a_folder_is_scored_like_by_a_plain_scorer(kind, model, tmp_path, capsys
         assert lengths.tolist() == apart
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_matmuls_are_in_the_precision_that_is_asked_for(kind, model, tmp_path, capsys):
+def test_matmuls_are_in_the_precision_that_is_asked_for(model, tmp_path, capsys):
     _, folder = model
-    if kind == "llama":
-        folder = tmp_path / "model"
-        save_other_model(folder)
     found = []
     for dtype in ("auto", "float32", "bfloat16", "float16"):
         evaluate(folder, "--limit", "2", "--dtype", dtype, "--json", str(tmp_path / "out.json"))
@@ -208,21 +190,17 @@ def task(context="A man sits on a roof. He", label=1, **changes):
     return {"ctx": context, "label": label, "endings": endings, **changes}
 
 
-@pytest.mark.parametrize("kind", ["ours", "GPT-2 by transformers", "SentencePiece"])
+@pytest.mark.parametrize("kind", ["GPT-2", "SentencePiece"])
 def test_a_long_context_loses_its_beginning_and_the_endings_stay_whole(kind, model, tmp_path):
-    """A <s> stays. GPT-2's tokenizer has a beginning-of-text token, but does not begin with it."""
+    """A <s> stays."""
     example = task("far away " * 200 + "A man sits on a roof. He")
     (tmp_path / "long.jsonl").write_text(json.dumps(example) + "\n")
     folder = tmp_path / "model"
     if kind == "SentencePiece":
         sizes = {"vocab_size": 640, "max_position_embeddings": 160}
-        save_other_model(folder, "llama", train_tokenizer("SentencePiece"), **sizes)
+        save_other_model(folder, "llama", train_tokenizer(), **sizes)
     else:
-        shutil.copytree(model[1], folder)
-    if kind == "GPT-2 by transformers":
-        config = json.loads((folder / "config.json").read_text())
-        config.pop("saved_by", None)  # as another program saves it
-        (folder / "config.json").write_text(json.dumps(config))
+        folder = model[1]
     evaluate(folder, "--data", str(tmp_path / "long.jsonl"), "--json", str(tmp_path / "out"))
     (row,) = json.loads((tmp_path / "out").read_text())
     losses, lengths, *_ = plain_scores(folder, [example], 160)
@@ -301,13 +279,6 @@ def test_a_model_that_looks_ahead_is_refused(tmp_path, monkeypatch):
             evaluate(tmp_path, "--limit", "1")
 
 
-def test_bad_flags_are_one_line_before_any_work(tmp_path):
-    for flag in ("--batch-size=0", "--limit=-1", f"--json={tmp_path}", f"--json={tmp_path}/none/a"):
-        name, _, value = flag.partition("=")
-        with pytest.raises(UserError, match=value if name == "--json" else f"{name} {value}"):
-            evaluate("no-model", flag)
-
-
 @pytest.fixture
 def answers(tmp_path, monkeypatch):
     """answers(*contents, …) are what the download gets; errors are raised. -> where it is kept"""
@@ -355,17 +326,11 @@ def no_network_on_rank_1():
         hellaswag.urlopen = mock.Mock(side_effect=OSError("no network"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_whose_download_fails_goes_on_without(ranks, text, tmp_path, answers, capsys):
+def test_a_run_whose_download_fails_goes_on_without(text, tmp_path):
     """On one machine of several: all agree on it."""
     flags = ["--hellaswag-every 1 --max-steps 1 --eval-every 1 --data", text]
     flags += ["--log-dir", tmp_path / "log"]
-    if ranks == 1:
-        answers(*[OSError("no network")] * 3)
-        assert train(*flags) == 0
-        output = capsys.readouterr().out
-    else:
-        output = "".join(train_on_ranks(2, tmp_path, *flags, disturb=no_network_on_rank_1))
+    output = "".join(train_on_ranks(2, tmp_path, *flags, disturb=no_network_on_rank_1))
     assert output.count("no network") == 1
     assert not losses(tmp_path / "log", "hella") and len(losses(tmp_path / "log", "val")) == 2
 

@@ -10,6 +10,8 @@ from support.errors_and_signals import UserError
 from tests.conftest import logits_of
 from train_gpt2 import GPT, GPTConfig
 
+pytestmark = pytest.mark.torch
+
 SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
 
 

@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 from tests.conftest import logits_of, losses, train, train_on_ranks
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, TrainConfig, get_lr
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 0.05), ("float32", 1e-3)])

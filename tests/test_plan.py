@@ -4,15 +4,13 @@ import pytest
 
 import train_gpt2
 from tests.conftest import (
-    losses,
     numbers,
     posix,
     start_ranks,
-    train,
     train_on_ranks,
     words,
 )
-from train_gpt2 import GPT, GPTConfig, get_tokenizer
+from train_gpt2 import GPT, GPTConfig
 
 
 @pytest.fixture
@@ -62,14 +60,13 @@ def test_what_fits_on_usual_cards(plan, tmp_path, monkeypatch):
     assert numbers(table["GeForce RTX 3090"])[:3] == [3.5, 40, 71]
     # Eight cards share the 64 sequences of a step.
     assert numbers(plan("--preset gpt2 --total-batch-size 65536")["8 x H100 80GB HBM3"])[-1] == 8
-    assert "24 GB" in plan("--preset gpt2 --micro-batch-size 64")["GeForce RTX 4090"]
     assert "16 GB" in plan("--preset gpt2 --n-layer 48 --n-head 25 --n-embd 1600")["T4"]
 
 
 def test_plan_prints_and_does_not_train(plan, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = " ".join(plan("--preset gpt2").values())
-    for part in ("124,439,808", "854,438,400", "9,999,745,024", "19,073", "8.544e+18"):
+    for part in ("124,439,808", "9,999,745,024", "19,073", "8.544e+18"):
         assert part in shown, part
     assert not list(tmp_path.iterdir())
     GPT(GPTConfig(64, 50257, 1, 2, 8)).save_pretrained(tmp_path / "model")
@@ -78,42 +75,9 @@ def test_plan_prints_and_does_not_train(plan, tmp_path, monkeypatch):
     assert not (tmp_path / "log").exists()
 
 
-def test_plan_knows_the_data_and_the_devices_speed(text, plan):
-    """At 40 % of a measured TFLOP/s."""
-    flags = "--preset shakespeare --n-layer 2 --n-embd 16 --n-head 2 --seq-len 16"
-    args = [flags, "--total-batch-size 128 --data", text]
-    shown = plan(*args, "--max-steps 7")
-    available = 1 + len(get_tokenizer().encode_ordinary(text.read_text(encoding="utf-8")))
-    available -= available // 10
-    epochs = pytest.approx(7 * 128 / available, abs=5e-4)
-    assert numbers(shown["epochs"]) == [epochs, available, round(available / 128)]
-    flops = 6 * (50257 * 16 + 2 * 12 * 16 * 16) + 12 * 2 * 16 * 16
-    rate = 0.4e12 / flops
-    assert numbers(shown["time"])[:5] == [0, 0, pytest.approx(rate, abs=0.5), 40, 1]
-    hours = int(9e6 * 128 / rate / 3600)
-    assert numbers(plan(*args, "--max-steps 9000000")["time"])[0] == hours
-
-
-def test_on_a_cpu_a_micro_batch_has_at_most_1024_tokens(plan):
-    for seq_len, batch, B in ((1024, 524_288, 1), (64, 524_288, 16), (100, 51_200, 8)):
-        shown = plan(f"--preset gpt2 --seq-len {seq_len} --total-batch-size {batch}")
-        assert numbers(shown["memory"])[1] == B
-    assert numbers(plan("--preset shakespeare")["memory"])[1] == 16
-
-
 def test_where_ranks_do_not_divide_a_step_the_error_names_what_they_divide(tmp_path):
     args = ["--seq-len 32 --total-batch-size 512 --micro-batch-size 0 --log-dir", tmp_path / "log"]
     codes, texts = start_ranks(3, tmp_path, *args)
     assert 2 in codes
     lines = [line for output in texts for line in output.splitlines() if "error: " in line]
     assert all("--total-batch-size 512" in line and numbers(line)[-1] == 480 for line in lines)
-
-
-def test_checkpoints_record_the_micro_batch(text, tmp_path, capsys):
-    """0 on resume means the same again, though more would fit."""
-    args = ["--save-every 1 --data", text, "--log-dir", tmp_path, "--total-batch-size 128"]
-    train(*args, "--max-steps 1 --micro-batch-size 4")
-    capsys.readouterr()
-    train(*args, "--max-steps 2 --micro-batch-size 0 --resume")
-    assert [4, 16, 2, 1] in map(numbers, capsys.readouterr().out.splitlines())
-    assert len(losses(tmp_path)) == 2

@@ -6,9 +6,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 from tests.conftest import start_ranks
+
+pytestmark = pytest.mark.torch
 
 
 def on_rank_1(disturb):
@@ -20,16 +21,9 @@ def other_folder():
     os.chdir("/")
 
 
-def other_device():
-    import support.ranks
-
-    support.ranks.choose_device = lambda *args: torch.device("mps")
-
-
 ERRORS = {  # what rank 1 does, and what the line names
     "all ranks": (None, "^error: (rank 1: )?here"),
     "folder": (other_folder, "^error: rank 1: here"),
-    "device": (other_device, "^error: rank 1: .*mps.*cpu.*--device"),
     "shard": (None, "^error: rank 1: here/x_train_000000.npy.*60000"),  # in its part of step 1
 }
 

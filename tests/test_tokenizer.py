@@ -1,7 +1,6 @@
 """The tokenizer against tiktoken's own and transformers'; texts and shards as they are read."""
 
 import hashlib
-import math
 import os
 import shutil
 import subprocess
@@ -15,7 +14,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.errors_and_signals import UserError
-from support.tokenizer import text_size
 from tests.conftest import ROOT, posix
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, get_tokenizer
 
@@ -46,7 +44,7 @@ strings = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=16).m
 
 
 @given(text=strings)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_it_equals_tiktokens_own_and_that_of_a_saved_model(others, text):
     theirs, saved = others
     ids = get_tokenizer().encode_ordinary(text)
@@ -110,22 +108,12 @@ def test_a_text_is_split_nine_to_one(tmp_path):
     assert read_all(tmp_path / "a.txt", len(tokens) - end, "val") == tokens[end:]
 
 
-def test_losses_per_character_count_the_separators():
-    """A separator is predicted, and so part of the loss, but it has no text."""
-    texts = ["a naïve", " text"]  # 12 characters, 13 bytes
-    tokens = [token for text in texts for token in (50256, *get_tokenizer().encode_ordinary(text))]
-    size = text_size(np.array(tokens))
-    assert size.nats_per_character(2) == pytest.approx(2 * len(tokens) / 12)
-    assert size.bits_per_byte(2) == pytest.approx(2 * len(tokens) / 13 / math.log(2))
-
-
-@pytest.mark.parametrize("space", " \t")
-def test_a_million_spaces(space, tmp_path):
+def test_a_million_spaces(tmp_path):
     """tiktoken overflows its stack on a million characters of whitespace followed by text."""
-    text = "start" + space * 1_000_000 + "end"
+    text = "start" + " " * 1_000_000 + "end"
     (tmp_path / "a.txt").write_text(text)
     x, y = DataLoaderLite(tmp_path / "a.txt", "val", 1, 1000, shuffle=False).next_batch()
-    assert get_tokenizer().decode(x[0].tolist()) == space * 1000
+    assert get_tokenizer().decode(x[0].tolist()) == " " * 1000
     assert y[0, 0] == x[0, 1]
 
 
@@ -228,16 +216,12 @@ SPOILED = [  # format, what is done to a shard, what the error names
     (".npy", rewritten(lambda b: b[:-10]), r"x_train_000000\.npy"),
     (".npy", rewritten(lambda b: b"no shard" * 200), r"x_train_000000\.npy"),
     (".npy", saved(np.zeros(99, np.int32)), "int32"),
-    (".npy", saved(np.zeros(0, np.uint16)), r"x_train_000000\.npy"),
-    (".npy", saved(np.uint16(9)), "0-D"),
-    (".npy", saved(np.full(99, 50257, np.uint16)), "50257"),
     (".npy", saved(np.r_[50257, [0] * 2048].astype(np.uint16)), "50257"),
     (".npy", saved(np.r_[[0] * 2048, 50257].astype(np.uint16)), "50257"),
     (".npy", saved(np.array([{}], object)), r"x_train_000000\.npy"),
     (".npy", renamed(".x.npy.1.partial"), r"\.x\.npy\.1\.partial.*fineweb\.py"),
     (".npy", renamed("tokens.npy"), r"tokens\.npy.*train_000001\.npy"),
     (".bin", rewritten(lambda b: b[:-2]), "18"),
-    (".bin", rewritten(lambda b: b[:512]), r"x_train_000000\.bin"),
     (".bin", rewritten(lambda b: b"\0" * 4 + b[4:]), "magic 0"),
     (".bin", rewritten(lambda b: b[:4] + b"\2" + b[5:]), "version 2"),
 ]

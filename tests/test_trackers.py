@@ -10,11 +10,8 @@ import pytest
 from support.errors_and_signals import UserError
 from tests.conftest import read_log, train
 
-ERRORS = [OSError("no space left"), RuntimeError("of another kind"), TimeoutError()]
 
-
-@pytest.mark.parametrize("error", ERRORS, ids=repr)
-def test_trackers_get_every_stream_until_they_fail(error, text, tmp_path, monkeypatch, capfd):
+def test_trackers_get_every_stream_until_they_fail(text, tmp_path, monkeypatch, capfd):
     sent, started, scalars = [], [], []
 
     def init(**settings):
@@ -24,7 +21,7 @@ def test_trackers_get_every_stream_until_they_fail(error, text, tmp_path, monkey
 
     def add_scalar(stream, value, step):
         if step >= 2:
-            raise error
+            raise RuntimeError("of any kind")
         scalars.append((stream, value, step))
 
     wandb = SimpleNamespace(init=init)

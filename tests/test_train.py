@@ -1,9 +1,7 @@
 """Runs of a second: losses against a plain loop, for every division of a step; what they print."""
 
-import contextlib
 import json
 import math
-import os
 import re
 import shlex
 import sys
@@ -15,7 +13,6 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from torch._dynamo.utils import counters
-from transformers.models.gpt2.modeling_gpt2 import GPT2Config, GPT2LMHeadModel
 
 import sample
 import train_gpt2
@@ -26,14 +23,14 @@ from tests.conftest import (
     logits_of,
     losses,
     numbers,
-    posix,
     read_log,
     train,
     train_on_ranks,
     words,
 )
-from tests.pretend_gpu import PretendGPU
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, get_tokenizer
+
+pytestmark = pytest.mark.torch
 
 TASKS = ROOT / "tests/hellaswag_sample.jsonl"
 
@@ -135,29 +132,12 @@ def test_validation_loss_is_the_mean_over_all_tokens_and_counts_each_once(tmp_pa
         assert losses(log, "val") == [pytest.approx(expected, abs=1e-5)], (B, eval_tokens)
 
 
-def test_low_memory_keeps_little_for_the_backward_pass(text, tmp_path):
-    """Of each block only its input. The logits, which are kept in both cases, are not counted."""
-    kept = {}
-    for flag in ("--no-low-memory", "--low-memory"):
-        sizes = []
-
-        def pack(tensor, sizes=sizes):
-            if max(tensor.shape, default=0) < 50257:
-                sizes.append(tensor.nbytes)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            train("--n-layer 8 --max-steps 1 --data", text, flag, "--log-dir", tmp_path / flag)
-        kept[flag] = sum(sizes)
-    assert kept["--low-memory"] < kept["--no-low-memory"] / 4
-
-
 def test_compiled_runs_equal_eager_ones_and_evaluate(text, tmp_path, capsys, monkeypatch):
     """Validation, HellaSwag and samples under --compile; without C++, which takes long."""
     args = ["--max-steps 3 --eval-every 2 --hellaswag-every 2 --sample-every 2 --seq-len 64"]
     args += ["--data", text, "--hellaswag-data", TASKS]
     train(*args, "--log-dir", tmp_path / "eager")
-    fast = {"backend": "aot_eager"}
+    fast = {"backend": "eager"}
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, **fast))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, **fast))
     for name in ("compile", "low-memory"):
@@ -183,21 +163,6 @@ def test_a_machine_without_a_compiler_is_told_the_way_out(text, tmp_path, monkey
     assert "--no-compile" in error.value.__notes__[0]  # below the traceback
     train(*args, "--resume --no-compile")
     assert len(losses(tmp_path / "log")) == 2
-
-
-@posix
-def test_ctrl_c_while_a_compiler_runs_says_so(text, tmp_path, monkeypatch):
-    """It reaches the compiler as well, whose failure says nothing about the machine."""
-    torch._dynamo.reset()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f"#!/bin/sh\nkill -INT {os.getpid()}\nsleep 1\nexit 1\n")
-    compiler.chmod(0o755)
-    args = ["--save-every 1 --max-steps 3 --data", text, "--log-dir", tmp_path / "log"]
-    train(*args, "--max-steps 1")
-    refused = pytest.raises(RunError, match=r"stopped by a signal.*--resume.*step 1")
-    with torch._inductor.config.patch({"cpp.cxx": (str(compiler),)}), refused:
-        train(*args, "--compile --resume")
 
 
 def test_a_run_ends_with_its_results(tmp_path, monkeypatch, capsys):
@@ -240,33 +205,6 @@ def test_a_run_ends_with_its_results(tmp_path, monkeypatch, capsys):
     assert card.license == "mit" and card.library_name == "transformers"
 
 
-def test_a_run_begins_with_what_it_trains(text, tmp_path, capsys):
-    """By transformers' parameter count and tiktoken's tokens; PaLM's FLOPs (appendix B)."""
-    train("--max-steps 2 --micro-batch-size 4 --data", text, "--log-dir", tmp_path / "log")
-    lines = capsys.readouterr().out.splitlines()
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=16))
-    n = gpt2.num_parameters()
-    # Matrices that multiply: all but the positions. The embedding of tokens is the head.
-    matrices = [p.numel() for p in gpt2.parameters() if p.dim() == 2]
-    flops = 6 * (sum(matrices) - 16 * 16) + 12 * 2 * 16 * 16
-    tokens = 1 + len(get_tokenizer().encode_ordinary(text.read_text()))
-    tokens -= tokens // 10
-    found = [numbers(line) for line in lines]
-    assert [n, flops] in found
-    assert [256, 2, 128] in found
-    assert [4, 16, 2, 1] in found  # B, T, micro-steps, ranks
-    assert [pytest.approx(256 / tokens, abs=6e-4), tokens, round(tokens / 128)] in found
-
-
-def test_zero_steps_evaluate_and_exit(text, tmp_path):
-    shape = GPTConfig(16, 50257, 1, 4, 16)  # not the flags'
-    GPT(shape).save_pretrained(tmp_path / "model")
-    args = ["--init", tmp_path / "model", "--max-steps 0 --eval-every 1 --data", text]
-    train(*args, "--save-every 1 --log-dir", tmp_path / "log")
-    assert losses(tmp_path / "log", "val") == [pytest.approx(math.log(50257), abs=0.1)]
-    assert not losses(tmp_path / "log") and not list(tmp_path.glob("log/step_*"))
-
-
 def test_a_diverged_model_is_evaluated_and_ends_with_the_message_of_its_update(
     text, tmp_path, capsys
 ):
@@ -300,7 +238,7 @@ def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monk
 
 # A flag, and what it changes in a run of four steps, one of warm-up and two of warm-down.
 BASE = "--schedule wsd --warmup-steps 1 --warmdown-steps 2 --max-steps 4 --optimizer muon"
-BASE += " --grad-clip 2"
+BASE += " --grad-clip 2 --total-batch-size 32 --eval-tokens 32"
 CHANGES = {
     "--seed 5": "train",
     "--no-shuffle": "train",
@@ -322,7 +260,7 @@ CHANGES = {
     "--max-steps 2": "train",
     "--eval-tokens 64": "val",
     "--eval-every 1": "val",
-    "--micro-batch-size 4": None,
+    "--micro-batch-size 1": None,
     "--low-memory": None,
     "--eval-every 0 --save-every 1": None,
     "--grad-clip 0": None,  # the norms are below 2
@@ -339,7 +277,7 @@ def test_each_setting_acts_and_what_acts_on_training_must_not_change_on_resume(t
         log = tmp_path / flags
         train(*args, log, flags)
         if stream is None:
-            tolerance = 1e-5 if flags == "--micro-batch-size 4" else 0  # rounding
+            tolerance = 1e-5 if flags == "--micro-batch-size 1" else 0  # rounding
             expected = pytest.approx(losses(tmp_path / "base"), rel=0, abs=tolerance)
             acts = losses(log) != expected
         else:
@@ -354,8 +292,9 @@ def test_each_setting_acts_and_what_acts_on_training_must_not_change_on_resume(t
             except UserError as error:
                 assert re.search(rf"{words(flags.replace('--no-', '--'))[0]}\b", str(error))
     assert not wrong
-    train(*args, tmp_path / "base", "--save-every 4 --resume --max-steps 5 --warmdown-steps 3")
-    assert len(losses(tmp_path / "base")) == 5
+    allowed = "--max-steps 5 --warmdown-steps 0 --max-lr 4e-3 --min-lr 0 --grad-clip 0.5"
+    train(*args, tmp_path / "base", "--save-every 4 --resume", allowed)
+    assert losses(tmp_path / "base", "lr")[4:] == [4e-3], "as after a run that diverged"
 
 
 def defaults(flags, capsys):
@@ -404,73 +343,3 @@ def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeyp
     assert defaults("", capsys)["--data"].endswith("input.txt"), "the data loader goes less deep"
     (tmp_path / "edu_fineweb10B/crawl/edufineweb_train_000001.npy").touch()
     assert defaults("", capsys)["--data"] == "edu_fineweb10B"
-    assert defaults("--preset gpt3", capsys)["--seq-len"] == "2048"
-    train_gpt2.main(words("--preset gpt3 --max-steps 7 --seq-len 512 --data x --plan --device cpu"))
-    assert [7 * 2**19, 7, 2**19] in map(numbers, capsys.readouterr().out.splitlines())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the stand-in was tried on Linux only")
-@pytest.mark.parametrize("gpu", [False, True])
-def test_only_a_large_run_on_a_gpu_compiles_by_default(gpu, capsys):
-    with PretendGPU() if gpu else contextlib.nullcontext():
-        for flags in ("--preset gpt2", "--preset small", "--preset gpt2 --device cuda"):
-            assert defaults(flags, capsys)["--compile"] == str(gpu), flags
-        for flags in ("--preset shakespeare", "--preset gpt2 --device cpu"):
-            assert defaults(flags, capsys)["--compile"] == "False", flags
-
-
-def test_a_validation_split_of_separators_is_named(tmp_path):
-    for name, tokens in (("val_000000", [50256] * 200), ("train_000001", range(1000))):
-        np.save(tmp_path / f"a_{name}.npy", np.array(tokens, dtype=np.uint16))
-    args = ["--max-steps 1 --data", tmp_path, "--log-dir", tmp_path / "log"]
-    with pytest.raises(UserError, match=f"{tmp_path}.*--eval-every 0"):
-        train(*args, "--eval-every 1")
-    assert train(*args) == 0
-
-
-def test_training_and_every_evaluation_have_the_precision_of_the_run(text, tmp_path, monkeypatch):
-    """Validation, HellaSwag and samples compute without gradients."""
-    gelu, seen = torch.nn.functional.gelu, set()
-
-    def noting(x, **options):
-        seen.add((torch.is_grad_enabled(), x.dtype))
-        return gelu(x, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "gelu", noting)
-    args = ["--dtype bfloat16 --max-steps 1 --seq-len 64 --eval-every 1 --sample-every 1"]
-    args += ["--hellaswag-every 1 --hellaswag-data", ROOT / "tests/hellaswag_sample.jsonl"]
-    train(*args, "--data", text, "--log-dir", tmp_path)
-    assert seen == {(True, torch.bfloat16), (False, torch.bfloat16)}
-
-
-def test_the_next_batch_is_read_behind_the_backward_pass(text, tmp_path, monkeypatch):
-    """A GPU still computes then. Nothing is read beyond the last step, nor by a finished run."""
-    events = []
-
-    def noting(owner, name, event):
-        function = getattr(owner, name)
-        noted = lambda *args, **options: events.append(event) or function(*args, **options)  # noqa: E731
-        monkeypatch.setattr(owner, name, noted)
-
-    noting(train_gpt2.DataLoaderLite, "next_batch", "read")
-    noting(torch.Tensor, "backward", "backward")
-    noting(train_gpt2.Ranks, "sum_tensor", "loss")
-    args = ["--total-batch-size 64 --save-every 2 --data", text, "--log-dir", tmp_path / "log"]
-    train(*args, "--max-steps 2")
-    step = ["backward", "read", "backward"]
-    assert events == ["read", *step, "read", "loss", *step, "loss"]
-    events.clear()
-    train(*args, "--max-steps 2 --resume")
-    assert not events
-
-
-def test_a_damaged_token_ends_the_run_after_the_step_before_it(tmp_path):
-    """That step has read other tokens, and is saved."""
-    for split in ("train", "val"):
-        tokens = np.arange(9000, dtype=np.uint16)
-        tokens[4 * 1024 + 3] = 60_000 if split == "train" else 0  # in the fifth step
-        np.save(tmp_path / f"x_{split}_000000.npy", tokens)
-    flags = "--no-shuffle --total-batch-size 1024 --micro-batch-size 64 --save-every 4"
-    with pytest.raises(UserError, match=r"x_train_000000\.npy.* 60000"):
-        train(flags, "--max-steps 9 --data", tmp_path, "--log-dir", tmp_path / "log")
-    assert len(losses(tmp_path / "log")) == 4 and (tmp_path / "log/step_000004").exists()
