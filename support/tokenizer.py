@@ -89,11 +89,17 @@ class TextSize(NamedTuple):
 def text_size(tokens: np.ndarray) -> TextSize:
     """The size of the text of `tokens`, 1-D."""
     counts = np.bincount(tokens, minlength=EOT)[:EOT]  # of each token but EOT, which has no text
+    bytes_per_token, chars_per_token = token_sizes()
+    return TextSize(len(tokens), int(counts @ bytes_per_token), int(counts @ chars_per_token))
+
+
+@functools.cache
+def token_sizes() -> tuple[list[int], list[int]]:
+    """(bytes, characters) of the text of each token but EOT."""
     texts = [get_tokenizer().decode_single_token_bytes(token) for token in range(EOT)]
-    bytes_per_token = [len(text) for text in texts]
     # In UTF-8 a character is one byte that isn't 0b10…, then any number that are.
     chars_per_token = [sum(byte & 0xC0 != 0x80 for byte in text) for text in texts]
-    return TextSize(len(tokens), int(counts @ bytes_per_token), int(counts @ chars_per_token))
+    return [len(text) for text in texts], chars_per_token
 
 
 def encode(text: str) -> Iterator[np.ndarray]:

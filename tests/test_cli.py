@@ -56,7 +56,6 @@ MISTAKES = {  # flags, given a folder; what the message names
     "init is no model": (lambda tmp: ["--init", tmp], ["config.json"]),
     "vocabulary of init": (lambda tmp: ["--init", other_vocabulary(tmp)], ["--init", "100"]),
     "log folder is a file": (lambda tmp: ["--log-dir", text_of(tmp / "f", "x")], ["f: "]),
-    "log folder of bytes": (flags("--log-dir caf\udce9"), ["--log-dir", "caf\\udce9"]),
     "HellaSwag": (flags("--hellaswag-every 1 --hellaswag-data h.jsonl"), ["h.jsonl"]),
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -23,6 +24,7 @@ from tests.conftest import (
     logits_of,
     losses,
     numbers,
+    posix,
     read_log,
     train,
     train_on_ranks,
@@ -343,3 +345,55 @@ def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeyp
     assert defaults("", capsys)["--data"].endswith("input.txt"), "the data loader goes less deep"
     (tmp_path / "edu_fineweb10B/crawl/edufineweb_train_000001.npy").touch()
     assert defaults("", capsys)["--data"] == "edu_fineweb10B"
+
+
+@posix
+def test_ctrl_c_while_a_compiler_runs_says_so(text, tmp_path, monkeypatch):
+    """It reaches the compiler as well, whose failure says nothing about the machine."""
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\nkill -INT {os.getpid()}\nsleep 1\nexit 1\n")
+    compiler.chmod(0o755)
+    args = ["--save-every 1 --max-steps 3 --data", text, "--log-dir", tmp_path / "log"]
+    train(*args, "--max-steps 1")
+    refused = pytest.raises(RunError, match=r"stopped by a signal.*--resume.*step 1")
+    with torch._inductor.config.patch({"cpp.cxx": (str(compiler),)}), refused:
+        train(*args, "--compile --resume")
+
+
+def test_the_next_batch_is_read_behind_the_backward_pass(text, tmp_path, monkeypatch):
+    """A GPU still computes then. Nothing is read beyond the last step, nor by a finished run."""
+    events = []
+
+    def noting(owner, name, event):
+        function = getattr(owner, name)
+
+        def noted(*args, **options):
+            events.append(event)
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(train_gpt2.DataLoaderLite, "next_batch", "read")
+    noting(torch.Tensor, "backward", "backward")
+    noting(train_gpt2.Ranks, "sum_tensor", "loss")
+    args = ["--total-batch-size 64 --save-every 2 --data", text, "--log-dir", tmp_path / "log"]
+    train(*args, "--max-steps 2")
+    step = ["backward", "read", "backward"]
+    assert events == ["read", *step, "read", "loss", *step, "loss"]
+    events.clear()
+    train(*args, "--max-steps 2 --resume")
+    assert not events
+
+
+def test_a_damaged_token_ends_the_run_after_the_step_before_it(tmp_path):
+    """That step has read other tokens, and is saved."""
+    for split in ("train", "val"):
+        tokens = np.arange(9000, dtype=np.uint16)
+        tokens[4 * 1024 + 3] = 60_000 if split == "train" else 0  # in the fifth step
+        np.save(tmp_path / f"x_{split}_000000.npy", tokens)
+    flags = "--no-shuffle --total-batch-size 1024 --micro-batch-size 64 --save-every 4"
+    with pytest.raises(UserError, match=r"x_train_000000\.npy.* 60000"):
+        train(flags, "--max-steps 9 --data", tmp_path, "--log-dir", tmp_path / "log")
+    assert len(losses(tmp_path / "log")) == 4 and (tmp_path / "log/step_000004").exists()
