@@ -256,7 +256,7 @@ class RunFolder:
         kind = "in Hugging Face format"
         fork = not fingerprint.is_gpt2(type(model), model.config)
         if fork:
-            kind = "a fork's: docs/after.md says how other programs open it"
+            kind = "a fork's: docs/trained-model.md says how other programs open it"
         print0(f"model: {checkpoint}/, {kind}")
         best, loss = self.best()
         if best not in (None, step):

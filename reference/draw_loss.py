@@ -1,4 +1,4 @@
-"""Draws shakespeare/loss.png, the curve of the default run: `python reference/draw.py`."""
+"""Draws shakespeare/loss.png, the curve of the default run: `python reference/draw_loss.py`."""
 
 import sys
 from pathlib import Path
