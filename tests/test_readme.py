@@ -39,7 +39,7 @@ NOT_RUN = {  # how a command begins -> why it is not run
     "PYTHONPATH=. lm_eval ": "opens a fork; tests/test_modeling_fork.py does",
     "vllm ": "needs a GPU",
     "hf ": "needs the Hub",
-    "python convert_hf_to_gguf.py": "part of llama.cpp; docs/trained-model.md says where it was run",
+    "python convert_hf_to_gguf.py": "part of llama.cpp; docs/trained-model.md says where",
     "llama-completion ": "part of llama.cpp",
 }
 
