@@ -128,7 +128,8 @@ class Block(nn.Module):
 
 
 class LinearCrossEntropy(nn.Module):
-    """The same as F.cross_entropy(F.linear(x, weight), targets), but faster.
+    """The same as F.cross_entropy(F.linear(x, weight), targets), but faster. It has no parameters,
+    and is a module so that torch.compile can compile it by itself.
 
     A matrix product is faster where the weight has a multiple of 64 rows. So rows of zeros are
     added to a copy of it, and 50,257 become 50,304. The weight itself keeps GPT-2's shape, as
@@ -158,7 +159,7 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd)
         # The head is made without a weight ("meta"). It gets that of wte at the end of __init__.
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
-        self.loss = LinearCrossEntropy()  # a module, so that it can be compiled by itself
+        self.loss = LinearCrossEntropy()
 
         # The initial weights of the linear layers and embeddings. (lm_head is among them, but for a
         # weight on "meta" this does nothing.) Other parameters stay as they were made. If a layer
@@ -447,7 +448,7 @@ class TrainConfig(RunConfig):
     warmup_steps: int = 715  # steps of linear warm-up; 715 are GPT-3's 375 million tokens
 
 
-SHAPE = ("n_layer", "n_head", "n_embd")  # given weights (--init) have a shape of their own
+SHAPE = ("n_layer", "n_head", "n_embd")  # flags whose defaults do not count with --init
 
 # fmt: off
 # A preset replaces some of the defaults above. Flags, in turn, replace values of the preset.
