@@ -216,6 +216,18 @@ def test_a_validation_loss_that_is_no_cross_entropy_is_said(code, text, tmp_path
     assert "if self.training" in capsys.readouterr().err
 
 
+def test_speed_is_that_of_the_tokens_that_were_read(code, text, tmp_path):
+    """As with a batch that grows. A checkpoint's card has their number, too."""
+    old = "    return step * (config.total_batch_size // config.seq_len)"
+    fork = code("train_ramp", (old, "    return 8 * step - 6 * min(step, 1)"))
+    args = ["--max-steps 3 --save-every 3 --data", text, "--log-dir", tmp_path / "log"]
+    fork.main(tiny(*args))
+    speed, ms = losses(tmp_path / "log", "tok_per_sec"), losses(tmp_path / "log", "ms")
+    tokens = [rate * time / 1e3 for rate, time in zip(speed, ms, strict=True)]
+    assert tokens == pytest.approx([32, 128, 128], rel=0.02)
+    assert "288 tokens" in (tmp_path / "log/step_000003/README.md").read_text()
+
+
 def test_a_plan_tries_a_step(code, capsys):
     """A bug shows its traceback after the plan."""
     args = words("--plan --device cpu --seq-len 32 --total-batch-size 64")
@@ -263,10 +275,12 @@ def test_the_code_of_a_model_without_a_fingerprint_must_be_named(code, tmp_path,
 
 
 def test_without_transformers_a_model_is_saved_as_a_forks(text, tmp_path, monkeypatch, capsys):
-    """Which this code loads."""
+    """Which this code loads. It is not missed before the first save."""
     monkeypatch.setitem(sys.modules, "transformers.models.gpt2.modeling_gpt2", None)
+    monkeypatch.setattr(sys, "stderr", sys.stdout)
     train("--max-steps 2 --save-every 2 --data", text, "--log-dir", tmp_path / "log")
-    assert "transformers cannot be imported" in capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert 0 < out.find("step     1/2") < out.find("transformers cannot be imported")
     folder = tmp_path / "log/step_000002"
     assert json.loads((folder / "config.json").read_text())["model_type"] == "gpt2-repro-fork"
     GPT.from_pretrained(folder)
