@@ -328,7 +328,7 @@ def accuracy(gpt: "GPT", tasks: list[Task], ranks: Ranks, autocast: torch.autoca
     right = 0.0
     for i, losses in losses_of_tasks.items():
         if any(map(math.isnan, losses)):
-            right = math.nan  # for lack of numbers the first ending would be chosen
+            right = math.nan  # choices() would take the first ending, which says nothing
         _, chosen = choices(tasks[i], losses)
         right += int(chosen == tasks[i].label)
     return ranks.sum(right) / len(tasks)

@@ -879,7 +879,10 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 group["lr"] = multiple * lr
             first = sequences_before(step, config)
             sequences = sequences_before(step + 1, config) - first
-            micro_steps = sequences // (B * ranks.world_size)
+            micro_steps, rest = divmod(sequences, B * ranks.world_size)
+            if rest:  # as may happen in a fork with a growing batch
+                problem = f"step {step} has {sequences} sequences, not a multiple of B x ranks"
+                raise UserError(f"--micro-batch-size {B}: {problem}; lower it")
             loss_sum = torch.zeros((), device=ranks.device)
             tokens = 0  # on this rank
             for micro_step in range(micro_steps):

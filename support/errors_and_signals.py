@@ -167,7 +167,8 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
         elif several_ranks:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            get_error_handler().record_exception(error)  # for that report
+            with contextlib.suppress(OSError):
+                get_error_handler().record_exception(error)  # for that report
         if several_ranks:
             os._exit(status)  # a normal exit would wait for exchanges that never complete
         sys.exit(status)

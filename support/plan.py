@@ -96,7 +96,7 @@ def estimate_memory(
     Compared with live tensors and with peaks: bench/memory/README.md."""
     T = config.seq_len
     N = model.num_parameters()
-    V, C = model.wte.weight.shape
+    V, C = model.config.vocab_size, model.config.n_embd
     block = B * T * C * (64 if dtype == torch.float32 else 36)
     stored = len(model.h) * block
     if config.low_memory:

@@ -118,7 +118,9 @@ def warn_unless_cross_entropy(model: "GPT", sequence: np.ndarray, autocast: torc
     """Warns if the loss of a fork in evaluation is not the cross-entropy of its logits.
 
     Tried on the beginning of a sequence (T + 1,), with as many tokens as take little memory."""
-    tokens = torch.from_numpy(sequence[None, :65].astype(np.int64)).to(model.wte.weight.device)
+    tokens = torch.from_numpy(sequence[None, :65].astype(np.int64)).to(
+        next(model.parameters()).device
+    )
     x, y = tokens[:, :-1], tokens[:, 1:]
     with autocast:
         loss = model(x, y)

@@ -226,6 +226,8 @@ def test_speed_is_that_of_the_tokens_that_were_read(code, text, tmp_path):
     tokens = [rate * time / 1e3 for rate, time in zip(speed, ms, strict=True)]
     assert tokens == pytest.approx([32, 128, 128], rel=0.02)
     assert "288 tokens" in (tmp_path / "log/step_000003/README.md").read_text()
+    with pytest.raises(UserError, match="--micro-batch-size 4: step 0 has 2 sequences"):
+        fork.main(tiny(*args, "--micro-batch-size 4"))  # or other sequences after a resume
 
 
 def test_a_plan_tries_a_step(code, capsys):
