@@ -47,6 +47,7 @@ class RunFolder:
         self.val_losses: dict[int, float] = {}  # step: validation loss
         self.log_failed = False  # a full disk has lost lines
         self.script: Path | None = None  # the file that defines the model
+        self.drawing: subprocess.Popen | None = None  # the process that draws curves.png
 
     def __enter__(self) -> "RunFolder":
         if self.path.exists() and self.path.samefile(ROOT):
@@ -241,7 +242,12 @@ class RunFolder:
         best, _ = self.best()
         keep, keep_every = self.config.keep_checkpoints, self.config.keep_every
         checkpoints.prune_checkpoints(self.path, self.saved_step, best, keep, keep_every)
-        draw_curves(self.path, wait)
+        if self.drawing and wait:
+            self.drawing.wait()
+        if self.drawing is None or self.drawing.poll() is not None:  # else it still draws
+            self.drawing = draw_curves(self.path)
+        if self.drawing and wait:
+            self.drawing.wait()
 
     def finish(self, model: "GPT", step: int) -> None:
         """Lists the run's outputs, and how to sample from its model."""
@@ -287,12 +293,11 @@ def differences(before: dict[str, Any], config: "TrainConfig", may_change: set[s
     return found
 
 
-def draw_curves(log_dir: Path, wait: bool) -> None:
-    """Draws curves.png in a background process. wait: until it is drawn."""
+def draw_curves(log_dir: Path) -> subprocess.Popen | None:
+    """Begins to draw curves.png in a background process."""
     command = [sys.executable, "-m", "support.plots", log_dir.resolve()]
     try:
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-        if wait:
-            process.wait()
+        return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     except OSError as error:
         warn(f"{log_dir}/curves.png: not drawn ({error.strerror})")
+        return None

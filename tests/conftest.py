@@ -131,7 +131,7 @@ def train(*args: object, curves: bool = False) -> int:
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
-        undrawn = mock.patch("support.run_folder.draw_curves", create=True)
+        undrawn = mock.patch("support.run_folder.draw_curves")
         with contextlib.nullcontext() if curves else undrawn:
             return train_gpt2.main(tiny(*args))
     finally:
