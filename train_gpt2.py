@@ -93,8 +93,10 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)  # (B, T, 3, nh, hs)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
+        hs = C // self.n_head
+        # The queries, keys and values of all heads. Each is (B, T, C), and becomes (B, nh, T, hs).
+        parts = self.c_attn(x).split(C, dim=-1)
+        q, k, v = (part.view(B, T, self.n_head, hs).transpose(1, 2) for part in parts)
         # softmax(q k^T / sqrt(hs)) v; a fused kernel never stores the (T, T) matrix.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
@@ -157,13 +159,13 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # The head is made without a weight ("meta"). It gets that of wte at the end of __init__.
+        # At the end of __init__ the head gets the weight of wte. Until then its own one has no
+        # memory ("meta"), so the loop below, which sets the initial weights, does nothing to it.
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.loss = LinearCrossEntropy()
 
-        # The initial weights of the linear layers and embeddings. (lm_head is among them, but for a
-        # weight on "meta" this does nothing.) Other parameters stay as they were made. If a layer
-        # is to start with zeros, say, set it after this loop.
+        # The initial weights of the linear layers and embeddings. Other parameters stay as they
+        # were made. If a layer is to start with zeros, say, set it after this loop.
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 std = 0.02
@@ -251,10 +253,12 @@ class GPT(nn.Module):
     ) -> "GPT":
         """A GPT-2 from a folder or the Hub (`gpt2`, …), in float32 and evaluation mode.
 
-        config.json has a sample of what the code computes that trained the weights
-        (support/fingerprint.py). If this code computes something else, that is a UserError, or
-        with other_code="accept" a note. With "adapt" tensors may be missing as well, and a note
-        names them. `changes` gives fields of GPTConfig other values than config.json has."""
+        `changes` gives fields of GPTConfig other values than config.json has.
+
+        The weights may have been trained by code that computes something else than this code. Then
+        other_code="refuse" raises UserError, and "accept" prints a note. "adapt" also prints one,
+        and loads the tensors that fit, even if others do not. (How it knows what the other code
+        computes is told in support/fingerprint.py.)"""
         with torch.device("cpu"):  # whatever the default device is
             return huggingface.read_pretrained(cls, GPTConfig, name, other_code, changes)
 
@@ -321,13 +325,10 @@ class DataLoaderLite:
 
     def divide(self, tokens: np.ndarray) -> tuple[int, int]:
         """(how many sequences of a shard an epoch reads, how many tokens it may skip at most)"""
-        T = self.T
         inputs = len(tokens) - 1  # the last token can only be a target
-        if not self.shuffle or inputs < T:
-            return inputs // T, 0
-        if inputs - (T - 1) < T:  # If it skipped so many, no sequence would be left.
-            return 1, inputs - T
-        return (inputs - (T - 1)) // T, T - 1
+        # It may skip T - 1 tokens, or fewer in a short shard, of which one sequence must be left.
+        most = max(min(self.T - 1, inputs - self.T), 0) if self.shuffle else 0
+        return (inputs - most) // self.T, most
 
     def places(self, first_epoch: int = 0) -> Iterator[tuple[int, int]]:
         """Yields the place of each sequence, epoch after epoch: its shard and its first token."""
@@ -397,7 +398,7 @@ class RunConfig:
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
     max_lr: float = 6e-4  # learning rate at the end of the warm-up
     min_lr: float = 6e-5  # what the learning rate falls to
-    warmdown_steps: int = 5000  # the last steps, in which the rate falls; only for schedule wsd
+    warmdown_steps: int = 5000  # the last steps, in which the rate falls; for wsd (see schedule)
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
 
     # What only changes speed and rounding.
@@ -703,20 +704,20 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     """The model to train: that of a checkpoint, or of --init, or a new one.
 
     A given model has its own shape, which is entered in `config`."""
-    shape = {name: getattr(config, name) for name in SHAPE}
-    # A fork may have added a field to GPTConfig and to TrainConfig, such as dropout.
-    names = [field.name for field in fields(GPTConfig) if field.name not in SHAPE]
-    added = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    # The fields of GPTConfig that are flags: SHAPE, and what a fork may add, such as dropout.
+    names = [field.name for field in fields(GPTConfig) if hasattr(config, field.name)]
+    flags = {name: getattr(config, name) for name in names}
     if checkpoint is None and config.init == "scratch":
-        model = GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
+        model = GPT(GPTConfig(block_size=config.seq_len, **flags))
     else:
+        shape = {name: flags.pop(name) for name in SHAPE}
         weights = checkpoint or config.init
         try:
             if checkpoint is None:  # --init takes a model of other code, too, if its tensors fit
-                model = GPT.from_pretrained(weights, other_code="accept", **added)
+                model = GPT.from_pretrained(weights, other_code="accept", **flags)
             else:
                 other_code = "adapt" if config.changed_code else "refuse"
-                model = GPT.from_pretrained(weights, other_code, **added)
+                model = GPT.from_pretrained(weights, other_code, **flags)
         except huggingface.OtherCode as error:
             remedy = "--changed-code goes on with this code" if checkpoint else "use its own code"
             raise UserError(f"{error}; {remedy}") from None
@@ -752,8 +753,9 @@ def choose_execution(model: GPT, config: TrainConfig) -> None:
         torch._dynamo.config.accumulated_recompile_limit = 256 + 16 * len(model.h)
         for part in [*model.h, model.loss]:
             # All batches have the same shape, so none of its sizes is dynamic.
-            compiled = torch.compile(part.forward.__func__, dynamic=False)
-            # A method of the part. A deep copy of the model then has methods of its own parts.
+            compiled = torch.compile(type(part).forward, dynamic=False)
+            # MethodType makes it a method of this part. So in a deep copy of the model, such as a
+            # moving average of the weights, it is a method of the copied part.
             part.forward = MethodType(compiled, part)
     if config.low_memory:
         # torch.utils.checkpoint: a block keeps only its input, and is computed again for its
@@ -791,8 +793,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     torch.manual_seed(config.seed)
     model = new_model(config, checkpoint)
     if config.save_every and ranks.rank == 0:
-        # UserError if a checkpoint of a model like this could not be loaded into a new one.
-        huggingface.check_before_training(model, resumed=checkpoint is not None)
+        huggingface.check_that_checkpoints_load(model, resumed=checkpoint is not None)
 
     # ---- The precision of matrix products. On a CPU bfloat16 may be timed, so rank 0 chooses for
     # all. `device_line` says which device and precision, and why.
@@ -920,15 +921,15 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 for optimizer in optimizers:
                     optimizer.step()
             elif math.isfinite(loss) and scaler.get_scale() > 1:  # never without float16
-                # A float16 gradient has overflowed, as happens from time to time. The weights stay
-                # as they are, and update() makes the scaler's factor smaller.
+                # A float16 gradient has overflowed, as happens from time to time, and the weights
+                # stay as they are.
                 print0(f"step {step:5d} has overflowed in float16, so the weights stay as they are")
             else:
                 # The model has diverged.
                 where = f"step {step}, on the sequences from {first} on"
                 problem = f"{where}: loss {loss}, norm {norm}; the weights are unchanged"
                 raise RunError(f"{problem}. Lower --max-lr; --resume goes on from a checkpoint")
-            scaler.update()
+            scaler.update()  # makes its factor smaller after an overflow, larger after many steps
             # DDP keeps the gradients in buffers of its own, so they are set to zero in place.
             model.zero_grad(set_to_none=ranks.world_size == 1)
             # ---- End of the update ---------------------------------------------------------------
@@ -991,7 +992,8 @@ def main(args: list[str] | None = None) -> int:
         if explained is error:
             raise
         raise explained from None
-    if dist.is_initialized():  # destroying the group may hang before train() has dropped DDP
+    if dist.is_initialized():
+        # Not before train() has returned: while there is a DDP model, this may hang.
         dist.destroy_process_group()
     return status
 

@@ -49,7 +49,7 @@ class OtherCode(UserError):
 # Writing
 
 
-def check_before_training(model: "GPT", resumed: bool) -> None:
+def check_that_checkpoints_load(model: "GPT", resumed: bool) -> None:
     """UserError if a checkpoint of this model could not be loaded into a new one.
 
     Hours later would be too late. Also says if its code cannot be compared with other code, as

@@ -199,7 +199,7 @@ def test_a_fork_brings_its_script_as_it_was_before_training(tmp_path, monkeypatc
     """A GPT-2 needs no code to be opened."""
     path = write_fork(tmp_path / "code/train_rope.py", "Rotary positions")
     model = small(import_file(path, monkeypatch).GPT)
-    huggingface.check_before_training(model, resumed=False)
+    huggingface.check_that_checkpoints_load(model, resumed=False)
     trained = path.read_bytes()
     path.write_text("edited = while it trains")
     model.save_pretrained(tmp_path / "model")
