@@ -42,7 +42,7 @@ from support.documents import (
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import atomic_path, locked, sha256, write_text
 from support.shards import SHARD_NAME, open_shard
-from support.tokenizer import EOT, encode, get_tokenizer
+from support.tokenizer import encode, get_tokenizer
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"  # the name of a dataset on the Hub
 SHARD_SIZE = 10**8  # tokens in a shard, if --shard-size does not say otherwise
@@ -76,12 +76,13 @@ class ShardConfig:
 
 def tokenize(documents: list[str | None]) -> np.ndarray:
     """The tokens of documents, 1-D uint16. A row without a text gives none."""
+    tokenizer = get_tokenizer()
     parts = [np.empty(0, np.uint16)]
     for text in documents:
         if text:
-            parts.append(np.array([EOT], np.uint16))
+            parts.append(np.array([tokenizer.eot_token], np.uint16))
             # encode() tokenizes a long text in pieces, to save memory. A token is below 2**16.
-            parts.extend(piece.astype(np.uint16) for piece in encode(text))
+            parts.extend(piece.astype(np.uint16) for piece in encode(text, tokenizer))
     return np.concatenate(parts)
 
 

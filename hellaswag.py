@@ -45,7 +45,6 @@ from support.errors_and_signals import RunError, UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, sha256, write_text
 from support.huggingface import find_model, load_causal_lm, load_gpt
 from support.ranks import Ranks
-from support.tokenizer import VOCAB_SIZE, get_tokenizer
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT
@@ -235,11 +234,12 @@ def wrap_gpt(gpt: "GPT") -> LanguageModel:
 
     def logits_at(tokens: Tensor, places: Places) -> Tensor:
         logits = gpt(tokens, at=places)  # computes no other logits
-        return logits[:, :VOCAB_SIZE]  # The logits after these, if any, belong to no token.
+        # The logits after these, if any, belong to no token.
+        return logits[:, : gpt.tokenizer.n_vocab]
 
     return LanguageModel(
         max_length=gpt.config.block_size,
-        encode=get_tokenizer().encode_ordinary,
+        encode=gpt.tokenizer.encode_ordinary,
         start=[],
         logits_at=logits_at,
     )

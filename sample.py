@@ -20,7 +20,6 @@ from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT
 from support.huggingface import find_model, load_gpt, read_config
 from support.model_code import load_gpt_class
-from support.tokenizer import EOT, get_tokenizer
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT
@@ -63,7 +62,9 @@ def sample(model: "GPT", prompt: str, config: SampleConfig, device: torch.device
     except UnicodeEncodeError:
         raise UserError(f"prompt {prompt!a}: not UTF-8") from None
     # Without a prompt: after <|endoftext|>, where a new document begins.
-    tokens = get_tokenizer().encode(prompt, allowed_special="all") or [EOT]
+    tokenizer = model.tokenizer
+    eot = tokenizer.eot_token
+    tokens = tokenizer.encode(prompt, allowed_special="all") or [eot]
     autocast = torch.autocast(
         device.type, getattr(torch, config.dtype), enabled=config.dtype != "float32"
     )
@@ -71,15 +72,15 @@ def sample(model: "GPT", prompt: str, config: SampleConfig, device: torch.device
         idx = torch.tensor([tokens], device=device)  # (1, T)
         generator = torch.Generator(device).manual_seed(config.seed + i)
         utf8 = getincrementaldecoder("utf-8")("replace")  # a character may span several tokens
-        text = get_tokenizer().decode_bytes([token for token in tokens if token != EOT])
+        text = tokenizer.decode_bytes([token for token in tokens if token != eot])
         print(utf8.decode(text), end="", flush=True)
         for _ in range(config.max_new_tokens):
             with autocast:
                 idx = model.generate(idx, 1, config.temperature, config.top_k, generator)
             token = int(idx[0, -1])
-            if token == EOT:
+            if token == eot:
                 break
-            text = get_tokenizer().decode_single_token_bytes(token)
+            text = tokenizer.decode_single_token_bytes(token)
             print(utf8.decode(text), end="", flush=True)
         print(utf8.decode(b"", final=True))
 

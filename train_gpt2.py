@@ -13,10 +13,10 @@ UserError, which is printed as one line. A copy of this file with a changed mode
 (docs/forking.md).
 
 Shapes: B batch (sequences per micro-batch), T time (tokens per sequence), C channels (n_embd =
-n_head * head size), nh heads, hs head size, V vocabulary (50,257). A step is one update of the
-weights from total_batch_size tokens. The ranks share them equally, and each rank adds up the
-gradients of several micro-steps of B * T tokens. What is logged for step s was computed with the
-weights after s updates, so the loss of step 0 is that of the untrained model."""
+n_head * head size), nh heads, hs head size, V vocabulary (GPT-2's has 50,257 tokens). A step is one
+update of the weights from total_batch_size tokens. The ranks share them equally, and each rank adds
+up the gradients of several micro-steps of B * T tokens. What is logged for step s was computed with
+the weights after s updates, so the loss of step 0 is that of the untrained model."""
 
 import contextlib
 import itertools
@@ -64,8 +64,8 @@ from support.progress import (
 )
 from support.ranks import Ranks, settle_buckets
 from support.run_folder import RunFolder
-from support.shards import check_tokens, holds_shards, open_split
-from support.tokenizer import VOCAB_SIZE, get_tokenizer, printable, text_size
+from support.shards import check_tokens, holds_shards, open_split, open_tokenizer
+from support.tokenizer import VOCAB_SIZE, Tokenizer, get_tokenizer, printable, text_size
 
 # --------------------------------------------------------------------------------------------------
 # Model: section 2.3 of "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019)
@@ -155,6 +155,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        # The tokenizer of its text, which is saved with it. None: its tokens are not text.
+        self.tokenizer = get_tokenizer() if config.vocab_size >= VOCAB_SIZE else None
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # tokens
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -211,7 +213,8 @@ class GPT(nn.Module):
 
         With temperature 0 it always takes the likeliest token. With top_k 0 it may take any."""
         block_size = self.config.block_size
-        V = min(self.config.vocab_size, VOCAB_SIZE)  # a larger vocabulary has tokens without text
+        # The logits of a larger vocabulary than the tokenizer's are not used.
+        V = self.tokenizer.n_vocab if self.tokenizer else self.config.vocab_size
         k = min(top_k or V, V)
         if temperature == 0:
             k = 1
@@ -301,9 +304,11 @@ class DataLoaderLite:
         seed: int = 1337,
         shuffle: bool = True,
         device: torch.device | str = "cpu",
+        vocab_size: int = 0,
     ):
         """`data` is a folder of shards, or a .txt file. `split` is train or val. Batches are put on
-        `device`."""
+        `device`. All tokens must be below `vocab_size`, which is that of the data's tokenizer if it
+        is not given."""
         self.B = B  # sequences per batch
         self.T = T  # tokens per sequence
         self.rank = rank
@@ -312,7 +317,8 @@ class DataLoaderLite:
         self.shuffle = shuffle  # False: everything in order, from the first token on
         self.device = torch.device(device)
         # The files, and their tokens, which are memory-mapped, so only what is read is loaded.
-        self.paths, self.shards = open_split(Path(data), split)
+        self.vocab_size = vocab_size or open_tokenizer(Path(data)).n_vocab
+        self.paths, self.shards = open_split(Path(data), split, self.vocab_size)
         # What a resumed run must find again: the name of each shard in `data`, and its length.
         names = [path.relative_to(data).as_posix() for path in self.paths]
         self.lengths = dict(zip(names, map(len, self.shards), strict=True))
@@ -354,7 +360,7 @@ class DataLoaderLite:
         rows = []
         for shard, start in places:
             tokens = self.shards[shard][start : start + self.T + 1]
-            check_tokens(tokens, self.paths[shard])
+            check_tokens(tokens, self.paths[shard], self.vocab_size)
             rows.append(tokens)
         return np.stack(rows)
 
@@ -625,7 +631,7 @@ def print_samples(model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocas
     # Samples have random numbers of their own, so they do not change how training goes on.
     generator = torch.Generator(device=ranks.device)
     generator.manual_seed(42 + ranks.rank)
-    tokens = get_tokenizer().encode_ordinary(prompt or "\n")
+    tokens = model.tokenizer.encode_ordinary(prompt or "\n")
     idx = torch.tensor([tokens] * 2, device=ranks.device)
     try:
         with autocast:
@@ -634,7 +640,7 @@ def print_samples(model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocas
         print_line(f"rank {ranks.rank}: no samples: {error}")
         return
     for i, tokens in enumerate(idx.tolist()):
-        text = indent(printable(tokens), "  ")
+        text = indent(printable(tokens, model.tokenizer), "  ")
         print_line(f"rank {ranks.rank} sample {i}:\n{text}")
 
 
@@ -653,11 +659,12 @@ class Evaluations:
         self.results = {}  # the latest value of each evaluation
         if config.eval_every:
             T = config.seq_len
-            loader = DataLoaderLite(config.data, "val", B=1, T=T, shuffle=False)
+            V = model.config.vocab_size
+            loader = DataLoaderLite(config.data, "val", 1, T, shuffle=False, vocab_size=V)
             N = min(config.eval_tokens // T, loader.sequences_per_epoch)
             self.sequences = loader.read(itertools.islice(loader.places(), N))  # (N, T + 1)
             # The bytes and characters of its text, for losses that do not depend on the tokenizer.
-            self.text_size = text_size(self.sequences[:, 1:].ravel())
+            self.text_size = text_size(self.sequences[:, 1:].ravel(), model.tokenizer)
             if self.text_size.bytes == 0:
                 problem = "the validation split has no text, only separators of documents"
                 raise UserError(f"{config.data}: {problem}; --eval-every 0 trains without it")
@@ -707,8 +714,13 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     # The fields of GPTConfig that are flags: SHAPE, and what a fork may add, such as dropout.
     names = [field.name for field in fields(GPTConfig) if hasattr(config, field.name)]
     flags = {name: getattr(config, name) for name in names}
+    tokenizer = open_tokenizer(Path(config.data))
     if checkpoint is None and config.init == "scratch":
+        if tokenizer != get_tokenizer():
+            flags["vocab_size"] = tokenizer.n_vocab
         model = GPT(GPTConfig(block_size=config.seq_len, **flags))
+        if tokenizer != get_tokenizer():
+            model.tokenizer = tokenizer
     else:
         shape = {name: flags.pop(name) for name in SHAPE}
         weights = checkpoint or config.init
@@ -726,12 +738,13 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
             if wanted not in (0, found):  # 0 means not given
                 raise UserError(f"{flag(name)} {wanted}: the model {weights} has {found}")
             setattr(config, name, found)
-    T, V = model.config.block_size, model.config.vocab_size
+        forks = not isinstance(model.tokenizer, Tokenizer)  # a tokenizer that its code has made
+        if model.tokenizer is None or (model.tokenizer != tokenizer and not forks):
+            problem = f"{model.config.vocab_size} tokens, not those of --data {config.data}"
+            raise UserError(f"{'--resume' if checkpoint else '--init'} {weights}: {problem}")
+    T = model.config.block_size
     if config.seq_len > T:
         raise UserError(f"--seq-len {config.seq_len}: the context of --init {config.init} is {T}")
-    if V < VOCAB_SIZE:
-        problem = f"a vocabulary of {V}, but the tokenizer's is {VOCAB_SIZE}"
-        raise UserError(f"--init {config.init}: {problem}")
     return model
 
 
@@ -831,6 +844,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         seed=config.seed,
         shuffle=config.shuffle,
         device=ranks.device,
+        vocab_size=model.config.vocab_size,
     )
     evaluations = Evaluations(config, model, B, ranks, autocast)
     optimizers = configure_optimizers(model, config, dtype)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from support.command_line import warn
 from support.errors_and_signals import first_line
-from support.tokenizer import EOT, VOCAB_SIZE
+from support.tokenizer import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT, GPTConfig
@@ -78,7 +78,7 @@ def small_model(model_class: "type[GPT]", config: "GPTConfig") -> "GPT":
 def some_logits(model: nn.Module, T: int) -> list[float]:
     """Four logits in the middle of T tokens, and four at the end, of a small model of any kind."""
     idx = torch.arange(T)[None] * 7919 % VOCAB_SIZE
-    idx[0, T // 2] = EOT
+    idx[0, T // 2] = VOCAB_SIZE - 1
     places = torch.tensor([T // 2, T - 1])
     takes = inspect.signature(model.forward).parameters
     if "logits_to_keep" in takes:  # a model of transformers

@@ -30,7 +30,7 @@ from support.fingerprint import (
     their_layout,
 )
 from support.model_code import find_code, kept_code, load_gpt_class, modeling_fork, source_of
-from support.tokenizer import EOT, VOCAB_SIZE, bpe_files, has_gpt2s_vocabulary
+from support.tokenizer import VOCAB_SIZE, Tokenizer, get_tokenizer, holds_vocabulary
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT, GPTConfig
@@ -83,7 +83,7 @@ def make_config(config_class: "type[GPTConfig]", settings: dict[str, Any]) -> "G
 
 
 def write_pretrained(model: "GPT", folder: Path) -> None:
-    """Writes config.json, model.safetensors, GPT-2's tokenizer and the script of the model."""
+    """Writes config.json, model.safetensors, the tokenizer and the script of the model."""
     folder.mkdir(parents=True, exist_ok=True)
     model_class = type(model)
     weights = model.state_dict()
@@ -93,8 +93,8 @@ def write_pretrained(model: "GPT", folder: Path) -> None:
         and weights.keys() == small_model(model_class, model.config).state_dict().keys()
     )
     settings = asdict(model.config)
-    has_tokenizer = settings["vocab_size"] >= VOCAB_SIZE
-    eot = EOT if has_tokenizer else None
+    tokenizer = model.tokenizer
+    eot = tokenizer.eot_token if tokenizer else None
     config = {
         "model_type": "gpt2" if gpt2 else FORK_TYPE,
         "architectures": ["GPT2LMHeadModel" if gpt2 else "GPT"],
@@ -122,8 +122,8 @@ def write_pretrained(model: "GPT", folder: Path) -> None:
         classes = {"AutoConfig": "ForkConfig", "AutoModelForCausalLM": "ForkForCausalLM"}
         config["auto_map"] = {key: f"modeling_fork.{name}" for key, name in classes.items()}
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    if has_tokenizer:
-        write_tokenizer(folder, settings["block_size"])
+    if isinstance(tokenizer, Tokenizer):  # not one that a fork has made in another way
+        write_tokenizer(tokenizer, folder, settings["block_size"])
     if gpt2:
         weights = their_layout(weights)
         del weights["lm_head.weight"]  # it is the token embedding
@@ -137,8 +137,8 @@ def write_pretrained(model: "GPT", folder: Path) -> None:
         partial.chmod((folder / "config.json").stat().st_mode)
 
 
-def write_tokenizer(folder: Path, block_size: int) -> None:
-    """Writes GPT-2's tokenizer by copying its files: importing transformers takes seconds."""
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
+    """Writes a tokenizer as transformers reads it. Importing transformers would take seconds."""
     config = {
         "tokenizer_class": "GPT2Tokenizer",
         "model_max_length": block_size,
@@ -147,8 +147,8 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
         "unk_token": "<|endoftext|>",
     }
     write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-    for ours, theirs in {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}.items():
-        write_text(folder / theirs, bpe_files()[ours].read_text(encoding="utf-8"))
+    for name, text in tokenizer.files.items():
+        write_text(folder / name, text)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,8 +174,6 @@ def read_pretrained(
     if not is_ours(raw):  # another program's
         if raw.get("model_type") != "gpt2":
             raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}")
-        if not has_gpt2s_vocabulary(folder):
-            raise UserError(f"{folder}: its tokens are not GPT-2's, which this program would read")
         theirs = load_by_transformers(folder, torch.float32)
         raw = theirs.config.to_dict()
     keys = {field.name: THEIR_NAMES.get(field.name, field.name) for field in fields(config_class)}
@@ -207,7 +205,24 @@ def read_pretrained(
     state = state if fork else our_layout(state)
     model = model_class(config)
     fit_weights(model, state, str(name), adapt=other_code == "adapt")
+    model.tokenizer = read_tokenizer(folder, raw, model.tokenizer)
     return model.eval()
+
+
+def read_tokenizer(folder: Path, raw: dict[str, Any], otherwise: Any) -> Any:
+    """The tokenizer of a model in a folder. raw: its config.json
+
+    Without one there, `otherwise`, which is GPT-2's or what a fork's code has made."""
+    V = raw.get("vocab_size", VOCAB_SIZE)
+    tokenizer = otherwise
+    if holds_vocabulary(folder):
+        tokenizer = get_tokenizer(folder)
+    elif not is_ours(raw) and (V < VOCAB_SIZE or has_tokenizer(folder)):
+        raise UserError(f"{folder}: its tokenizer is not like GPT-2's (merges.txt, vocab.json)")
+    if tokenizer is not None and tokenizer.n_vocab > V:
+        problem = f"the model has {V} tokens, but its vocabulary {tokenizer.n_vocab}"
+        raise UserError(f"{folder}: {problem}; restore merges.txt and vocab.json")
+    return tokenizer
 
 
 def fit_weights(model: "GPT", state: dict[str, Tensor], name: str, adapt: bool) -> None:
@@ -320,9 +335,6 @@ def load_gpt(folder: Path, device: torch.device, code: str = "") -> "GPT | None"
             return None
         advice = advice or f"{folder}: --code FILE names the file with its model"
         raise UserError(f"{advice} ({error})") from None
-    V = model.config.vocab_size
-    if V < VOCAB_SIZE:
-        raise UserError(f"{folder}: a vocabulary of {V} tokens, but GPT-2's has {VOCAB_SIZE}")
     return model.to(device)
 
 
@@ -344,6 +356,10 @@ def load_by_transformers(folder: Path, dtype: torch.dtype | str) -> Any:
     return model.eval()
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any(list(folder.glob(name)) for name in TOKENIZER_FILES)
+
+
 def load_causal_lm(
     folder: Path, device: torch.device, dtype: torch.dtype | str = "auto"
 ) -> tuple[Any, Any]:
@@ -351,17 +367,16 @@ def load_causal_lm(
     import transformers
 
     # Without these files transformers 5 makes an empty tokenizer.
-    has_tokenizer = any(list(folder.glob(name)) for name in TOKENIZER_FILES)
     raw = read_config(folder)
     gpt2s = raw.get("model_type") == "gpt2" and raw.get("vocab_size", VOCAB_SIZE) == VOCAB_SIZE
-    if not has_tokenizer and not gpt2s:
+    if not has_tokenizer(folder) and not gpt2s:
         raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
     model = load_by_transformers(folder, dtype).to(device)
     try:
         with tempfile.TemporaryDirectory() as gpt2:
-            if not has_tokenizer:
-                write_tokenizer(Path(gpt2), model.config.n_positions)
-            source = folder if has_tokenizer else gpt2
+            if not has_tokenizer(folder):
+                write_tokenizer(get_tokenizer(), Path(gpt2), model.config.n_positions)
+            source = folder if has_tokenizer(folder) else gpt2
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # from transformers, tokenizers: no common base
         raise UserError(f"{folder}: tokenizer cannot be loaded ({first_line(error)})") from None

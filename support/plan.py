@@ -213,7 +213,7 @@ def print_plan(config: "TrainConfig", model: "GPT", tokens: int) -> None:
     flops = model.flops_per_token(config.seq_len)
     available = 0
     if Path(config.data).exists():
-        _, shards = open_split(Path(config.data), "train")
+        _, shards = open_split(Path(config.data), "train", model.config.vocab_size)
         available = sum(len(shard) for shard in shards)
     peak, source = peak_flops(device, dtype)
     rate = peak * ASSUMED_MFU / flops  # tokens per second

@@ -1,9 +1,11 @@
 """Shards of tokens, and .txt files, as the data loader reads them. Does not import torch.
 
-A shard is a 1-D array of uint16 tokens in which every document begins with 50256. It is named
-NAME_train_000001.npy, or .bin in llm.c's format."""
+A shard is a 1-D array of uint16 tokens in which every document begins with <|endoftext|>. It is
+named NAME_train_000001.npy, or .bin in llm.c's format. Its folder has the two files of a vocabulary
+(tokenizer.py), unless the tokens are GPT-2's."""
 
 import functools
+import json
 import os
 import re
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 
 from support.command_line import print0
 from support.errors_and_signals import UserError
-from support.tokenizer import EOT, VOCAB_SIZE, encode
+from support.tokenizer import Tokenizer, encode, get_tokenizer, holds_vocabulary
 
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
 
@@ -28,8 +30,10 @@ def encode_file(path: Path, *version: int) -> np.ndarray:
         raise UserError(f"{path}: an empty text")
     if len(text) > 10**7:  # takes more than a second
         print0(f"tokenizing {path}: {len(text) / 1e6:,.0f} million characters")
+    tokenizer = get_tokenizer()
+    tokens = [[tokenizer.eot_token], *encode(text, tokenizer)]
     # unsafe: from uint32; all tokens fit into uint16
-    return np.concatenate([[EOT], *encode(text)], dtype=np.uint16, casting="unsafe")
+    return np.concatenate(tokens, dtype=np.uint16, casting="unsafe")
 
 
 def tokenize_text(path: Path, split: str) -> np.ndarray:
@@ -42,8 +46,10 @@ def tokenize_text(path: Path, split: str) -> np.ndarray:
     return tokens[:boundary] if split == "train" else tokens[boundary:]
 
 
-def open_shard(path: Path) -> np.ndarray:
-    """The tokens of a shard, 1-D uint16, memory-mapped. Raises an error if it is damaged."""
+def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
+    """The tokens of a shard, 1-D uint16, memory-mapped. Raises an error if it is damaged.
+
+    All tokens must be below vocab_size."""
     try:
         if path.suffix == ".npy":
             tokens = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and archives
@@ -59,8 +65,8 @@ def open_shard(path: Path) -> np.ndarray:
         remedy = "restore it, or remove its folder and rerun the command that made it"
         raise UserError(f"{path}: not a whole shard of uint16 tokens ({error}); {remedy}") from None
     # Only a page of 4 KiB at each end: the data loader checks each piece that it reads.
-    check_tokens(tokens[:2048], path)
-    check_tokens(tokens[-2048:], path)
+    check_tokens(tokens[:2048], path, vocab_size)
+    check_tokens(tokens[-2048:], path, vocab_size)
     return tokens
 
 
@@ -92,7 +98,37 @@ def holds_shards(folder: Path) -> bool:
         return True
 
 
-def open_split(data: Path, split: str) -> tuple[list[Path], list[np.ndarray]]:
+def open_tokenizer(data: Path) -> Tokenizer:
+    """The tokenizer of the shards in a folder and its subfolders. That of a .txt file is GPT-2's.
+
+    A subfolder without a vocabulary has that of `data`."""
+    if not data.is_dir():
+        return get_tokenizer()
+    folders = {path.parent for split in ("train", "val") for path in find_shards(data, split)}
+    found = {}
+    for folder in folders or {data}:
+        found[folder] = get_tokenizer(folder if holds_vocabulary(folder) else data)
+        if found[folder].checksum != vocabulary_of_shards(folder, found[folder]):
+            problem = "merges.txt and vocab.json are not those that its shards were made with"
+            raise UserError(f"{folder}: {problem}; restore the two files")
+    if len({*found.values()}) > 1:
+        raise UserError(f"{data}: its subfolders have different vocabularies; train on one of them")
+    return found[folder]
+
+
+def vocabulary_of_shards(folder: Path, otherwise: Tokenizer) -> str:
+    """The checksum of the vocabulary by manifest.json. Without a manifest, that of `otherwise`."""
+    path = folder / "manifest.json"
+    if not path.exists():
+        return otherwise.checksum
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        return manifest.get("vocabulary", get_tokenizer().checksum)  # without one, GPT-2's
+    except (ValueError, AttributeError):
+        raise UserError(f"{path}: damaged; restore it, or move it away") from None
+
+
+def open_split(data: Path, split: str, vocab_size: int) -> tuple[list[Path], list[np.ndarray]]:
     """(files, the tokens of each) of a split of a folder or a .txt file."""
     if data.suffix == ".txt" and data.is_file():
         return [data], [tokenize_text(data, split)]
@@ -106,11 +142,11 @@ def open_split(data: Path, split: str) -> tuple[list[Path], list[np.ndarray]]:
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
-    return paths, [open_shard(path) for path in paths]
+    return paths, [open_shard(path, vocab_size) for path in paths]
 
 
-def check_tokens(tokens: np.ndarray, path: Path) -> None:
-    """Checks that every token is in GPT-2's vocabulary."""
-    if tokens.max(initial=0) >= VOCAB_SIZE:
-        problem = f"token {tokens.max()} isn't in GPT-2's vocabulary (0 to {VOCAB_SIZE - 1})"
+def check_tokens(tokens: np.ndarray, path: Path, vocab_size: int) -> None:
+    """Checks that every token is in the vocabulary."""
+    if tokens.max(initial=0) >= vocab_size:
+        problem = f"token {tokens.max()} isn't in the vocabulary (0 to {vocab_size - 1})"
         raise UserError(f"{path}: {problem}: damaged, or made by another tokenizer")

@@ -1,74 +1,119 @@
-"""GPT-2's tokenizer, which needs no network. Does not import torch.
+"""Tokenizers like GPT-2's, made from the two files of a vocabulary. Does not import torch.
 
-tiktoken's code reads OpenAI's two BPE files, which are in support/gpt2/."""
+`vocab.json` has the number of each token, and `merges.txt` the pairs of tokens that are joined, the
+first pair first. Both write each byte as one printable character. GPT-2's are in support/gpt2/."""
 
 import functools
+import hashlib
 import json
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
-from tiktoken.load import check_hash, data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's split of text into words
 
 from support.errors_and_signals import UserError
 
-EOT = 50256  # <|endoftext|>, which begins every document
-VOCAB_SIZE = 50257
-SHA256 = {  # as in tiktoken_ext/openai_public.py
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
+GPT2 = Path(__file__).parent / "gpt2"
+VOCAB_SIZE = 50257  # GPT-2's
+END = "<|endoftext|>"  # the token that begins every document
+FILES = ("merges.txt", "vocab.json")
+# The character of each byte. Bytes that are printable in Latin-1 come first, and are their own. The
+# others have the characters from 256 on. This is also the order of GPT-2's first 256 tokens.
+BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
+CHARACTERS = {chr(byte): byte for byte in BYTES}
+CHARACTERS |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*BYTES}))}
 # Where a long text may be cut: before a whitespace character that precedes anything else. GPT-2's
 # pattern always splits there, so the tokens don't change. \x1c-\x1f are whitespace only to Python.
 CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
 PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
 
 
-@functools.cache
-def bpe_files() -> dict[str, Path]:
-    """The paths of `vocab.bpe` (the merges) and `encoder.json` (the ids), verified."""
-    paths = {name: Path(__file__).parent / "gpt2" / name for name in SHA256}
-    for name, path in paths.items():
-        if not check_hash(path.read_bytes(), SHA256[name]):
-            raise UserError(f"{path}: not GPT-2's; restore it from the repository")
-    return paths
+class Tokenizer(tiktoken.Encoding):
+    """tiktoken's Encoding: encode_ordinary(text), decode(tokens), n_vocab, eot_token and others.
+
+    It joins two tokens if together they are the text of a token, and begins with the lowest number.
+    That is the same as joining the pairs of merges.txt, if tokens are numbered in their order."""
+
+    def __init__(self, merges: str, vocab: str):
+        """The contents of the two files. ValueError or KeyError if they do not fit each other."""
+        self.files = dict(zip(FILES, (merges, vocab), strict=True))
+        numbers = json.loads(vocab)
+        pairs = [line for line in merges.split("\n") if line and not line.startswith("#version")]
+        both = json.dumps([pairs, numbers], sort_keys=True)
+        self.checksum = hashlib.sha256(both.encode()).hexdigest()
+        joined = [numbers[pair.replace(" ", "")] for pair in pairs]
+        size = len(numbers)
+        if sorted(numbers.values()) != [*range(size)] or size != 256 + len(joined) + 1:
+            raise ValueError(f"{size} tokens do not fit 256 bytes, {len(joined)} pairs and {END}")
+        if joined != sorted({*joined}):
+            raise ValueError("its tokens are not numbered in the order of the pairs")
+        ranks = {
+            bytes(CHARACTERS[character] for character in token): number
+            for token, number in numbers.items()
+            if token != END
+        }
+        name = "gpt2" if size == VOCAB_SIZE else f"a vocabulary of {size}"
+        super().__init__(
+            name,
+            pat_str=r50k_pat_str,
+            mergeable_ranks=ranks,
+            special_tokens={END: numbers[END]},
+            explicit_n_vocab=size,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokenizer) and self.checksum == other.checksum
+
+    def __hash__(self) -> int:
+        return hash(self.checksum)
+
+    def __deepcopy__(self, memo: Any) -> "Tokenizer":
+        return self  # It never changes, so copies of a model can share it.
 
 
-def has_gpt2s_vocabulary(folder: Path) -> bool:
-    """False if the tokenizer's files in a model's folder have other tokens than GPT-2's.
-
-    True without such files."""
-    ours = json.loads(bpe_files()["encoder.json"].read_text(encoding="utf-8"))
-    for name in ("vocab.json", "tokenizer.json"):
-        if (folder / name).exists():
-            found = json.loads((folder / name).read_text(encoding="utf-8"))
-            return (found if name == "vocab.json" else found["model"]["vocab"]) == ours
-    return True
+make_tokenizer = functools.cache(Tokenizer)  # once for each content of the files
 
 
-@functools.cache
-def get_tokenizer() -> tiktoken.Encoding:
-    """tiktoken's "gpt2" encoding, 50,257 tokens, with encode_ordinary(text) and decode(ids)."""
-    paths = map(str, bpe_files().values())
-    # tiktoken keeps a copy in /tmp, where others may write: the sums make it check that as well.
-    ranks = data_gym_to_mergeable_bpe_ranks(*paths, *SHA256.values())
-    return tiktoken.Encoding(
-        "gpt2",
-        pat_str=r50k_pat_str,
-        mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": EOT},
-        explicit_n_vocab=VOCAB_SIZE,
-    )
+def holds_vocabulary(folder: Path) -> bool:
+    """True if a folder has the files of a vocabulary, or the one that transformers may write."""
+    return any((folder / name).exists() for name in (*FILES, "tokenizer.json"))
 
 
-def printable(tokens: list[int]) -> str:
+def get_tokenizer(folder: str | Path = GPT2) -> Tokenizer:
+    """The tokenizer of the shards or the model in a folder. Without a vocabulary it is GPT-2's."""
+    home = Path(folder) if holds_vocabulary(Path(folder)) else GPT2
+    try:
+        if any((home / name).exists() for name in FILES):
+            files = [(home / name).read_text(encoding="utf-8") for name in FILES]
+        else:
+            files = from_tokenizer_json((home / "tokenizer.json").read_text(encoding="utf-8"))
+        return make_tokenizer(*files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        cause = " ".join(f"{error!r:.200}".split())
+        problem = f"{' and '.join(FILES)} are not a vocabulary like GPT-2's"
+        raise UserError(f"{home}: {problem} ({cause}); restore both") from None
+
+
+def from_tokenizer_json(text: str) -> tuple[str, str]:
+    """The two files from the one in which transformers may save a tokenizer."""
+    saved = json.loads(text)
+    as_gpt2 = dict(type="ByteLevel", add_prefix_space=False, use_regex=True)
+    splits = {key: saved["pre_tokenizer"].get(key) for key in as_gpt2}
+    if splits != as_gpt2 or saved["normalizer"]:
+        raise ValueError("tokenizer.json does not split a text as GPT-2 does")
+    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in saved["model"]["merges"]]
+    added = {token["content"]: token["id"] for token in saved["added_tokens"]}
+    return "\n".join([*pairs, ""]), json.dumps(saved["model"]["vocab"] | added)
+
+
+def printable(tokens: list[int], tokenizer: tiktoken.Encoding) -> str:
     """The text of tokens, with control characters replaced by spaces."""
-    text = "\n".join(get_tokenizer().decode(tokens).splitlines())
+    text = "\n".join(tokenizer.decode(tokens).splitlines())
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 
 
@@ -86,23 +131,24 @@ class TextSize(NamedTuple):
         return loss * self.tokens / self.characters
 
 
-def text_size(tokens: np.ndarray) -> TextSize:
+def text_size(tokens: np.ndarray, tokenizer: tiktoken.Encoding) -> TextSize:
     """The size of the text of `tokens`, 1-D."""
-    counts = np.bincount(tokens, minlength=EOT)[:EOT]  # of each token but EOT, which has no text
-    bytes_per_token, chars_per_token = token_sizes()
+    counts = np.bincount(tokens, minlength=tokenizer.n_vocab)[: tokenizer.n_vocab]
+    bytes_per_token, chars_per_token = token_sizes(tokenizer)
     return TextSize(len(tokens), int(counts @ bytes_per_token), int(counts @ chars_per_token))
 
 
 @functools.cache
-def token_sizes() -> tuple[list[int], list[int]]:
-    """(bytes, characters) of the text of each token but EOT."""
-    texts = [get_tokenizer().decode_single_token_bytes(token) for token in range(EOT)]
+def token_sizes(tokenizer: tiktoken.Encoding) -> tuple[list[int], list[int]]:
+    """(bytes, characters) of the text of each token. That which separates documents has none."""
+    texts = [tokenizer.decode_single_token_bytes(token) for token in range(tokenizer.n_vocab)]
+    texts[tokenizer.eot_token] = b""
     # In UTF-8 a character is one byte that isn't 0b10…, then any number that are.
     chars_per_token = [sum(byte & 0xC0 != 0x80 for byte in text) for text in texts]
     return [len(text) for text in texts], chars_per_token
 
 
-def encode(text: str) -> Iterator[np.ndarray]:
+def encode(text: str, tokenizer: tiktoken.Encoding) -> Iterator[np.ndarray]:
     """tiktoken's encode_ordinary(text) as uint32 arrays, one per piece of a long text.
 
     Pieces bound memory. Without them, a million spaces in a row overflow tiktoken's stack."""
@@ -110,6 +156,6 @@ def encode(text: str) -> Iterator[np.ndarray]:
     while start < len(text):
         match = CUT.search(text, start + PIECE_CHARS)
         end = match.start() if match else len(text)
-        # disallowed_special=(): <|endoftext|> in a text is seven ordinary tokens
-        yield get_tokenizer().encode_to_numpy(text[start:end], disallowed_special=())
+        # disallowed_special=(): <|endoftext|> in a text is several ordinary tokens
+        yield tokenizer.encode_to_numpy(text[start:end], disallowed_special=())
         start = end

@@ -17,7 +17,7 @@ import sample
 from support import huggingface
 from support.errors_and_signals import UserError
 from tests.conftest import ROOT, import_file, words, write_fork
-from train_gpt2 import GPT, GPTConfig
+from train_gpt2 import GPT, GPTConfig, get_tokenizer
 
 TEXTS = ["Hello", "The quick brown fox jumps over", "A"]
 IDX = torch.arange(40).view(2, 20) * 77
@@ -243,7 +243,7 @@ def test_our_scripts_never_run_code_of_a_models_folder(expected, tmp_path, monke
     gpt2, marker = tmp_path / "saved", tmp_path / "was_run"
     shape = GPT2Config(n_positions=160, n_embd=8, n_layer=1, n_head=1)
     GPT2LMHeadModel(shape).save_pretrained(gpt2)
-    huggingface.write_tokenizer(gpt2, 160)
+    huggingface.write_tokenizer(get_tokenizer(), gpt2, 160)
     tasks = ROOT / "tests" / "hellaswag_sample.jsonl"
     for kind in ("fork", "fork, saved again", "unknown", "gpt2"):
         folder = tmp_path / kind

@@ -84,7 +84,7 @@ def test_what_is_not_a_gpt2_is_one_line(of_another_program, capsys):
     tokens = json.loads((of_another_program / "vocab.json").read_text())
     tokens["Hello"], tokens["World"] = tokens["World"], tokens["Hello"]
     (of_another_program / "vocab.json").write_text(json.dumps(tokens))
-    with pytest.raises(UserError, match="tokens are not GPT-2's"):
+    with pytest.raises(UserError, match="not numbered in the order"):
         sample.main(words(of_another_program, "a --device cpu"))
 
 

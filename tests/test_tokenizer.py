@@ -3,8 +3,6 @@
 import hashlib
 import os
 import shutil
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -28,9 +26,9 @@ def others(tmp_path_factory):
     from transformers import AutoTokenizer
 
     cache, folder = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("model")
-    for name in ("vocab.bpe", "encoder.json"):
-        url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
-        shutil.copy(ROOT / "support/gpt2" / name, cache / hashlib.sha1(url.encode()).hexdigest())
+    for ours, theirs in {"merges.txt": "vocab.bpe", "vocab.json": "encoder.json"}.items():
+        url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{theirs}"
+        shutil.copy(ROOT / "support/gpt2" / ours, cache / hashlib.sha1(url.encode()).hexdigest())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
         theirs = tiktoken.Encoding(**openai_public.gpt2())  # checks the files
@@ -54,27 +52,6 @@ def test_it_equals_tiktokens_own_and_that_of_a_saved_model(others, text):
         assert saved.encode(text) == ids and saved.decode(ids) == text
 
 
-def test_changed_vocabularies_are_refused_and_changed_copies_not_used(tmp_path):
-    """By default tiktoken's cache is in /tmp, where others can write."""
-    shutil.copytree(ROOT / "support", tmp_path / "support")
-    code = (
-        "from support.tokenizer import get_tokenizer as g; print(g().encode_ordinary('the path'))"
-    )
-    for name in ("vocab.bpe", "encoder.json"):
-        path = tmp_path / "support/gpt2" / name
-        copy = tmp_path / hashlib.sha1(str(path).encode()).hexdigest()
-        copy.write_bytes(path.read_bytes()[:-999])
-    outputs = []
-    for spoil in (lambda: None, lambda: path.write_bytes(path.read_bytes()[:-1])):
-        spoil()
-        env = os.environ | {"TIKTOKEN_CACHE_DIR": str(tmp_path)}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        outputs.append(done.stdout + done.stderr)
-    assert str(get_tokenizer().encode_ordinary("the path")) in outputs[0]
-    assert "UserError" in outputs[1] and "encoder.json" in outputs[1]
-
-
 letters = st.sampled_from("ab'sé世🙂1. \n\t\r\x85\u3000\x1c\xa0") | st.characters(codec="utf-8")
 
 
@@ -87,7 +64,9 @@ def test_a_long_text_in_pieces_has_the_same_tokens(text, size):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "PIECE_CHARS", size)
-        found = [token for piece in tokenizer.encode(text) for token in piece.tolist()]
+        found = [
+            token for piece in tokenizer.encode(text, get_tokenizer()) for token in piece.tolist()
+        ]
     assert found == get_tokenizer().encode_ordinary(text)
 
 
@@ -121,7 +100,7 @@ def test_printed_samples_hold_no_control_characters():
     from support import tokenizer
 
     tokens = get_tokenizer().encode_ordinary("a\x1b[31mb\r\nc\0\x9b\u202ed\n世🙂")
-    assert tokenizer.printable(tokens) == "a [31mb\nc   d\n世🙂"
+    assert tokenizer.printable(tokens, get_tokenizer()) == "a [31mb\nc   d\n世🙂"
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
