@@ -1,18 +1,20 @@
-"""Turns text into shards of GPT-2 tokens for train_gpt2.py.
+"""Turns text into shards of tokens for train_gpt2.py.
 
     python fineweb.py                                # FineWeb-Edu, 10 billion tokens
     python fineweb.py --input books/*.parquet notes.jsonl a.txt --out my_shards
     python fineweb.py --dataset roneneldan/TinyStories --out tiny    # Parquet files of the Hub
+    python fineweb.py --input de/*.txt --vocab-size 8192 --out de_shards   # another language
 
-A document is a row of a table, or a whole .txt or .md file. It becomes the token 50256 and then the
-tokens of its text. GPT-2 calls this token <|endoftext|>, and it separates documents. All documents
-follow each other in one long row of tokens, and a shard is a file with 100 million of them. Shard 0
-is for validation.
+A document is a row of a table, or a whole .txt or .md file. It becomes the token <|endoftext|>,
+which separates documents, and then the tokens of its text. The tokens are GPT-2's, unless others
+are learned from the text. All documents follow each other in one long row of tokens, and a shard is
+a file with 100 million of them. Shard 0 is for validation.
 
 This process reads documents and writes shards, and worker processes tokenize. manifest.json lists
 the finished shards, and says at which place in the text the next one begins. So the same command
 goes on after it was stopped. It writes the same bytes with any number of workers."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -42,7 +44,7 @@ from support.documents import (
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import atomic_path, locked, sha256, write_text
 from support.shards import SHARD_NAME, open_shard
-from support.tokenizer import encode, get_tokenizer
+from support.tokenizer import encode, get_tokenizer, holds_vocabulary, learn_vocabulary, spread
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"  # the name of a dataset on the Hub
 SHARD_SIZE = 10**8  # tokens in a shard, if --shard-size does not say otherwise
@@ -51,7 +53,7 @@ NAMES = "edufineweb_{split}_{number:06d}.npy"  # how shards are called; split is
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """Turns FineWeb-Edu, or your own text, into shards of GPT-2 tokens."""
+    """Turns FineWeb-Edu, or your own text, into shards of tokens."""
 
     # Each field is a flag, and its comment is the flag's help.
     name: str = "sample-10BT"  # part of FineWeb-Edu: sample-10BT, sample-100BT, CC-MAIN-2024-10, …
@@ -62,6 +64,9 @@ class ShardConfig:
     split: str = ""
     text_column: str = "text"  # the column, or key, of the text
     out: str = "edu_fineweb10B"  # folder for the shards
+    # learn a vocabulary of so many tokens from the text, from 257, which are bytes, to 65536; 0:
+    # that of the files vocab.json and merges.txt in --out, or else GPT-2's
+    vocab_size: int = 0
     # tokens per shard; 0: 100 million, but 10 million in shard 0 of --input or --dataset
     shard_size: int = 0
     workers: int = 0  # tokenizing processes; 0: one for each core that this process may use
@@ -74,9 +79,15 @@ class ShardConfig:
 # From documents to tokens
 
 
-def tokenize(documents: list[str | None]) -> np.ndarray:
-    """The tokens of documents, 1-D uint16. A row without a text gives none."""
-    tokenizer = get_tokenizer()
+# Each worker reads the vocabulary once.
+load_tokenizer = functools.cache(get_tokenizer)
+
+
+def tokenize(documents: list[str | None], out: Path) -> np.ndarray:
+    """The tokens of documents, 1-D uint16. A row without a text gives none.
+
+    The vocabulary is that in the folder `out`."""
+    tokenizer = load_tokenizer(out)
     parts = [np.empty(0, np.uint16)]
     for text in documents:
         if text:
@@ -100,7 +111,7 @@ Piece = tuple[Place, np.ndarray]  # some tokens, and the place of the first of t
 
 
 def tokenize_in_workers(
-    pool: ProcessPoolExecutor, workers: int, batches: Batches, bar: tqdm
+    pool: ProcessPoolExecutor, workers: int, batches: Batches, bar: tqdm, out: Path
 ) -> Iterator[Piece]:
     """Tokenizes batches of documents in worker processes, and yields their tokens in order."""
     pending: deque[tuple[Place, Future]] = deque()
@@ -112,7 +123,7 @@ def tokenize_in_workers(
         return place, tokens
 
     for stream, position, documents in batches:
-        pending.append((Place(stream, position), pool.submit(tokenize, documents)))
+        pending.append((Place(stream, position), pool.submit(tokenize, documents, out)))
         if len(pending) > 2 * workers:  # This keeps the workers busy. More would fill memory.
             yield oldest_result()
     while pending:
@@ -160,7 +171,7 @@ def cut(
     if count == 0:
         raise UserError("there is no text to train on: nothing to tokenize")
     if number == 0:
-        # There are at least two tokens, 50256 and one of a text, so shard 1 gets something.
+        # There are at least two tokens, <|endoftext|> and one of a text, so shard 1 gets something.
         shard, after, held = take_first(held, max(count // 10, 1))
         yield shard, after
     yield np.concatenate([tokens for _, tokens in held]), None
@@ -220,12 +231,12 @@ class Folder:
         """Starts to make shards from this text with these settings, or goes on.
 
         UserError if the shards that are here are damaged, or were made from something else."""
-        for key, now in made_from.items():
-            then = self.made_from.get(key)
+        for key in self.made_from | made_from:
+            then, now = self.made_from.get(key), made_from.get(key)
             if self.shards and now != then:
                 change = f"{key} {then!r}, now {now!r}"
-                if key == "files":  # the names and sizes of --input's files, a long list
-                    change = "other files"
+                if key in ("files", "vocabulary"):  # a long list, and a checksum
+                    change = f"other {key}"
                 raise UserError(f"{self.out}: started with {change}; restore it or use a new --out")
         expected = [shard["name"] for shard in self.shards]
         for name in expected:
@@ -242,6 +253,25 @@ class Folder:
         self.made_from = made_from
         if not self.is_finished():  # A finished folder is left untouched.
             self.save()
+
+    def vocabulary(self) -> dict[str, str]:
+        """The vocabulary in this folder as manifest.json has it; {} if it is GPT-2's."""
+        if not (self.out / "vocab.json").exists():
+            return {}
+        tokenizer = get_tokenizer(self.out)
+        return {"vocabulary": tokenizer.checksum} if tokenizer != get_tokenizer() else {}
+
+    def learn_vocabulary(self, source: Source, size: int) -> None:
+        """Writes a vocabulary of `size` tokens for the text of this source."""
+        texts = progress_bar(source.texts_to_learn_from(), "document")
+        pieces = spread(texts)
+        if not source.has_validation_split:
+            pieces = pieces[len(pieces) // 10 :]  # What comes before is about what validation gets.
+        merges, vocab = learn_vocabulary(pieces, size)
+        write_text(self.out / "merges.txt", merges)
+        write_text(self.out / "vocab.json", vocab)  # The last file says that both are whole.
+        self.made_from |= self.vocabulary()
+        self.save()
 
     def write(self, tokens: np.ndarray, after: Place | None) -> None:
         """Writes the next shard. `after` is the place after it, or None at the end of the text."""
@@ -272,12 +302,14 @@ class Folder:
         paths = [path for path in self.out.iterdir() if path.suffix in (".npy", ".bin", ".partial")]
         found = {path.name: sha256(path) for path in progress_bar(paths, "file")}
         listed = {shard["name"]: shard["sha256"] for shard in self.shards}
+        found["vocab.json"] = self.vocabulary().get("vocabulary")
+        listed["vocab.json"] = self.made_from.get("vocabulary")
         names = {*found, *listed}
         wrong = [name for name in names if found.get(name) != listed.get(name)]
         if wrong or not paths:
             problem = ", ".join(sorted(wrong)) or "no shards"
             raise UserError(f"{self.out}: does not match manifest.json: {problem}")
-        print(f"{len(found)} shards: all checksums match")
+        print(f"{len(paths)} shards: all checksums match")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -304,14 +336,21 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         "shard_size": config.shard_size,
     }
     # `identity` has the commit of a dataset on the Hub, or else the names and sizes of the files.
-    folder.begin({"source": source.name, **settings, **source.identity})
+    folder.begin({"source": source.name, **settings, **source.identity, **folder.vocabulary()})
     if folder.is_finished():
         return
+    # The file that is written last says that there is a vocabulary.
+    learn = config.vocab_size > 0 and not (folder.out / "vocab.json").exists()
+    if not learn:
+        # This also loads it once for all workers that are forked from this process.
+        tokenizer = get_tokenizer(folder.out)
+        if config.vocab_size not in (0, tokenizer.n_vocab):
+            problem = f"{folder.out} already has a vocabulary of {tokenizer.n_vocab}"
+            raise UserError(f"--vocab-size {config.vocab_size}: {problem}; use a new --out")
     val_size = size = config.shard_size or SHARD_SIZE
     if not config.shard_size and dataset != FINEWEB:
         val_size = size // 10  # Else most of a text of one or two shards would be for validation.
     workers = config.workers or usable_cores()
-    get_tokenizer()  # loads it once, for all workers that are forked from this process
     with ProcessPoolExecutor(workers, initializer=start_worker) as pool:
         # The first task makes the pool start its workers. This one does nothing else, but comes
         # before the source starts threads, since a process with threads should not be forked.
@@ -319,6 +358,11 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         source.open()  # asks the Hub for the files of a dataset, for example
         estimate = source.estimate_tokens()
         print(f"reading {len(source.sizes)} files, roughly {estimate / 1e6:,.1f} million tokens")
+        if learn:
+            folder.learn_vocabulary(source, config.vocab_size)
+        if (folder.out / "vocab.json").exists():
+            count = get_tokenizer(folder.out).n_vocab
+            print(f"vocabulary: the {count:,} tokens of {folder.out / 'vocab.json'}")
         if config.max_shards:
             estimate = min(estimate, config.max_shards * size)
         before = sum(shard["tokens"] for shard in folder.shards)
@@ -328,13 +372,16 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
                 # The validation split is stream 0 of this dataset, and all of it becomes shard 0.
                 start = Place(stream=1)
                 batches = source.read_one_stream(0)
-                parts = [tokens for _, tokens in tokenize_in_workers(pool, workers, batches, bar)]
+                parts = [
+                    tokens
+                    for _, tokens in tokenize_in_workers(pool, workers, batches, bar, folder.out)
+                ]
                 if sum(map(len, parts)) > 0:  # If it is empty, shard 0 is cut from stream 1 below.
                     folder.write(np.concatenate(parts), after=start)
                 if folder.is_finished():  # as with --max-shards 1
                     return
             batches = source.read_from(start.stream, start.position)
-            pieces = tokenize_in_workers(pool, workers, batches, bar)
+            pieces = tokenize_in_workers(pool, workers, batches, bar, folder.out)
             pieces = drop_first(pieces, start.used)  # These tokens are in an earlier shard.
             for shard, after in cut(pieces, len(folder.shards), val_size, size):
                 folder.write(shard, after)
@@ -410,6 +457,11 @@ def read_config(args: list[str] | None) -> ShardConfig:
         given = flag(name) in (sys.argv if args is None else args)  # flag("input") is "--input"
         if given and not getattr(config, name):
             problems.append(f"{flag(name)}: has no value")
+    if config.vocab_size and not 257 <= config.vocab_size <= 2**16:
+        problems.append(f"--vocab-size {config.vocab_size}: must be 0, or from 257 to 65536")
+    if config.pretokenized and (config.vocab_size or holds_vocabulary(Path(config.out))):
+        problem = "these shards have GPT-2's tokens; leave out --vocab-size, and use another --out"
+        problems.append(f"--pretokenized {config.pretokenized}: {problem}")
     for name in ("shard_size", "workers", "max_shards", "pretokenized"):
         if getattr(config, name) < 0:
             problems.append(f"{flag(name)} {getattr(config, name)}: must be at least 0")

@@ -231,6 +231,8 @@ def choices(task: Task, losses: list[float]) -> tuple[int, int]:
 
 def wrap_gpt(gpt: "GPT") -> LanguageModel:
     """Wraps a GPT of train_gpt2.py for score()."""
+    if gpt.tokenizer is None:
+        raise UserError("HellaSwag is text, but this model was trained on numbers")
 
     def logits_at(tokens: Tensor, places: Places) -> Tensor:
         logits = gpt(tokens, at=places)  # computes no other logits

@@ -6,12 +6,13 @@ python sample.py gpt2                                        # a hub name; asks 
 """
 
 import sys
-from codecs import getincrementaldecoder
+from codecs import IncrementalDecoder, getincrementaldecoder
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from tiktoken import Encoding
 from tyro.conf import Positional
 
 from support.command_line import flag, parse_args
@@ -61,10 +62,14 @@ def sample(model: "GPT", prompt: str, config: SampleConfig, device: torch.device
         prompt.encode()
     except UnicodeEncodeError:
         raise UserError(f"prompt {prompt!a}: not UTF-8") from None
-    # Without a prompt: after <|endoftext|>, where a new document begins.
     tokenizer = model.tokenizer
-    eot = tokenizer.eot_token
-    tokens = tokenizer.encode(prompt, allowed_special="all") or [eot]
+    if tokenizer is None:  # It was trained on numbers.
+        eot = None
+        tokens = read_numbers(prompt, model.config.vocab_size)
+    else:
+        # Without a prompt: after <|endoftext|>, where a new document begins.
+        eot = tokenizer.eot_token
+        tokens = tokenizer.encode(prompt, allowed_special="all") or [eot]
     autocast = torch.autocast(
         device.type, getattr(torch, config.dtype), enabled=config.dtype != "float32"
     )
@@ -72,17 +77,33 @@ def sample(model: "GPT", prompt: str, config: SampleConfig, device: torch.device
         idx = torch.tensor([tokens], device=device)  # (1, T)
         generator = torch.Generator(device).manual_seed(config.seed + i)
         utf8 = getincrementaldecoder("utf-8")("replace")  # a character may span several tokens
-        text = tokenizer.decode_bytes([token for token in tokens if token != eot])
-        print(utf8.decode(text), end="", flush=True)
+        show([token for token in tokens if token != eot], tokenizer, utf8)
         for _ in range(config.max_new_tokens):
             with autocast:
                 idx = model.generate(idx, 1, config.temperature, config.top_k, generator)
             token = int(idx[0, -1])
             if token == eot:
                 break
-            text = tokenizer.decode_single_token_bytes(token)
-            print(utf8.decode(text), end="", flush=True)
+            show([token], tokenizer, utf8)
         print(utf8.decode(b"", final=True))
+
+
+def show(tokens: list[int], tokenizer: Encoding | None, utf8: IncrementalDecoder) -> None:
+    """Prints the text of tokens. Without a tokenizer they are numbers."""
+    if tokenizer is None:
+        text = "".join(f"{token} " for token in tokens)
+    else:
+        text = utf8.decode(tokenizer.decode_bytes(tokens))
+    print(text, end="", flush=True)
+
+
+def read_numbers(prompt: str, limit: int) -> list[int]:
+    """The numbers of a prompt, separated by spaces. UserError unless all are below `limit`."""
+    words = prompt.split()
+    if not words or not all(word.isdecimal() and int(word) < limit for word in words):
+        problem = f"this model continues numbers from 0 to {limit - 1}"
+        raise UserError(f"prompt {prompt!r}: {problem}, such as '0 1 2'")
+    return [int(word) for word in words]
 
 
 def main(args: list[str] | None = None) -> None:

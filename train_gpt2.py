@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import hellaswag
 from support import devices, huggingface, plan
 from support.checkpoints import OptimizerStates, RandomStates, load_parts
-from support.command_line import flag, parse_args, print0, print_line, range_problems
+from support.command_line import flag, note, parse_args, print0, print_line, range_problems
 from support.errors_and_signals import (
     RunError,
     Stopped,
@@ -442,6 +442,7 @@ class TrainConfig(RunConfig):
     init: str = "scratch"  # scratch, a Hub name (gpt2, gpt2-medium, …), or the folder of a GPT-2
     seed: int = 1337  # seed of the initial weights and of the data order
     shuffle: bool = True  # another random order of shards and of their sequences in every epoch
+    numbers: int = 0  # the data are no text, but numbers below this one; 0: they are text
     total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
     seq_len: int = 1024  # tokens per sequence (T)
     n_layer: int = 12  # number of blocks
@@ -533,6 +534,8 @@ def find_problems(config: TrainConfig) -> list[str]:
         problems.append(f"--beta2 {config.beta2}: must be below 1")
     if config.eval_every and config.eval_tokens < config.seq_len:
         problems.append(f"--eval-tokens {config.eval_tokens}: less than --seq-len {config.seq_len}")
+    if config.numbers > 2**16:
+        problems.append(f"--numbers {config.numbers}: must be at most 65536, as uint16 has no more")
     if config.max_lr == 0:
         problems.append("--max-lr 0: must be above 0")
     if config.min_lr > config.max_lr:
@@ -626,13 +629,12 @@ def validation_loss(
     return ranks.sum(total) / len(sequences)
 
 
-def print_samples(model: GPT, prompt: str, ranks: Ranks, autocast: torch.autocast) -> None:
-    """Prints two continuations of the prompt, or of a line end, from each rank."""
+def print_samples(model: GPT, prompt: list[int], ranks: Ranks, autocast: torch.autocast) -> None:
+    """Prints two continuations of the tokens of a prompt from each rank."""
     # Samples have random numbers of their own, so they do not change how training goes on.
     generator = torch.Generator(device=ranks.device)
     generator.manual_seed(42 + ranks.rank)
-    tokens = model.tokenizer.encode_ordinary(prompt or "\n")
-    idx = torch.tensor([tokens] * 2, device=ranks.device)
+    idx = torch.tensor([prompt] * 2, device=ranks.device)
     try:
         with autocast:
             idx = model.generate(idx, 64, generator=generator)
@@ -664,13 +666,21 @@ class Evaluations:
             N = min(config.eval_tokens // T, loader.sequences_per_epoch)
             self.sequences = loader.read(itertools.islice(loader.places(), N))  # (N, T + 1)
             # The bytes and characters of its text, for losses that do not depend on the tokenizer.
-            self.text_size = text_size(self.sequences[:, 1:].ravel(), model.tokenizer)
-            if self.text_size.bytes == 0:
+            self.text_size = None  # of numbers, which are no text
+            if model.tokenizer:
+                self.text_size = text_size(self.sequences[:, 1:].ravel(), model.tokenizer)
+            if self.text_size and self.text_size.bytes == 0:
                 problem = "the validation split has no text, only separators of documents"
                 raise UserError(f"{config.data}: {problem}; --eval-every 0 trains without it")
-        if config.hellaswag_every:
+        if config.hellaswag_every and model.tokenizer is None:
+            note("HellaSwag is left out, since it is text, and the data are numbers")
+        elif config.hellaswag_every:
             # Cut to fit into the model's context.
             self.tasks = hellaswag.load_tasks(config.hellaswag_data, model, ranks)
+        if model.tokenizer:
+            self.prompt = model.tokenizer.encode_ordinary(config.sample_prompt or "\n")
+        else:  # Samples continue the first numbers of validation.
+            self.prompt = self.sequences[0, :8].tolist() if config.eval_every else [0]
 
     def run(self, step: int, log: Callable[..., None]) -> None:
         """Makes the evaluations that are due after `step` updates, and logs their results."""
@@ -679,7 +689,9 @@ class Evaluations:
         model.eval()  # turns off dropout, which a fork may have
         if is_due(config.eval_every, step, config):
             loss = validation_loss(model, self.sequences, self.B, ranks, autocast)
-            results = {"val": loss, "bpb": self.text_size.bits_per_byte(loss)}
+            results = {"val": loss}
+            if self.text_size:
+                results["bpb"] = self.text_size.bits_per_byte(loss)
         with uncompiled(config):
             if results:  # the validation loss of a fork may be another by mistake
                 warn_unless_cross_entropy(model, self.sequences[0], autocast)
@@ -689,7 +701,7 @@ class Evaluations:
             if results:
                 log(step, **results)
             if step > 0 and is_due(config.sample_every, step, config):
-                print_samples(model, config.sample_prompt, ranks, autocast)
+                print_samples(model, self.prompt, ranks, autocast)
         model.train()
 
 
@@ -714,10 +726,10 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
     # The fields of GPTConfig that are flags: SHAPE, and what a fork may add, such as dropout.
     names = [field.name for field in fields(GPTConfig) if hasattr(config, field.name)]
     flags = {name: getattr(config, name) for name in names}
-    tokenizer = open_tokenizer(Path(config.data))
+    tokenizer = open_tokenizer(Path(config.data), config.numbers)
     if checkpoint is None and config.init == "scratch":
-        if tokenizer != get_tokenizer():
-            flags["vocab_size"] = tokenizer.n_vocab
+        if tokenizer != get_tokenizer():  # not GPT-2's, which GPT has by itself
+            flags["vocab_size"] = config.numbers or tokenizer.n_vocab
         model = GPT(GPTConfig(block_size=config.seq_len, **flags))
         if tokenizer != get_tokenizer():
             model.tokenizer = tokenizer
@@ -738,10 +750,13 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
             if wanted not in (0, found):  # 0 means not given
                 raise UserError(f"{flag(name)} {wanted}: the model {weights} has {found}")
             setattr(config, name, found)
-        forks = not isinstance(model.tokenizer, Tokenizer)  # a tokenizer that its code has made
-        if model.tokenizer is None or (model.tokenizer != tokenizer and not forks):
-            problem = f"{model.config.vocab_size} tokens, not those of --data {config.data}"
-            raise UserError(f"{'--resume' if checkpoint else '--init'} {weights}: {problem}")
+        V = model.config.vocab_size
+        same = model.tokenizer == tokenizer and config.numbers in (0, V)
+        # Nothing is known of a tokenizer that the code of a fork has made.
+        if not same and isinstance(model.tokenizer, Tokenizer | None):
+            wanted = f"--numbers {config.numbers}" if config.numbers else f"--data {config.data}"
+            problem = f"has {V} tokens, which are not those of {wanted}"
+            raise UserError(f"{'--resume' if checkpoint else '--init'}: {weights} {problem}")
     T = model.config.block_size
     if config.seq_len > T:
         raise UserError(f"--seq-len {config.seq_len}: the context of --init {config.init} is {T}")
@@ -871,7 +886,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     facts = {"dtype": str(dtype).removeprefix("torch."), "B": B, "shards": loader.lengths}
     software = devices.gpu_software(ranks.device)  # versions that matter for speed
     # Renames the folder of an earlier run, and writes run.json and a copy of this script.
-    run.begin(model, step, device=device_line, dtype=facts["dtype"], **software)
+    vocabulary = {"vocab_size": model.config.vocab_size}
+    run.begin(model, step, device=device_line, dtype=facts["dtype"], **vocabulary, **software)
     choose_execution(model, config)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast)
     tokens_in_all = T * sequences_before(config.max_steps, config)

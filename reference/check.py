@@ -5,6 +5,7 @@ python reference/check.py log.txt           # of build-nanogpt
 python reference/check.py log my_reference
 """
 
+import math
 import statistics
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from support.command_line import flag, parse_args
 from support.errors_and_signals import UserError, run_and_exit
 from support.log_txt import log_lines
 from support.run_json import run_entries
+from support.tokenizer import VOCAB_SIZE
 
 # With the reference's seed the first losses must be the same up to rounding. In float32 this is
 # five times what ranks, micro-batches, compilation and another chip changed (README.md).
@@ -127,15 +129,17 @@ def comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
     return True
 
 
-def judge_alone(streams: Streams) -> None:
-    """Prints what can be said of a run without a reference."""
+def judge_alone(streams: Streams, V: int) -> None:
+    """Prints what can be said of a run without a reference. V: the size of its vocabulary"""
     print("So nothing says whether its losses are right. What can be said:")
     losses = [v for stream in ("train", "val") for v in streams.get(stream, {}).values()]
     infinite = sum(not isfinite(loss) for loss in losses)
-    print(f"- {infinite or 'none'} of its {len(losses)} losses are not finite")
+    finite = f"{infinite} of its losses are not finite" if infinite else "all are finite"
+    print(f"- it has {len(losses)} losses: {finite}")
     first = streams.get("train", {}).get(0)
     if first is not None:
-        print(f"- the first loss is {first:.2f}; of a model that knows nothing it is near 10.82")
+        nothing = math.log(V)  # of a uniform guess among V tokens
+        print(f"- the first loss is {first:.2f}; of a model that knows nothing it is {nothing:.2f}")
     val = streams.get("val", {})
     if val:
         best = min(val, key=val.get)
@@ -143,6 +147,11 @@ def judge_alone(streams: Streams) -> None:
         if best != max(val):
             print(f"- it was lowest at step {best}, {val[best]:.4f}, and has risen since")
     print("reference/README.md says how to make a reference of your own")
+
+
+def vocabulary(starts: list[dict[str, Any]]) -> int:
+    """The size of a run's vocabulary, by its starts in run.json. Without one it is GPT-2's."""
+    return starts[-1].get("vocab_size", VOCAB_SIZE) if starts else VOCAB_SIZE
 
 
 def verdict(values: list[Value], name: str) -> bool:
@@ -169,6 +178,7 @@ def main(args: list[str] | None = None) -> int:
     streams = read_streams(log)
     starts = run_entries(log.parent)
     ours = starts[-1]["config"] if starts else {}
+    V = vocabulary(starts)
     reference = config.reference
     if reference is None:
         preset = ours.get("preset", "gpt2")
@@ -179,7 +189,7 @@ def main(args: list[str] | None = None) -> int:
     entries = run_entries(reference)
     if not entries and config.reference is None:
         print(f"no reference for the preset {name}: there are shakespeare and gpt2")
-        judge_alone(streams)
+        judge_alone(streams, V)
         return 1
     if not entries:
         raise UserError(f"{reference}: not a reference; choose reference/shakespeare or gpt2")
@@ -187,8 +197,12 @@ def main(args: list[str] | None = None) -> int:
     if not starts:
         print(f"no run.json next to {log}: the settings are assumed to be those of {name}")
         ours = theirs
+    if vocabulary(entries) != V:
+        print(f"no reference for a vocabulary of {V}: {name} has {vocabulary(entries)}")
+        judge_alone(streams, V)
+        return 1
     if not comparable(ours, theirs, name):
-        judge_alone(streams)
+        judge_alone(streams, V)
         return 1
     values = [  # outside of any bounds, since no number is between nan and nan
         Value(stream, step, value, nan, nan)

@@ -11,12 +11,13 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from support.errors_and_signals import UserError
+from support.tokenizer import LEARN_CHARS
 
 BATCH_ROWS = 256  # documents in a batch
 # The files that --input takes. (No .parquet.gz: .parquet is compressed inside.)
@@ -76,6 +77,10 @@ class Source:
             yield stream, position, documents
             position = after
 
+    def texts_to_learn_from(self) -> Iterator[str]:
+        """Yields text from all over the training text, from which a vocabulary is learned."""
+        raise NotImplementedError
+
     def estimate_tokens(self) -> float:
         """Roughly how many tokens it has, by the sizes of its files."""
         return sum(TOKENS_PER_BYTE.get(Path(n).suffix.lower(), 0.25) * b for n, b in self.sizes)
@@ -106,6 +111,10 @@ class Files(Source):
         while batch := list(islice(texts, BATCH_ROWS)):
             row += len(batch)
             yield row, batch
+
+    def texts_to_learn_from(self) -> Iterator[str]:
+        for _, _, batch in self.read_from(0, None):
+            yield from filter(None, batch)
 
 
 def find_files(patterns: tuple[str, ...]) -> list[Path]:
@@ -237,6 +246,7 @@ class Dataset(Source):
             self.streams = [stream.with_format("arrow") for stream in streams]
             found = [fsspec.core.url_to_fs(path) for key in splits for path in files[key]]
             self.sizes = [(path, filesystem.size(path) or 0) for filesystem, path in found]
+            self.training_files = found[-len(files[split]) :]
         self.stream_count = len(splits)
         self.has_validation_split = self.stream_count == 2
 
@@ -251,6 +261,31 @@ class Dataset(Source):
                     problem = f"no column of strings {self.column!r} (--text-column)"
                     raise UserError(f"{self.where}: {problem} in {types}")
                 yield rows.state_dict(), table[self.column].to_pylist()
+
+    def texts_to_learn_from(self) -> Iterator[str]:
+        """From at most 128 row groups in at most 32 files, since a dataset may be large."""
+        import pyarrow.parquet as pq
+
+        with any_error_as_user_error(self.where, HUB_REMEDY), ExitStack() as stack:
+            groups = []
+            for filesystem, path in spread_out(self.training_files, 32):
+                file = stack.enter_context(pq.ParquetFile(filesystem.open(path)))
+                groups += [(file, number) for number in range(file.num_row_groups)]
+            groups = spread_out(groups, 128)
+            for file, number in groups:
+                characters = 0
+                rows = file.iter_batches(BATCH_ROWS, row_groups=[number], columns=[self.column])
+                for batch in rows:
+                    for text in filter(None, batch.column(self.column).to_pylist()):
+                        yield text
+                        characters += len(text)
+                    if characters > LEARN_CHARS / len(groups):
+                        break
+
+
+def spread_out(items: list[Any], n: int) -> list[Any]:
+    """At most n of the items, evenly spread, beginning with the first."""
+    return [items[i * len(items) // n] for i in range(n)] if len(items) > n else items
 
 
 def how_to_download(dataset: str, names: list[str]) -> str:

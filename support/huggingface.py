@@ -110,6 +110,8 @@ def write_pretrained(model: "GPT", folder: Path) -> None:
         config["n_ctx"] = settings["block_size"]
     config |= {THEIR_NAMES.get(name, name): value for name, value in settings.items()}
     config["saved_by"] = SAVED_BY
+    if tokenizer is None:
+        config["numbers"] = settings["vocab_size"]  # Its tokens are no text.
     logits, _ = fingerprint(model_class, model.config)
     if logits is not None:
         config["fingerprint"] = logits
@@ -212,12 +214,15 @@ def read_pretrained(
 def read_tokenizer(folder: Path, raw: dict[str, Any], otherwise: Any) -> Any:
     """The tokenizer of a model in a folder. raw: its config.json
 
-    Without one there, `otherwise`, which is GPT-2's or what a fork's code has made."""
+    Without one there, `otherwise`, which is GPT-2's or what a fork's code has made. None if the
+    model was trained on numbers without text."""
     V = raw.get("vocab_size", VOCAB_SIZE)
     tokenizer = otherwise
+    if "numbers" in raw:
+        return None
     if holds_vocabulary(folder):
         tokenizer = get_tokenizer(folder)
-    elif not is_ours(raw) and (V < VOCAB_SIZE or has_tokenizer(folder)):
+    elif otherwise is None or (not is_ours(raw) and has_tokenizer(folder)):
         raise UserError(f"{folder}: its tokenizer is not like GPT-2's (merges.txt, vocab.json)")
     if tokenizer is not None and tokenizer.n_vocab > V:
         problem = f"the model has {V} tokens, but its vocabulary {tokenizer.n_vocab}"
@@ -369,6 +374,8 @@ def load_causal_lm(
     # Without these files transformers 5 makes an empty tokenizer.
     raw = read_config(folder)
     gpt2s = raw.get("model_type") == "gpt2" and raw.get("vocab_size", VOCAB_SIZE) == VOCAB_SIZE
+    if "numbers" in raw:
+        raise UserError(f"{folder}: a model of numbers, which has no text")
     if not has_tokenizer(folder) and not gpt2s:
         raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
     model = load_by_transformers(folder, dtype).to(device)

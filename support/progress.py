@@ -133,9 +133,11 @@ def warn_unless_cross_entropy(model: "GPT", sequence: np.ndarray, autocast: torc
         warn(f"{problem}; what only training should see goes under `if self.training`")
 
 
-def print_validation(loss: float, text: TextSize) -> None:
-    """Prints the last validation loss, in nats per token. `text` is what it predicts."""
+def print_validation(loss: float, text: TextSize | None) -> None:
+    """Prints the last validation loss, in nats per token. `text` is what it predicts, if it is."""
     print0(f"\nvalidation loss: {loss:.4f} nats per token")
+    if text is None:
+        return
     print0(f"  {text.nats_per_character(loss):.4f} nats per character")
     print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
 

@@ -269,7 +269,9 @@ class RunFolder:
             advice = "the loss rose afterwards: train for fewer steps, or on more text"
             print0(f"best: {self.path}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
         command = ["python", shown(ROOT / "sample.py"), str(self.path)]
-        if self.config.sample_prompt:  # without one, sample.py asks for it
+        if model.tokenizer is None:
+            command.append("0 1 2")  # numbers that it continues
+        elif self.config.sample_prompt:  # without one, sample.py asks for it
             command.append(self.config.sample_prompt)
         raw = huggingface.read_config(checkpoint)
         if fork and self.script and model_code.find_code(checkpoint, raw) != self.script:

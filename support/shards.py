@@ -98,15 +98,20 @@ def holds_shards(folder: Path) -> bool:
         return True
 
 
-def open_tokenizer(data: Path) -> Tokenizer:
+def open_tokenizer(data: Path, numbers: int = 0) -> Tokenizer | None:
     """The tokenizer of the shards in a folder and its subfolders. That of a .txt file is GPT-2's.
 
-    A subfolder without a vocabulary has that of `data`."""
-    if not data.is_dir():
-        return get_tokenizer()
-    folders = {path.parent for split in ("train", "val") for path in find_shards(data, split)}
+    A subfolder without a vocabulary has that of `data`. None if they are `numbers` without text."""
+    folders = {data}
+    if data.is_dir():
+        shards = [path for split in ("train", "val") for path in find_shards(data, split)]
+        folders = {path.parent for path in shards} or folders
+    if numbers:
+        if data.is_file() or any(map(holds_vocabulary, {data, *folders})):
+            raise UserError(f"--numbers {numbers}: {data} is text; leave out --numbers")
+        return None
     found = {}
-    for folder in folders or {data}:
+    for folder in folders:
         found[folder] = get_tokenizer(folder if holds_vocabulary(folder) else data)
         if found[folder].checksum != vocabulary_of_shards(folder, found[folder]):
             problem = "merges.txt and vocab.json are not those that its shards were made with"

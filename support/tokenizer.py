@@ -8,7 +8,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ CHARACTERS |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} 
 # pattern always splits there, so the tokens don't change. \x1c-\x1f are whitespace only to Python.
 CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
 PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
+LEARN_CHARS = 20_000_000  # a vocabulary is learned from at most so many characters
 
 
 class Tokenizer(tiktoken.Encoding):
@@ -94,7 +96,7 @@ def get_tokenizer(folder: str | Path = GPT2) -> Tokenizer:
             files = from_tokenizer_json((home / "tokenizer.json").read_text(encoding="utf-8"))
         return make_tokenizer(*files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        cause = " ".join(f"{error!r:.200}".split())
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         problem = f"{' and '.join(FILES)} are not a vocabulary like GPT-2's"
         raise UserError(f"{home}: {problem} ({cause}); restore both") from None
 
@@ -111,8 +113,45 @@ def from_tokenizer_json(text: str) -> tuple[str, str]:
     return "\n".join([*pairs, ""]), json.dumps(saved["model"]["vocab"] | added)
 
 
-def printable(tokens: list[int], tokenizer: tiktoken.Encoding) -> str:
-    """The text of tokens, with control characters replaced by spaces."""
+def spread(texts: Iterable[str]) -> list[str]:
+    """Pieces of 1,000 characters that are evenly spread over texts, in their order.
+
+    Together they have 10 to 20 million characters, or if there are fewer, all."""
+    kept: list[str] = []
+    every = 1  # every how many pieces one is kept
+    pieces = (text[i : i + 1000] for text in texts for i in range(0, len(text), 1000))
+    for number, piece in enumerate(pieces):
+        if number % every == 0:
+            kept.append(piece)
+        if len(kept) > LEARN_CHARS // 1000:
+            kept = kept[::2]
+            every *= 2
+    return kept
+
+
+def learn_vocabulary(texts: list[str], size: int) -> tuple[str, str]:
+    """The two files of a vocabulary for texts like these, with `size` tokens.
+
+    They are the 256 bytes, then the pairs of tokens that are most frequent when they are joined,
+    and <|endoftext|>."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    learner = ByteLevelBPETokenizer()
+    learner.train_from_iterator(texts, size - 1, show_progress=sys.stderr.isatty())
+    pairs = [" ".join(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
+    tokens = [*CHARACTERS, *(pair.replace(" ", "") for pair in pairs), END]
+    if len(tokens) < size:
+        problem = f"no pair is left that occurs twice in the text after {len(tokens)} tokens"
+        raise UserError(f"--vocab-size {size}: {problem}; lower it")
+    numbers = {token: number for number, token in enumerate(tokens)}
+    return "\n".join(["#version: 0.2", *pairs, ""]), json.dumps(numbers)
+
+
+def printable(tokens: list[int], tokenizer: tiktoken.Encoding | None) -> str:
+    """The text of tokens, with control characters replaced by spaces; without a tokenizer, the
+    numbers that they are."""
+    if tokenizer is None:
+        return " ".join(map(str, tokens))
     text = "\n".join(tokenizer.decode(tokens).splitlines())
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 

@@ -186,7 +186,10 @@ def test_csv():
     assert "long.csv: row 2: " in refused("--input", "long.csv") and not os.path.exists("out")
 
 
-@pytest.mark.parametrize("args", [["--input", "a.csv", "b.parquet"], ["--dataset", "me/text"]])
+@pytest.mark.parametrize(
+    "args",
+    [["--input", "a.csv", "b.parquet"], ["--dataset", "me/text", "--vocab-size", "300"]],
+)
 def test_killed(args, monkeypatch):
     """After kill -9 at any moment the same command makes the same bytes, and no process is left.
 

@@ -1,0 +1,337 @@
+"""Runs whose tokens are not GPT-2's: those learned from a text, numbers, and a fork's own."""
+
+import hashlib
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import fineweb
+import hellaswag
+import sample
+from support import tokenizer
+from support.errors_and_signals import UserError
+from tests.conftest import ROOT, import_file, losses, posix, read_log, train, words
+from train_gpt2 import GPT, GPTConfig, get_tokenizer
+
+TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"
+EVALUATED = "--eval-every 2 --save-every 2 --sample-every 2 --hellaswag-every 2 --hellaswag-data"
+
+
+def make_shards(text, out, size=400):
+    fineweb.main(words("--input", text, "--workers 1 --vocab-size", size, "--out", out))
+    return out
+
+
+def write_vocabulary(folder, merges, vocab):
+    folder.mkdir(exist_ok=True)
+    (folder / "merges.txt").write_text(merges, encoding="utf-8")
+    (folder / "vocab.json").write_text(vocab, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """A vocabulary learned from Shakespeare, by tiktoken, by tokenizers, and by transformers."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import GPT2Tokenizer
+
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")[:50_000]
+    folder = tmp_path_factory.mktemp("vocabulary")
+    write_vocabulary(folder, *tokenizer.learn_vocabulary([text, "世界" * 9, "\n\n\t  " * 9], 700))
+    files = [str(folder / name) for name in ("vocab.json", "merges.txt")]
+    by_tokenizers = ByteLevelBPETokenizer(*files)
+    by_transformers = GPT2Tokenizer.from_pretrained(folder)
+    return get_tokenizer(folder), by_tokenizers.encode, by_transformers.encode
+
+
+PIECES = [
+    "  ",
+    "\n\n",
+    "\t",
+    " the",
+    " 1234567",
+    "don't",
+    "été",
+    "世界",
+    "🙂",
+    "\x85",
+    "'ll",
+    "====",
+]
+strings = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=16).map("".join)
+
+
+@given(text=strings)
+@example(text="a" * 1_000_000)
+@settings(max_examples=200, deadline=None)
+def test_tokens_are_those_of_tokenizers_and_transformers(three, text):
+    ours, by_tokenizers, by_transformers = three
+    ids = ours.encode_ordinary(text)
+    assert ids == by_tokenizers(text).ids and ours.decode(ids) == text
+    if "<|endoftext|>" not in text:
+        assert ids == by_transformers(text)
+
+
+letters = st.text(st.sampled_from("aab "), min_size=1, max_size=60)
+
+
+@given(texts=st.lists(letters, min_size=1, max_size=9), text=letters)
+@settings(max_examples=100, deadline=None)
+def test_also_those_of_texts_that_repeat(texts, text):
+    """There are many ways in which pairs could be joined."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    try:
+        merges, vocab = tokenizer.learn_vocabulary(texts, 262)
+    except UserError:  # no pair is left that occurs twice
+        return
+    pairs = [tuple(line.split()) for line in merges.split("\n")[1:-1]]
+    theirs = ByteLevelBPETokenizer(json.loads(vocab), pairs).encode(text).ids
+    assert tokenizer.Tokenizer(merges, vocab).encode_ordinary(text) == theirs
+
+
+def test_gpt2s_files_are_openais():
+    """The checksums are those in tiktoken_ext/openai_public.py."""
+    sums = {
+        "merges.txt": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+        "vocab.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    }
+    for name, digest in sums.items():
+        assert hashlib.sha256((tokenizer.GPT2 / name).read_bytes()).hexdigest() == digest
+
+
+def test_what_is_learned_from_is_spread_and_bounded(monkeypatch):
+    monkeypatch.setattr(tokenizer, "LEARN_CHARS", 20_000)
+    texts = [f"{i:05d}" * 300 for i in range(100)]  # of 1,500 characters
+    kept = tokenizer.spread(texts)
+    found = [int(piece[:5]) for piece in kept]
+    assert 10_000 <= sum(map(len, kept)) <= 20_000 and found == sorted(found)
+    assert max(np.diff([0, *found, 99])) <= 10
+    assert "".join(tokenizer.spread(texts[:9])) == "".join(texts[:9])
+
+
+@posix
+def test_a_learned_vocabulary_goes_from_the_shards_to_the_checkpoint(text, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+    data, log = make_shards(text, tmp_path / "data"), tmp_path / "log"
+    tokens = np.concatenate([np.load(path) for path in sorted(data.glob("*.npy"))[::-1]])
+    expected = get_tokenizer(data).encode_ordinary(text.read_text(encoding="utf-8"))
+    assert tokens.tolist() == [399, *expected] and get_tokenizer(data).n_vocab == 400
+    args = ["--data", data, "--log-dir", log, EVALUATED, TASKS, "--seq-len 128"]
+    args += ["--micro-batch-size 1 --eval-tokens 128"]
+    train(*args, "--max-steps 2")
+    size = len(get_tokenizer(data).decode_bytes(tokens[1:129].tolist()))
+    bits = losses(log, "val")[0] * 128 / np.log(2) / size
+    assert losses(log, "bpb")[0] == pytest.approx(bits, abs=1e-5) and len(losses(log, "hella")) == 2
+    folder = log / "step_000002"
+    for name in ("vocab.json", "merges.txt"):
+        assert (folder / name).read_bytes() == (data / name).read_bytes()
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 400 == len(theirs)
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 399
+    with torch.no_grad():
+        continued = pipeline("text-generation", str(folder))("ROMEO:", max_new_tokens=3)
+    assert continued[0]["generated_text"].startswith("ROMEO:")
+    capsys.readouterr()
+    sample.main(words(folder, "ROMEO: --max-new-tokens 9 --device cpu"))
+    assert capsys.readouterr().out.startswith("ROMEO:")
+    hellaswag.main(words("-m", folder, "--data", TASKS, "--limit 4 -d cpu"))
+    assert capsys.readouterr().out.splitlines()[-1].startswith("4 acc:")
+
+    # transformers saves the vocabulary as tokenizer.json, from which it is read again.
+    resaved = tmp_path / "resaved"
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(resaved)
+    theirs.save_pretrained(resaved)
+    for name in ("vocab.json", "merges.txt"):
+        (resaved / name).unlink(missing_ok=True)
+    assert GPT.from_pretrained(resaved).tokenizer == get_tokenizer(data)
+    # Without any files its tokens are unknown.
+    (resaved / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="tokenizer is not like GPT-2's"):
+        GPT.from_pretrained(resaved)
+
+    # The vocabulary of another folder, or of changed files, is not that of the weights.
+    other = make_shards(text, tmp_path / "other", 300)
+    other_run = f"--max-steps 1 --log-dir {tmp_path}/log2"
+    for elsewhere in (other, text):
+        with pytest.raises(UserError, match=r"--init.*400 tokens"):
+            train("--data", elsewhere, "--init", folder, other_run)
+    train("--data", data, "--init", folder, "--seq-len 128 --micro-batch-size 1", other_run)
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(other / name, data)
+    for command in (
+        lambda: train(*args, "--max-steps 4 --resume"),
+        lambda: make_shards(text, data),
+        lambda: fineweb.main(words("--verify --out", data)),
+    ):
+        with pytest.raises(UserError, match=r"vocab"):
+            command()
+
+
+@posix
+def test_shards_that_lost_their_vocabulary_are_not_read_as_gpt2s(text, tmp_path):
+    data = make_shards(text, tmp_path / "all" / "a")
+    run = ["--max-steps 1 --log-dir", tmp_path / "log", "--data"]
+    train(*run, tmp_path / "all")  # a subfolder has its own
+    make_shards(text, tmp_path / "all" / "b", 300)
+    with pytest.raises(UserError, match="different vocabularies"):
+        train(*run, tmp_path / "all")
+    (data / "merges.txt").unlink()
+    with pytest.raises(UserError, match=r"merges\.txt"):
+        train(*run, data)
+    (data / "vocab.json").unlink()
+    with pytest.raises(UserError, match=r"restore the two files"):
+        train(*run, data)
+    with pytest.raises(UserError, match="other vocabulary"):
+        make_shards(text, data)
+
+
+@posix
+def test_a_run_that_goes_on_and_one_that_is_given_the_files_are_equal(text, tmp_path):
+    flags = words("--input", text, "--workers 1 --shard-size 1000 --out")
+    fineweb.main([*flags, str(tmp_path / "whole"), "--vocab-size", "300"])
+    for limit in (1, 2, 0):
+        part = [str(tmp_path / "parts"), "--vocab-size", "300", "--max-shards", str(limit)]
+        fineweb.main([*flags, *part])
+    (tmp_path / "given").mkdir()
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(tmp_path / "whole" / name, tmp_path / "given")
+    fineweb.main([*flags, str(tmp_path / "given")])
+    for path in (tmp_path / "whole").iterdir():
+        for other in ("parts", "given"):
+            assert path.read_bytes() == (tmp_path / other / path.name).read_bytes(), path.name
+
+
+@posix
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--vocab-size 256", "257"),
+        ("--vocab-size 65537", "65536"),
+        ("--vocab-size 9000", "lower it"),  # the text has fewer pairs
+        ("--pretokenized 1 --vocab-size 300", "--pretokenized"),
+    ],
+)
+def test_vocabularies_that_cannot_be(flags, named, text, tmp_path):
+    source = () if "pretokenized" in flags else ("--input", text)
+    with pytest.raises(UserError, match=named):
+        fineweb.main(words(*source, flags, "--out", tmp_path / "out"))
+
+
+def test_files_that_do_not_fit_each_other(tmp_path):
+    merges, vocab = tokenizer.learn_vocabulary(["the path of the path"] * 3, 262)
+    swapped = json.loads(vocab)
+    pairs = merges.split("\n")[1:-1]
+    first, second = (pair.replace(" ", "") for pair in pairs[:2])
+    swapped[first], swapped[second] = swapped[second], swapped[first]
+    spoiled = {
+        "a pair too few": ("\n".join(pairs[:-1]), vocab),
+        "another order": (merges, json.dumps(swapped)),
+        "no end": (merges, vocab.replace("<|endoftext|>", "Ā")),
+        "no numbers": (merges, "[]"),
+        "no JSON": (merges, vocab[:-1]),
+    }
+    for name, files in spoiled.items():
+        write_vocabulary(tmp_path / name, *files)
+        with pytest.raises(UserError, match=r"vocab\.json are not a vocabulary like GPT-2's"):
+            get_tokenizer(tmp_path / name)
+
+
+def write_numbers(folder, limit=60_000):
+    folder.mkdir()
+    for name, length in (("x_val_000000", 200), ("x_train_000001", 1000)):
+        np.save(folder / f"{name}.npy", (np.arange(length) * 7 % limit).astype(np.uint16))
+    return folder
+
+
+def test_numbers_without_text(tmp_path, capsys, text):
+    """Such as the moves of games. Nothing of text is printed or logged."""
+    data, log = write_numbers(tmp_path / "data"), tmp_path / "log"
+    args = ["--data", data, "--log-dir", log, EVALUATED, TASKS, "--max-steps"]
+    with pytest.raises(UserError, match="token 6993 "):
+        train(*args, "2 --numbers 1500")
+    train(*args, "2 --numbers 7000")
+    out, err = capsys.readouterr()
+    assert "per character" not in out and not read_log(log, "bpb", "hella")
+    assert err.count("HellaSwag is left out") == 1
+    lines = out.partition("sample 0:\n")[2].splitlines()
+    numbers = [int(word) for word in lines[0].split()]
+    assert numbers[:4] == [0, 7, 14, 21] and len(numbers) == 72 and max(numbers) < 7000
+    folder = log / "step_000002"
+    assert json.loads((folder / "config.json").read_text())["numbers"] == 7000
+    assert not (folder / "vocab.json").exists() and GPT.from_pretrained(folder).tokenizer is None
+    sample.main([str(folder), "1 2 3", *words("--device cpu --max-new-tokens 2 --top-k 0")])
+    assert len(capsys.readouterr().out.split()) == 5
+    for prompt in ("", "a", "7000"):
+        with pytest.raises(UserError, match="numbers from 0 to 6999"):
+            sample.main([str(folder), *words("--device cpu"), prompt or " "])
+    with pytest.raises(UserError, match="numbers"):
+        hellaswag.main(words("-m", folder, "--data", TASKS, "-d cpu"))
+    train(*args, "3 --numbers 7000 --resume")
+    for wrong in (
+        f"--numbers 7001 --init {folder}",
+        f"--init {folder}",
+        "--numbers 7000 --init gpt2_of_text",
+        f"--numbers 7000 --data {text}",
+    ):
+        GPT(GPTConfig(16, 50257, 1, 1, 4)).save_pretrained(tmp_path / "gpt2_of_text")
+        flags = [word.replace("gpt2_of_text", f"{tmp_path}/gpt2_of_text") for word in words(wrong)]
+        with pytest.raises(UserError, match=r"--init|--numbers"):
+            train("--log-dir", tmp_path / "log2", "--max-steps 1 --data", data, *flags)
+
+
+CHARACTERS = """
+        characters = sorted({*(ROOT / "input.txt").read_text(encoding="utf-8")})
+        self.tokenizer = tiktoken.Encoding(
+            "characters",
+            pat_str=r"(?s).",
+            mergeable_ranks={text.encode(): i for i, text in enumerate(characters)},
+            special_tokens={"<|endoftext|>": len(characters)},
+        )
+"""
+
+
+@pytest.fixture
+def fork(tmp_path, monkeypatch):
+    """train_gpt2.py with a tokenizer that knows the characters of Shakespeare."""
+    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+    ours = next(line for line in source.splitlines() if "self.tokenizer = get_tok" in line)
+    for before, after in {
+        ours + "\n": CHARACTERS[1:],
+        "import numpy as np\n": "import numpy as np\nimport tiktoken\n",
+        "vocab_size: int = VOCAB_SIZE": "vocab_size: int = 66",
+    }.items():
+        assert source.count(before) == 1
+        source = source.replace(before, after)
+    path = tmp_path / "characters.py"
+    path.write_text(source, encoding="utf-8")
+    return import_file(path, monkeypatch)
+
+
+def test_a_fork_with_a_tokenizer_of_its_own(fork, tmp_path, text, capsys):
+    """It is sampled, scored, saved and loaded by it."""
+    from tests.conftest import tiny
+
+    data = tmp_path / "data"
+    data.mkdir()
+    encoded = fork.GPT(fork.GPTConfig(n_layer=0, n_head=1, n_embd=1)).tokenizer
+    tokens = np.array(encoded.encode_ordinary(text.read_text(encoding="utf-8")), np.uint16)
+    np.save(data / "x_val_000000.npy", tokens[:500])
+    np.save(data / "x_train_000001.npy", tokens[500:])
+    args = ["--data", data, "--log-dir", tmp_path / "log", EVALUATED, TASKS, "--seq-len 256"]
+    args += ["--total-batch-size 512 --eval-tokens 256"]
+    fork.main(tiny(*args, "--max-steps 2"))
+    fork.main(tiny(*args, "--max-steps 3 --resume"))
+    assert losses(tmp_path / "log", "bpb")[0] == pytest.approx(np.log2(66), rel=0.02)
+    folder = tmp_path / "log" / "step_000003"
+    assert not (folder / "vocab.json").exists()
+    code = ["--code", str(tmp_path / "characters.py")]
+    capsys.readouterr()
+    sample.main([str(folder), "ROMEO:", "--device", "cpu", *code])
+    assert capsys.readouterr().out.startswith("ROMEO:")
+    hellaswag.main(words("-m", folder, "--data", TASKS, "--limit 4 -d cpu", *code))
