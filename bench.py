@@ -43,6 +43,7 @@ from train_gpt2 import GPT, DataLoaderLite, TrainConfig
 
 RUNGS = {  # each keeps the changes of those before it, except ours
     "float32": "matmuls in float32",
+    "tf32": "matmuls in TF32",
     "bf16": "matmuls in bfloat16",
     "compile": "torch.compile",
     "flash": "fused attention",
@@ -101,8 +102,12 @@ def meta_model(run: TrainConfig) -> GPT:
 def rungs_of(run: TrainConfig) -> list[str]:
     """The rungs up to what train_gpt2.py does on this device."""
     device = devices.choose_device(run.device)
-    dtype, _ = devices.choose_precision(run.dtype, device, meta_model(run).num_parameters())
-    used = {"bf16": dtype == torch.bfloat16, "compile": run.compile}
+    precision, _ = devices.choose_precision(run.dtype, device, meta_model(run).num_parameters())
+    used = {
+        "tf32": precision in ("tf32", "bfloat16") and devices.has_tf32(device),
+        "bf16": precision == "bfloat16",
+        "compile": run.compile,
+    }
     return [rung for rung in RUNGS if used.get(rung, True)]
 
 
@@ -110,11 +115,12 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
     """Trains in a plain loop with the changes up to `rung`."""
     changes = rungs_of(run)
     if rung not in changes:
-        raise UserError(f"--rung {rung}: needs -- --dtype bfloat16 or -- --compile on this device")
+        raise UserError(f"--rung {rung}: not on this device, or needs -- --dtype or -- --compile")
     changes = changes[: changes.index(rung) + 1]
     device = devices.choose_device(run.device)
-    dtype = torch.bfloat16 if "bf16" in changes else torch.float32
-    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    precisions = {"bf16": "bfloat16", "tf32": "tf32", "float32": "float32"}
+    precision = next(name for change, name in precisions.items() if change in changes)
+    dtype, autocast = devices.use_precision(precision, device)
     attention = contextlib.nullcontext()
     if "flash" not in changes:
         attention = sdpa_kernel(SDPBackend.MATH)  # keeps the (T, T) matrices in memory
@@ -154,7 +160,7 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
             ms.append(1e3 * (time.perf_counter() - began))
             if len(ms) == 1:  # it may have compiled
                 devices.reset_peak_memory()
-    return summary(rung, f"{device}, {dtype}", run.total_batch_size, ms)
+    return summary(rung, f"{device}, {precision}", run.total_batch_size, ms)
 
 
 def measure_machine() -> dict[str, str]:
@@ -190,6 +196,7 @@ def measure_ladder(run: TrainConfig, given: list[str], steps: int) -> list[Row]:
     titles = ["rung", "what it adds", "ms per step", "quartiles", "tok/s", "peak memory"]
     print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     rows = []
+    left_out = ", ".join(rung for rung in RUNGS if rung not in rungs_of(run))
     for rung in rungs_of(run):
         command = [sys.executable, __file__, "--rung", rung, "--steps", str(steps), "--", *given]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -201,6 +208,8 @@ def measure_ladder(run: TrainConfig, given: list[str], steps: int) -> list[Row]:
         row = json.loads(done.stdout)
         print(f"| {' | '.join([rung, RUNGS[rung], *columns(row).values()])} |", flush=True)
         rows.append(row)
+    if left_out:
+        print(f"left out, since the chip has none of it or it is turned off: {left_out}")
     measured = [row for row in rows if "ms" in row]
     if measured:
         draw(measured, Path("bench_ladder.png"))

@@ -48,7 +48,7 @@ from support.tokenizer import encode, get_tokenizer, holds_vocabulary, learn_voc
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"  # the name of a dataset on the Hub
 SHARD_SIZE = 10**8  # tokens in a shard, if --shard-size does not say otherwise
-NAMES = "edufineweb_{split}_{number:06d}.npy"  # how shards are called; split is val or train
+NAMES = "edufineweb_{split}_{number:06d}.npy"  # FineWeb-Edu's shards; split is val or train
 
 
 @dataclass(frozen=True)
@@ -489,7 +489,10 @@ def main(args: list[str] | None = None) -> None:
         if config.pretokenized:
             folder = Folder(out, PRETOKENIZED_NAMES, max_shards=config.pretokenized)
         else:
-            folder = Folder(out, NAMES, config.max_shards)
+            names = NAMES
+            if config.input or config.dataset:  # Then they have the name of the folder.
+                names = f"{out.resolve().name.lstrip('.')}_{{split}}_{{number:06d}}.npy"
+            folder = Folder(out, names, config.max_shards)
         if config.verify:
             folder.verify()
             return

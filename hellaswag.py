@@ -40,7 +40,13 @@ import tyro
 from torch import Tensor
 
 from support.command_line import parse_args, print0, progress_bar
-from support.devices import choose_device, choose_precision, keep_freed_memory, padded_length
+from support.devices import (
+    choose_device,
+    choose_precision,
+    keep_freed_memory,
+    padded_length,
+    use_precision,
+)
 from support.errors_and_signals import RunError, UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, sha256, write_text
 from support.huggingface import find_model, load_causal_lm, load_gpt
@@ -378,8 +384,8 @@ def main(args: list[str] | None = None) -> None:
     device = choose_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()  # makes scoring faster
-    dtype, device_line = choose_precision(config.dtype, device)  # The line names both.
-    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    precision, device_line = choose_precision(config.dtype, device)  # The line names both.
+    _, autocast = use_precision(precision, device)
     folder = find_model(config.model)  # downloads it if it is a name on the Hub
     examples = read_examples(config.data)
     if config.limit:

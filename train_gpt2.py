@@ -409,7 +409,8 @@ class RunConfig:
 
     # What only changes speed and rounding.
     device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
+    # precision of matrix products; tf32: float32 with TF32 products, on a CUDA GPU that has them
+    dtype: Literal["auto", "float32", "tf32", "bfloat16", "float16"] = "auto"
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
     # use torch.compile; read_config() turns it on for a CUDA GPU, except with preset shakespeare
     compile: bool = False
@@ -439,7 +440,8 @@ class TrainConfig(RunConfig):
     # What to train. These settings, and those that you add here, must not change on resume. If
     # GPTConfig has a field of the same name, the model gets its value. If a run began before you
     # added a field, its value counts as the default. So let the default mean "off".
-    init: str = "scratch"  # scratch, a Hub name (gpt2, gpt2-medium, …), or the folder of a GPT-2
+    # scratch, a Hub name (gpt2, gpt2-medium, …), the folder of a GPT-2, or that of a run
+    init: str = "scratch"
     seed: int = 1337  # seed of the initial weights and of the data order
     shuffle: bool = True  # another random order of shards and of their sequences in every epoch
     numbers: int = 0  # the data are no text, but numbers below this one; 0: they are text
@@ -582,10 +584,13 @@ def configure_optimizers(
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
-    """The learning rate of an update. It rises to max_lr in the warm-up, then falls to min_lr.
+    """The learning rate of an update. It rises to max_lr in the warm-up, then falls to min_lr. That
+    is also the rate after the last update.
 
     cosine is GPT-3's schedule (Brown et al. 2020, appendix B). wsd stays at max_lr until its
     warm-down, so until then a run can be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
+    if step >= config.max_steps:
+        return config.min_lr
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
     after_warmup = max(config.max_steps - config.warmup_steps, 1)  # steps
@@ -641,9 +646,10 @@ def print_samples(model: GPT, prompt: list[int], ranks: Ranks, autocast: torch.a
     except RunError as error:  # The model has diverged. The next update ends the run.
         print_line(f"rank {ranks.rank}: no samples: {error}")
         return
+    which_rank = f"rank {ranks.rank} " if ranks.world_size > 1 else ""
     for i, tokens in enumerate(idx.tolist()):
         text = indent(printable(tokens, model.tokenizer), "  ")
-        print_line(f"rank {ranks.rank} sample {i}:\n{text}")
+        print_line(f"{which_rank}sample {i}:\n{text}")
 
 
 class Evaluations:
@@ -719,8 +725,8 @@ def is_due(every: int, step: int, config: TrainConfig) -> bool:
 # Training
 
 
-def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
-    """The model to train: that of a checkpoint, or of --init, or a new one.
+def new_model(config: TrainConfig, init: str = "", checkpoint: Path | None = None) -> GPT:
+    """The model to train: that of a checkpoint, or of `init`, by default --init, or a new one.
 
     A given model has its own shape, which is entered in `config`."""
     # The fields of GPTConfig that are flags: SHAPE, and what a fork may add, such as dropout.
@@ -735,7 +741,7 @@ def new_model(config: TrainConfig, checkpoint: Path | None = None) -> GPT:
             model.tokenizer = tokenizer
     else:
         shape = {name: flags.pop(name) for name in SHAPE}
-        weights = checkpoint or config.init
+        weights = checkpoint or init or huggingface.newest_checkpoint(config.init)
         try:
             if checkpoint is None:  # --init takes a model of other code, too, if its tensors fit
                 model = GPT.from_pretrained(weights, other_code="accept", **flags)
@@ -814,32 +820,23 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     may_change = {field.name for field in fields(RunConfig)}
     if config.init != "scratch":
         may_change.update(SHAPE)  # new_model() compares these flags with the weights instead
-    # Without a checkpoint find_start() returns None and {}. If the checkpoint has another value of
-    # a setting that must not change, it raises UserError.
-    checkpoint, saved = run.find_start(may_change)
+    # Without a checkpoint find_start() returns None, {}, and --init. If the checkpoint has another
+    # value of a setting that must not change, it raises UserError.
+    checkpoint, saved, init = run.find_start(may_change)
     step = first_step = saved.get("step", 0)  # updates so far
     torch.manual_seed(config.seed)
-    model = new_model(config, checkpoint)
+    model = new_model(config, init, checkpoint)
     if config.save_every and ranks.rank == 0:
         huggingface.check_that_checkpoints_load(model, resumed=checkpoint is not None)
 
     # ---- The precision of matrix products. On a CPU bfloat16 may be timed, so rank 0 chooses for
     # all. `device_line` says which device and precision, and why.
-    dtype, device_line = ranks.on_rank_0(
-        devices.choose_precision,
-        config.dtype,
-        ranks.device,
-        model.num_parameters(),
-        saved.get("dtype"),
+    N = model.num_parameters()
+    precision, device_line = ranks.on_rank_0(
+        devices.choose_precision, config.dtype, ranks.device, N, saved.get("dtype")
     )
-    autocast = torch.autocast(
-        ranks.device.type,
-        dtype=dtype,
-        enabled=dtype != torch.float32,
-        cache_enabled=not config.low_memory,  # the cache is a 16-bit copy of all weights
-    )
-    if ranks.device.type == "cuda" and dtype != torch.float32:
-        torch.set_float32_matmul_precision("high")  # TF32 for the matmuls that stay in float32
+    # autocast would keep a 16-bit copy of all weights, which --low-memory saves.
+    dtype, autocast = devices.use_precision(precision, ranks.device, cache=not config.low_memory)
 
     # ---- Sequences per micro-step on each rank (B). A resumed run keeps its B if that fits.
     B = plan.choose_micro_batch(config, model, ranks, dtype, before=saved.get("B", 0))
@@ -865,7 +862,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     optimizers = configure_optimizers(model, config, dtype)
     # The scaler keeps small float16 gradients from becoming 0. Other precisions need none.
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
-    progress = Progress(config, model, ranks, dtype)  # times steps, and counts tokens
+    progress = Progress(config, model, ranks, precision)  # times steps, and counts tokens
     parts = {
         "progress": progress,
         "optimizers": OptimizerStates(optimizers, model, config.changed_code),
@@ -883,11 +880,11 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     multiples = [group["lr"] / config.max_lr for group in groups]  # 1, unless a fork has others
 
     # ---- All checks are done, so the folder of the run may change
-    facts = {"dtype": str(dtype).removeprefix("torch."), "B": B, "shards": loader.lengths}
+    facts = {"dtype": precision, "B": B, "shards": loader.lengths}
     software = devices.gpu_software(ranks.device)  # versions that matter for speed
     # Renames the folder of an earlier run, and writes run.json and a copy of this script.
-    vocabulary = {"vocab_size": model.config.vocab_size}
-    run.begin(model, step, device=device_line, dtype=facts["dtype"], **vocabulary, **software)
+    V = model.config.vocab_size
+    run.begin(model, step, device=device_line, dtype=precision, vocab_size=V, init=init, **software)
     choose_execution(model, config)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast)
     tokens_in_all = T * sequences_before(config.max_steps, config)
@@ -1022,6 +1019,8 @@ def main(args: list[str] | None = None) -> int:
         if explained is error:
             raise
         raise explained from None
+    finally:
+        torch.set_float32_matmul_precision("highest")  # torch's default, which train() may change
     if dist.is_initialized():
         # Not before train() has returned: while there is a DDP model, this may hang.
         dist.destroy_process_group()

@@ -130,11 +130,11 @@ LARGE = 50_000_000  # parameters from which a CPU may train in bfloat16
 
 def choose_precision(
     dtype: str, device: torch.device, parameters: int = 0, before: str | None = None
-) -> tuple[torch.dtype, str]:
-    """(dtype of matmuls, a line with device, dtype and the reason for it)
+) -> tuple[str, str]:
+    """(the precision of matrix products, a line with device, precision and the reason for it)
 
-    dtype: --dtype. parameters: of the model; without them it counts as small. before: the dtype of
-    a run that is resumed."""
+    dtype: --dtype. parameters: of the model; without them it counts as small. before: the precision
+    of a run that is resumed."""
     chip = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
@@ -159,15 +159,36 @@ def choose_precision(
         speedup = matmul_flops(device, torch.bfloat16) / matmul_flops(device, torch.float32)
         name = "bfloat16" if speedup >= 1.3 else "float32"
         reason = f"bfloat16 matmuls are {speedup:.2g} times as fast as float32's"
+    if name == "tf32" and not has_tf32(device):
+        name, reason = "float32", "the chip has no TF32"
     if before not in (None, name):
         reason += f"; {before} so far"
-    return getattr(torch, name), f"{device} ({chip}), {name}: {reason}"
+    return name, f"{device} ({chip}), {name}: {reason}"
+
+
+def has_tf32(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def use_precision(
+    precision: str, device: torch.device, cache: bool = True
+) -> tuple[torch.dtype, torch.autocast]:
+    """(the dtype of matrix products, an autocast to it) in one of float32, tf32, bfloat16, float16.
+
+    With all but float32, a CUDA GPU may use TF32 for products that stay in float32, from here on.
+    cache: keep the 16-bit copy of a weight until autocast ends."""
+    dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
+    enabled = dtype != torch.float32
+    return dtype, torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
 
 # Dense 16-bit TFLOP/s with float32 accumulation, by torch.cuda.get_device_name without the vendor.
-# Names are exact, since variants differ (H100 NVL, H100 SXM); other chips are measured. Sources:
-# data sheets of NVIDIA (half of "with sparsity") and AMD; GeForce: white papers ("FP16 Tensor
-# TFLOPS with FP32 Accumulate"). RTX PRO 6000: an eighth of its "AI TOPS", as for the RTX 4090.
+# Products in TF32 have half of that. Names are exact, since variants differ (H100 NVL, H100 SXM);
+# other chips are measured. Sources: data sheets of NVIDIA (half of "with sparsity") and AMD;
+# GeForce: white papers ("FP16 Tensor TFLOPS with FP32 Accumulate"). RTX PRO 6000: an eighth of its
+# "AI TOPS", as for the RTX 4090.
 # fmt: off
 PEAK_TFLOPS = {
     "GB300": 2500, "B300 SXM6 AC": 2250, "GB200": 2500, "B200": 2250, "GH200 480GB": 990,
@@ -193,13 +214,14 @@ def data_sheet_flops(name: str) -> float | None:
 
 
 @functools.cache
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     """(the FLOP/s that count as 100 % MFU in this precision, where the figure comes from)"""
-    if device.type == "cuda" and dtype != torch.float32:
+    if device.type == "cuda" and precision != "float32":
         peak = data_sheet_flops(torch.cuda.get_device_name(device))
         if peak:
-            return peak, "data sheet"
+            return peak / 2 if precision == "tf32" else peak, "data sheet"
     n = 4096 if device.type == "cuda" else 1024
+    dtype, _ = use_precision(precision, device)
     return matmul_flops(device, dtype, n), f"measured, {n} x {n} product"
 
 

@@ -8,7 +8,6 @@ import glob
 import io
 import json
 import os
-import re
 import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from support.errors_and_signals import UserError
+from support.shards import SUFFIX
 from support.tokenizer import LEARN_CHARS
 
 BATCH_ROWS = 256  # documents in a batch
-# The files that --input takes. (No .parquet.gz: .parquet is compressed inside.)
-SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 HUB_REMEDY = "check the names and the network; if it is private or gated, run `hf auth login`"
 TOKENS_PER_BYTE = {".parquet": 0.35, ".gz": 0.8, ".zst": 0.8}  # roughly; other files have 0.25

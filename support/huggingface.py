@@ -306,6 +306,13 @@ def model_folder(name: str | Path) -> Path:
         raise UserError(f"{name}: {problem}; offline, give a folder with the model") from None
 
 
+def newest_checkpoint(name: str) -> str:
+    """The newest checkpoint if `name` is the folder of a run. Any other name stays."""
+    if (Path(name) / "config.json").exists():
+        return name
+    return str([Path(name), *list_checkpoints(Path(name))][-1]) if Path(name).is_dir() else name
+
+
 def find_model(name: str) -> Path:
     """The newest checkpoint of a log folder, or the model called `name`."""
     folder = model_folder(name)

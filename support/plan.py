@@ -12,7 +12,14 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support.command_line import duration, note, print0, shown, warn
-from support.devices import PEAK_TFLOPS, choose_device, choose_precision, peak_flops, peak_memory
+from support.devices import (
+    PEAK_TFLOPS,
+    choose_device,
+    choose_precision,
+    peak_flops,
+    peak_memory,
+    use_precision,
+)
 from support.errors_and_signals import UserError, first_line
 from support.fingerprint import plain_logits
 from support.ranks import Ranks
@@ -202,20 +209,32 @@ def warn_of_many_epochs(config: "TrainConfig", available: int) -> None:
     if config.max_steps > 20 * steps_per_epoch:
         epochs = config.max_steps / steps_per_epoch
         problem = f"the model reads the data {epochs:,.0f} times, and may learn it by heart"
-        few = max(round(10 * steps_per_epoch), 1)
-        warn(f"{problem}; --max-steps {few} makes 10 epochs")
+        warn(f"{problem}; {flags_for(10, config, available)} makes 10 epochs")
+
+
+def flags_for(epochs: int, config: "TrainConfig", available: int) -> str:
+    """The flags with which a run reads its training tokens, `available` of them, so many times."""
+    steps = max(round(epochs * available / config.total_batch_size), 1)
+    flags = f"--max-steps {steps}"
+    if config.schedule == "wsd":
+        flags += f" --warmdown-steps {steps * 3 // 4}"
+    if config.warmup_steps > steps // 10:
+        flags += f" --warmup-steps {steps // 10}"
+    return flags
 
 
 def print_plan(config: "TrainConfig", model: "GPT", tokens: int) -> None:
     """Prints what a run over so many tokens will take. Trains nothing."""
     device = choose_device(config.device)
-    dtype, device_line = choose_precision(config.dtype, device, model.num_parameters())
+    precision, device_line = choose_precision(config.dtype, device, model.num_parameters())
+    dtype, _ = use_precision(precision, device)
     flops = model.flops_per_token(config.seq_len)
     available = 0
-    if Path(config.data).exists():
+    # The folder that fineweb.py would make may be missing, but not one that was named.
+    if Path(config.data).exists() or config.data != type(config)().data:
         _, shards = open_split(Path(config.data), "train", model.config.vocab_size)
         available = sum(len(shard) for shard in shards)
-    peak, source = peak_flops(device, dtype)
+    peak, source = peak_flops(device, precision)
     rate = peak * ASSUMED_MFU / flops  # tokens per second
     B = choose_micro_batch(config, model, Ranks(0, 1, device), dtype)
     memory = estimate_memory(config, model, B, device.type, dtype)
@@ -229,6 +248,8 @@ def print_plan(config: "TrainConfig", model: "GPT", tokens: int) -> None:
         "time": f"{duration(tokens / rate)} at {rate:,.0f} tok/s, {projected} "
         f"{peak / 1e12:,.3g} TFLOP/s ({source})",
     }
+    if available:
+        rows["two epochs"] = flags_for(2, config, available)
     compiled = replace(config, compile=True)
     for card, gigabytes in CARDS.items():
         half = "float16" if card == "T4" else "bfloat16"
@@ -243,7 +264,10 @@ def print_plan(config: "TrainConfig", model: "GPT", tokens: int) -> None:
             }
             fitting = [size for size in sizes if needs[size] <= usable]
             tflops = count * PEAK_TFLOPS[card]
-            time = duration(flops * tokens / (tflops * 1e12 * ASSUMED_MFU))
+            seconds = flops * tokens / (tflops * 1e12 * ASSUMED_MFU)
+            if seconds < 60:  # no reason to look for this card
+                continue
+            time = duration(seconds)
             row = f"B = {sizes[-1]} does not fit in {gigabytes} GB"
             if fitting:
                 row = f"{time}, {projected} {tflops:,g} TFLOP/s ({half}); B = {fitting[0]} fits"

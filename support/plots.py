@@ -28,16 +28,18 @@ BASELINES = {
     },
 }
 
+BUILD_NANOGPTS = 524_288  # tokens per step of build-nanogpt
+
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # stream -> (tokens or hours, values)
 
 
 def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
     """The streams of a log folder over `x`: tokens seen, or hours of training."""
-    entries = run_entries(folder)
-    if not entries:
-        raise UserError(f"{folder}: no run.json: not the log of a run")
-    tokens_per_step = entries[-1]["config"]["total_batch_size"]
     streams = read_log(folder)
+    if not streams:
+        raise UserError(f"{folder}: no log.txt with values: not the log of a run")
+    entries = run_entries(folder)  # none in a folder of build-nanogpt
+    tokens_per_step = entries[-1]["config"]["total_batch_size"] if entries else BUILD_NANOGPTS
     timed_steps, milliseconds = streams.get("ms", ([], []))
     hours = np.append(0.0, np.cumsum(milliseconds) / 3.6e6)  # after each timed step
     curves = {}
@@ -49,9 +51,11 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
 
 
 def on_fineweb(folder: str | Path) -> bool:
-    """True if the name of a run's data begins like that of the FineWeb-Edu shards."""
-    data = run_entries(folder)[-1]["config"]["data"]
-    return Path(data).name.startswith("edu_fineweb")
+    """True if the name of a run's data begins like that of the FineWeb-Edu shards.
+
+    A run of build-nanogpt, which has no run.json, has them."""
+    entries = run_entries(folder)
+    return not entries or Path(entries[-1]["config"]["data"]).name.startswith("edu_fineweb")
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -76,7 +80,8 @@ def draw_panel(
             if stream not in run:
                 continue
             x_values, values = run[stream]
-            style = f"C{i}o-" if stream in ("val", "hella") else f"C{i}"
+            color = f"C{i + (stream == 'val' and len(runs) == 1)}"  # validation has another color
+            style = f"{color}o-" if stream in ("val", "hella") else color
             if stream == "train":
                 axes.plot(x_values, values, style, alpha=0.25, lw=0.8)
                 values = smooth(values)

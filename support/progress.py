@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class Progress:
     """How fast a run goes: milliseconds, tokens per second, MFU, and the time that is left."""
 
-    def __init__(self, config: "TrainConfig", model: "GPT", ranks: Ranks, dtype: torch.dtype):
-        """Matrix products are computed in `dtype`."""
+    def __init__(self, config: "TrainConfig", model: "GPT", ranks: Ranks, precision: str):
+        """`precision` is that of matrix products."""
         self.training_seconds = 0.0  # in updates, without evaluations and saving
         self.tokens = 0  # that were trained on, so far
         self.max_steps = config.max_steps
         self.compile = config.compile
         self.flops_per_token = model.flops_per_token(config.seq_len)
         # What counts as 100 % MFU on one device, in FLOP/s, and where the figure comes from.
-        self.peak_flops, self.peak_source = devices.peak_flops(ranks.device, dtype)
+        self.peak_flops, self.peak_source = devices.peak_flops(ranks.device, precision)
         self.devices = ranks.world_size
         self.seconds = 0.0  # of the latest step
         self.tokens_of_step = 0  # on all ranks
@@ -96,21 +96,29 @@ def announce(
     `loader` is that of the training data, of which the whole run reads `tokens`."""
     peak = (progress.peak_flops, progress.peak_source)
     rows = plan.describe(config, model, device_line, peak, tokens, loader.total_tokens)
-    shares = []
-    for optimizer in optimizers:
-        tensors = [p for group in optimizer.param_groups for p in group["params"]]
-        size = sum(p.numel() for p in tensors)
-        shares.append(f"{type(optimizer).__name__} for {len(tensors)} tensors of {size:,}")
-    rows["optimizers"] = f"{'; '.join(shares)} parameters"
+    rows["optimizers"] = "; ".join(map(describe_optimizer, optimizers))
     micro_steps = config.total_batch_size // (loader.B * loader.T * loader.world_size)
-    shape = f"{loader.B} x {loader.T} tokens x {micro_steps} micro-steps"
-    rows["batch"] = f"{shape} x {loader.world_size} ranks"
+    factors = {"micro-steps": micro_steps, "ranks": loader.world_size}
+    more = [f" x {number} {name}" for name, number in factors.items() if number > 1]
+    rows["batch"] = f"{loader.B} x {loader.T} tokens{''.join(more)}"
     resumed = f", resumed from {checkpoint}" if checkpoint else ""
     rows["log and checkpoints"] = f"{config.log_dir}/{resumed}"
     for name, value in rows.items():
         print0(f"{name}: {value}")
     if loader.rank == 0:
         plan.warn_of_many_epochs(config, loader.total_tokens)
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """How many tensors an optimizer has, with how many parameters, and which of them decay."""
+    shares = []
+    for decays, name in ((True, "decay"), (False, "do not decay")):
+        groups = [g for g in optimizer.param_groups if (g.get("weight_decay", 0) > 0) == decays]
+        tensors = [p for group in groups for p in group["params"]]
+        if tensors:
+            size = sum(p.numel() for p in tensors)
+            shares.append(f"{len(tensors)} tensors with {size:,} parameters {name}")
+    return f"{type(optimizer).__name__}: {', '.join(shares)}"
 
 
 @torch.no_grad()

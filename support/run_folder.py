@@ -63,14 +63,15 @@ class RunFolder:
         problem = f"{self.path}: another run uses it; choose another --log-dir"
         self.locks.enter_context(locked(self.path, problem))
 
-    def find_start(self, may_change: set[str]) -> tuple[Path | None, dict[str, Any]]:
-        """With --resume, (the newest intact checkpoint, its state). Otherwise, or if there is none,
-        (None, {}).
+    def find_start(self, may_change: set[str]) -> tuple[Path | None, dict[str, Any], str]:
+        """With --resume, (the newest intact checkpoint, its state, --init). Otherwise, or if there
+        is none, (None, {}, --init). If --init is the folder of a run, it is a checkpoint there.
 
         UserError if the folder holds a run with other settings. Only those that are named in
         `may_change` may differ."""
+        init = self.ranks.on_rank_0(huggingface.newest_checkpoint, self.config.init)
         if not self.config.resume:
-            return None, {}
+            return None, {}, init
         saved, before = {}, {}  # before: the settings of the run
         checkpoint = self.ranks.on_rank_0(checkpoints.find_checkpoint, self.path)
         if checkpoint is not None:
@@ -81,6 +82,7 @@ class RunFolder:
         else:  # it may have been stopped before its first checkpoint
             for entry in self.ranks.on_rank_0(run_json.run_entries, self.path)[-1:]:
                 before = entry["config"]
+                init = entry.get("init", init)  # the checkpoint that the first start has found
         changed = ", ".join(differences(before, self.config, may_change))
         if changed:
             problem = f"{self.path} holds another run ({changed})"
@@ -88,7 +90,7 @@ class RunFolder:
         if saved and self.saved_step > self.config.max_steps:
             problem = f"is beyond --max-steps {self.config.max_steps}"
             raise UserError(f"{checkpoint} {problem}: raise it, or choose another --log-dir")
-        return checkpoint, saved
+        return checkpoint, saved, init
 
     def begin(self, model: "GPT", step: int, **about: Any) -> None:
         """Prepares the folder for a start at `step`, and records it in run.json.

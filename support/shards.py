@@ -4,6 +4,7 @@ A shard is a 1-D array of uint16 tokens in which every document begins with <|en
 named NAME_train_000001.npy, or .bin in llm.c's format. Its folder has the two files of a vocabulary
 (tokenizer.py), unless the tokens are GPT-2's."""
 
+import codecs
 import functools
 import json
 import os
@@ -16,6 +17,8 @@ from support.command_line import print0
 from support.errors_and_signals import UserError
 from support.tokenizer import Tokenizer, encode, get_tokenizer, holds_vocabulary
 
+# The files of text that fineweb.py takes. (No .parquet.gz: .parquet is compressed inside.)
+SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
 
 
@@ -25,7 +28,13 @@ def encode_file(path: Path, *version: int) -> np.ndarray:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from None
+        with open(path, "rb") as file:
+            utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        # Old texts of Windows in western European languages are in CP1252.
+        remedy = f"`iconv -f {'UTF-16' if utf16 else 'CP1252'} -t UTF-8 {path} > utf8.txt`"
+        why = "" if utf16 else ", if that is its encoding"
+        problem = f"not UTF-8 at byte {error.start}; {remedy} converts it{why}"
+        raise UserError(f"{path}: {problem}") from None
     if not text.strip():
         raise UserError(f"{path}: an empty text")
     if len(text) > 10**7:  # takes more than a second
@@ -137,11 +146,14 @@ def open_split(data: Path, split: str, vocab_size: int) -> tuple[list[Path], lis
     """(files, the tokens of each) of a split of a folder or a .txt file."""
     if data.suffix == ".txt" and data.is_file():
         return [data], [tokenize_text(data, split)]
-    if not data.is_dir():
-        raise UserError(f"{data}: neither a .txt file nor a folder of shards (see fineweb.py)")
-    paths = find_shards(data, split)
+    if not data.exists():
+        raise UserError(f"{data}: no such file or folder; `python fineweb.py` makes shards")
+    paths = find_shards(data, split) if data.is_dir() else []
     if not paths:
-        raise UserError(f"{data}: no {split} shards; `python fineweb.py --out {data}` makes them")
+        text = not data.is_dir() or any(SUFFIX.search(path.name) for path in data.rglob("*"))
+        source = f"--input {data} --out my_shards" if text else f"--out {data}"
+        problem = f"no {split} shards; `python fineweb.py {source}` makes them"
+        raise UserError(f"{data}: {problem}")
     if os.name != "nt":  # each mapped shard counts as an open file, of which Linux allows 1,024
         import resource
 

@@ -42,10 +42,21 @@ def a_text(*args):
 
 POSITIVE = ["total-batch-size", "seq-len", "n-layer", "n-head", "n-embd", "eval-tokens"]
 SEVERAL = "--max-lr nan --warmup-steps -1 --n-head 3 --beta2 1 --eval-every 1 --eval-tokens 15"
+
+
+def texts(tmp):
+    (tmp / "texts/more").mkdir(parents=True)
+    (tmp / "texts/more/a.txt").write_text("A text.")
+    return ["--data", tmp / "texts"]
+
+
 MISTAKES = {  # flags, given a folder; what the message names
     "no text": (lambda tmp: ["--data", ROOT / "README.md"], ["README.md"]),
     "short text": (a_text("To be"), ["a.txt", "2 train", "16"]),
-    "no UTF-8": (a_text("ok \xff", "latin-1"), ["a.txt", "UTF-8", "3"]),
+    "no UTF-8": (a_text("ok \xff", "latin-1"), ["a.txt", "UTF-8", "3", "iconv -f CP1252"]),
+    "UTF-16": (a_text("ok", "utf-16"), ["a.txt", "iconv -f UTF-16"]),
+    "a folder of texts": (texts, ["python fineweb.py --input", "texts --out my_shards"]),
+    "no such text": (flags("--data my_text.txt"), ["my_text.txt: no such file"]),
     "no validation": (lambda tmp: ["--data", shards(tmp), "--eval-every 1"], [" val "]),
     "several": (
         flags(SEVERAL),

@@ -32,7 +32,7 @@ def test_compiled_equals_eager(tmp_path):
 
 @on_a_gpu
 @pytest.mark.parametrize("compiled", ["--compile", "--no-compile"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "tf32", "bfloat16", "float16"])
 def test_resumed_run_equals_one_that_never_stopped(tmp_path, dtype, compiled, request):
     """At T = 1024, where attention's backward kernels add in a varying order by default."""
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
@@ -113,7 +113,7 @@ def test_hellaswag_and_samples_beside_compiled_training(tmp_path, capsys):
 
 @on_a_gpu
 def test_muon_in_bfloat16_follows_float32(tmp_path):
-    for dtype in ("bfloat16", "float32"):
+    for dtype in ("bfloat16", "tf32", "float32"):
         train("--max-steps 3 --optimizer muon --log-dir", tmp_path / dtype, "--dtype", dtype)
     found = losses(tmp_path / "bfloat16")
     assert found == pytest.approx(losses(tmp_path / "float32"), abs=0.05)

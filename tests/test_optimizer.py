@@ -109,3 +109,6 @@ def test_learning_rates():
     assert [get_lr(step, early) for step in (9, 55)] == pytest.approx([config.max_lr, lrs[80]])
     longer = replace(config, max_steps=200)  # extends a run from before its warm-down
     assert [get_lr(step, longer) for step in range(60)] == lrs[:60]
+    for schedule in ("cosine", "wsd"):  # not below min_lr, nor up again
+        config = replace(TrainConfig(), schedule=schedule)
+        assert {get_lr(step, config) for step in (19_073, 19_074, 30_000)} == {config.min_lr}

@@ -3,6 +3,7 @@
 import pytest
 
 import train_gpt2
+from support.errors_and_signals import UserError
 from tests.conftest import (
     numbers,
     posix,
@@ -73,6 +74,22 @@ def test_plan_prints_and_does_not_train(plan, tmp_path, monkeypatch):
     shown = plan("--preset shakespeare --init", tmp_path / "model", "--log-dir log")
     assert f"{(50257 + 64 + 12 * 8 + 13 + 2) * 8:,} " in " ".join(shown.values())
     assert not (tmp_path / "log").exists()
+
+
+def test_epochs_are_advised_as_flags(plan, text, capsys):
+    """The text has 2.6 steps of 1,024 tokens, so the warm-up of the preset would be longer."""
+    table = plan("--preset shakespeare --total-batch-size 1024 --data", text)
+    assert table["two epochs"] == "--max-steps 5 --warmdown-steps 3 --warmup-steps 0"
+    plan("--preset small --seq-len 64 --total-batch-size 1024 --data", text)
+    train_gpt2.main(words("--plan --device cpu --preset small --data", text))
+    advice = "--max-steps 1 --warmup-steps 0 makes 10 epochs"
+    assert advice in capsys.readouterr().err
+
+
+def test_a_mistyped_name_is_an_error_of_the_plan_too(plan):
+    for args in ("--data my_text.txt", "--data my_shards"):
+        with pytest.raises(UserError, match=r"my_.*no such file or folder"):
+            plan(args)
 
 
 def test_where_ranks_do_not_divide_a_step_the_error_names_what_they_divide(tmp_path):

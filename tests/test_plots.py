@@ -12,6 +12,8 @@ from matplotlib.figure import Figure
 def write_run(folder, log, **config):
     folder.mkdir(exist_ok=True)
     (folder / "log.txt").write_text(log)
+    if config.get("data", "") is None:  # a folder of build-nanogpt
+        return
     config = {"total_batch_size": 10, "data": "input.txt"} | config
     (folder / "run.json").write_text(json.dumps([{"config": config}]))
 
@@ -49,6 +51,15 @@ def test_a_panel_for_each_stream_with_published_results(draw):
         assert any([0.3] in panel for panel in drawn) and any([0.001] in panel for panel in drawn)
         assert ([3.2924, 3.2924] in drawn[0]) == published  # GPT-2 124M
         assert [0.2955, 0.2955] in drawn[1] and axes[1].get_ylim()[1] > 0.337  # GPT-3's
+
+
+def test_a_log_of_build_nanogpt_has_no_run_json(draw, tmp_path):
+    """Its steps have 524,288 tokens of FineWeb-Edu."""
+    from support import plots
+
+    axes = draw("0 train 9.0\n0 val 8.0\n250 val 7.0\n", None)
+    assert [3.2924, 3.2924] in ys(axes[0])
+    assert plots.read_curves(tmp_path / "log")["val"][0].tolist() == [0, 250 * 524_288]
 
 
 def test_the_loss_is_smoothed_without_lag_and_not_squeezed_by_its_first_values(draw):

@@ -15,6 +15,7 @@ import bench
 import hellaswag
 import sample
 import train_gpt2
+from support import devices
 from support.devices import choose_device  # conftest.py replaces the latter
 from support.errors_and_signals import UserError
 from support.run_json import run_entries
@@ -74,6 +75,31 @@ def test_precisions_differ_by_rounding_alone(run, tmp_path):
             found, exact = (losses(tmp_path / name, stream) for name in (dtype, "float32"))
             assert found == pytest.approx(exact, abs=tolerance), (dtype, stream)
             assert found[0] != exact[0], f"{stream} was not computed in {dtype}"
+
+
+def test_tf32_is_a_switch_of_the_card_for_one_run(run, tmp_path, monkeypatch):
+    """The stand-in computes in float32, so nothing else differs. Old cards have no TF32."""
+    expected = run("float32", "--dtype float32", gpu=PretendGPU())
+    seen, get_lr = set(), train_gpt2.get_lr
+
+    def watching(step, config):
+        seen.add(torch.get_float32_matmul_precision())
+        return get_lr(step, config)
+
+    monkeypatch.setattr(train_gpt2, "get_lr", watching)
+    assert run("tf32", "--dtype tf32", gpu=PretendGPU()) == expected
+    assert seen == {"high"} and torch.get_float32_matmul_precision() == "highest"
+    (entry,) = run_entries(tmp_path / "tf32")
+    assert entry["dtype"] == "tf32" and ", tf32: " in entry["device"]
+    t4 = PretendGPU(name="Tesla T4", capability=(7, 5))
+    assert run("t4", "--dtype tf32", gpu=t4) == expected
+    (entry,) = run_entries(tmp_path / "t4")
+    assert entry["dtype"] == "float32" and "no TF32" in entry["device"]
+    peaks = {}
+    for precision in ("tf32", "bfloat16"):
+        with PretendGPU() as gpu:
+            peaks[precision], _ = devices.peak_flops(gpu.device, precision)
+    assert 2 * peaks["tf32"] == peaks["bfloat16"] == 312e12
 
 
 def test_a_step_waits_twice_for_the_device(run):

@@ -8,6 +8,7 @@ import subprocess
 from operator import attrgetter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tyro
 
@@ -93,6 +94,10 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     content = text.read_text(encoding="utf-8")
     for name in ("my.txt", "a.txt", "input.txt"):
         Path(name).write_text(content, encoding="utf-8")
+    shutil.copy(ROOT / "input.txt", "german.txt")  # It has pairs for 8,192 tokens.
+    Path("moves").mkdir()
+    for name in ("moves_val_000000", "moves_train_000001"):
+        np.save(f"moves/{name}.npy", np.arange(1000, dtype=np.uint16))
     Path("notes.jsonl").write_text(json.dumps({"text": content}) + "\n")
     pair = {"text": "Question: What is the sea? Answer: Wet."}
     Path("pairs.jsonl").write_text((json.dumps(pair) + "\n") * 20)
@@ -102,7 +107,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     shutil.copytree(ROOT / "reference/shakespeare", "log")
     for name in ("log/step_000600", "gpt2"):  # a folder comes before the Hub
         GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(name)
-    for name in ("log_pairs", "log_gpt2", "log_mine", "log_tiny"):
+    for name in ("log_pairs", "log_gpt2", "log_mine", "log_tiny", "log_german"):
         shutil.copytree("log", name)
     # instead of the download
     fineweb.main(["--input", "a.txt", "--out", "edu_fineweb10B", "--workers", "1"])

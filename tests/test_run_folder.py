@@ -109,6 +109,19 @@ def test_a_restart_from_given_weights_by_an_absolute_path(start, log, tmp_path, 
     assert starts(log)[-1]["config"]["init"] == "model"
 
 
+def test_a_start_from_a_run_takes_its_newest_checkpoint(start, log, tmp_path, monkeypatch):
+    """A restart without a checkpoint takes the same one, though there is a newer one by then."""
+    monkeypatch.chdir(tmp_path)
+    start("--max-steps 2 --save-every 1 --log-dir first")
+    start("--max-steps 2 --init first --resume")
+    expected = losses(log)
+    start("--max-steps 3 --resume --save-every 1 --log-dir first")
+    start("--max-steps 2 --init first --resume")
+    assert losses(log) == expected
+    assert [entry["init"] for entry in starts(log)] == ["first/step_000002"] * 2
+    assert starts(log)[-1]["config"]["init"] == "first"
+
+
 @pytest.mark.parametrize("moment", ["after the renaming", "before run.json", "in the first step"])
 def test_a_new_run_killed_while_it_begins_loses_nothing(moment, start, at_step, log, monkeypatch):
     """The same command then starts, or with --resume goes on."""

@@ -194,17 +194,17 @@ def test_shards_that_lost_their_vocabulary_are_not_read_as_gpt2s(text, tmp_path)
 @posix
 def test_a_run_that_goes_on_and_one_that_is_given_the_files_are_equal(text, tmp_path):
     flags = words("--input", text, "--workers 1 --shard-size 1000 --out")
-    fineweb.main([*flags, str(tmp_path / "whole"), "--vocab-size", "300"])
+    fineweb.main([*flags, str(tmp_path / "whole/a"), "--vocab-size", "300"])
     for limit in (1, 2, 0):
-        part = [str(tmp_path / "parts"), "--vocab-size", "300", "--max-shards", str(limit)]
+        part = [str(tmp_path / "parts/a"), "--vocab-size", "300", "--max-shards", str(limit)]
         fineweb.main([*flags, *part])
-    (tmp_path / "given").mkdir()
+    (tmp_path / "given/a").mkdir(parents=True)
     for name in ("vocab.json", "merges.txt"):
-        shutil.copy(tmp_path / "whole" / name, tmp_path / "given")
-    fineweb.main([*flags, str(tmp_path / "given")])
-    for path in (tmp_path / "whole").iterdir():
+        shutil.copy(tmp_path / "whole/a" / name, tmp_path / "given/a")
+    fineweb.main([*flags, str(tmp_path / "given/a")])
+    for path in (tmp_path / "whole/a").iterdir():
         for other in ("parts", "given"):
-            assert path.read_bytes() == (tmp_path / other / path.name).read_bytes(), path.name
+            assert path.read_bytes() == (tmp_path / other / "a" / path.name).read_bytes(), path.name
 
 
 @posix
