@@ -39,7 +39,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from support.command_line import parse_args, print0, progress_bar
+from support.command_line import note, parse_args, print0, progress_bar
 from support.devices import (
     choose_device,
     choose_precision,
@@ -311,7 +311,10 @@ def load_tasks(path: str, gpt: "GPT", ranks: Ranks) -> list[Task]:
     """The tasks in a .jsonl file, by default the official ones, tokenized for a GPT.
 
     If they cannot be downloaded, this prints a warning and returns [] on all ranks. The run then
-    goes on without HellaSwag."""
+    goes on without HellaSwag, as does one whose data are numbers."""
+    if gpt.tokenizer is None:
+        note("HellaSwag is left out, since it is text, and the data are numbers")
+        return []
     problem = ""
     if not path and ranks.local_rank == 0:  # The first process of each machine downloads.
         try:

@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import hellaswag
 from support import devices, huggingface, plan
 from support.checkpoints import OptimizerStates, RandomStates, load_parts
-from support.command_line import flag, note, parse_args, print0, print_line, range_problems
+from support.command_line import flag, parse_args, print0, print_line, range_problems
 from support.errors_and_signals import (
     RunError,
     Stopped,
@@ -672,20 +672,15 @@ class Evaluations:
             N = min(config.eval_tokens // T, loader.sequences_per_epoch)
             self.sequences = loader.read(itertools.islice(loader.places(), N))  # (N, T + 1)
             # The bytes and characters of its text, for losses that do not depend on the tokenizer.
-            self.text_size = None  # of numbers, which are no text
-            if model.tokenizer:
-                self.text_size = text_size(self.sequences[:, 1:].ravel(), model.tokenizer)
-            if self.text_size and self.text_size.bytes == 0:
-                problem = "the validation split has no text, only separators of documents"
-                raise UserError(f"{config.data}: {problem}; --eval-every 0 trains without it")
-        if config.hellaswag_every and model.tokenizer is None:
-            note("HellaSwag is left out, since it is text, and the data are numbers")
-        elif config.hellaswag_every:
+            # None if the data are numbers.
+            self.text_size = text_size(self.sequences[:, 1:].ravel(), model.tokenizer)
+        if config.hellaswag_every:
             # Cut to fit into the model's context.
             self.tasks = hellaswag.load_tasks(config.hellaswag_data, model, ranks)
+        # What samples continue. If the data are numbers, it is the first ones of validation.
         if model.tokenizer:
             self.prompt = model.tokenizer.encode_ordinary(config.sample_prompt or "\n")
-        else:  # Samples continue the first numbers of validation.
+        else:
             self.prompt = self.sequences[0, :8].tolist() if config.eval_every else [0]
 
     def run(self, step: int, log: Callable[..., None]) -> None:

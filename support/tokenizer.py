@@ -170,8 +170,10 @@ class TextSize(NamedTuple):
         return loss * self.tokens / self.characters
 
 
-def text_size(tokens: np.ndarray, tokenizer: tiktoken.Encoding) -> TextSize:
-    """The size of the text of `tokens`, 1-D."""
+def text_size(tokens: np.ndarray, tokenizer: tiktoken.Encoding | None) -> TextSize | None:
+    """The size of the text of `tokens`, 1-D. None without a tokenizer, since they are no text."""
+    if tokenizer is None:
+        return None
     counts = np.bincount(tokens, minlength=tokenizer.n_vocab)[: tokenizer.n_vocab]
     bytes_per_token, chars_per_token = token_sizes(tokenizer)
     return TextSize(len(tokens), int(counts @ bytes_per_token), int(counts @ chars_per_token))
