@@ -133,9 +133,10 @@ class LinearCrossEntropy(nn.Module):
     """The same as F.cross_entropy(F.linear(x, weight), targets), but faster. It has no parameters,
     and is a module so that torch.compile can compile it by itself.
 
-    A matrix product is faster where the weight has a multiple of 64 rows. So rows of zeros are
-    added to a copy of it, and 50,257 become 50,304. The weight itself keeps GPT-2's shape, as
-    checkpoints need it. A bias of -inf gives the added logits probability 0."""
+    On a GPU a matrix product is faster if the weight has a multiple of 64 rows. So rows of zeros
+    are added to a copy of it, and 50,257 become 50,304. Copying takes far less time than this
+    saves. The weight itself keeps GPT-2's shape, as checkpoints need it. A bias of -inf gives the
+    added logits probability 0."""
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """x (…, C), weight (V, C), targets (…) -> float32 scalar. Targets of -100 do not count."""
@@ -161,8 +162,8 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # At the end of __init__ the head gets the weight of wte. Until then its own one has no
-        # memory ("meta"), so the loop below, which sets the initial weights, does nothing to it.
+        # The head has the same weight as wte. It gets it at the end of __init__, so that the loop
+        # below draws this weight only once. On "meta" the head is made without a weight.
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.loss = LinearCrossEntropy()
 
@@ -198,7 +199,7 @@ class GPT(nn.Module):
             x = x[at]
         if targets is None:
             return self.lm_head(x)
-        return self.loss(x, self.lm_head.weight, targets)
+        return self.loss(x, self.lm_head.weight, targets)  # which includes the head's product
 
     @torch.no_grad()
     def generate(
@@ -258,16 +259,16 @@ class GPT(nn.Module):
 
         `changes` gives fields of GPTConfig other values than config.json has.
 
-        The weights may have been trained by code that computes something else than this code. Then
-        other_code="refuse" raises UserError, and "accept" prints a note. "adapt" also prints one,
-        and loads the tensors that fit, even if others do not. (How it knows what the other code
-        computes is told in support/fingerprint.py.)"""
+        The weights may have been trained by other code, which computes something else. This shows
+        in some logits that it has left in config.json (support/fingerprint.py). Then
+        other_code="refuse" raises UserError, and "accept" prints a note. With both, all tensors
+        must fit. "adapt" also prints a note, and loads those that fit."""
         with torch.device("cpu"):  # whatever the default device is
             return huggingface.read_pretrained(cls, GPTConfig, name, other_code, changes)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes a Hugging Face GPT-2 with its tokenizer. If transformers' GPT-2 would compute
-        something else, since this file has been changed, config.json says so."""
+        """Writes a Hugging Face GPT-2 with its tokenizer. If this file has been changed, so that
+        transformers' GPT-2 would compute something else, config.json has another model_type."""
         huggingface.write_pretrained(self, Path(folder))
 
 
@@ -282,9 +283,9 @@ class DataLoaderLite:
 
     An epoch reads the shards in random order, and the sequences of each shard in random order. It
     skips some tokens at the beginning of each shard, from 0 to T - 1, and the next epoch skips
-    another number. So each epoch has other sequences, from which a model learns more when it reads
-    a text ten times (bench/order). With T = 4, for example, one epoch may read tokens 3-6, 7-10 and
-    so on of a shard, and the next epoch tokens 1-4, 5-8 and so on.
+    another number. With T = 4, for example, one epoch may read tokens 3-6, 7-10 and so on of a
+    shard, and the next epoch tokens 1-4, 5-8 and so on. These are other sequences. A model that
+    reads a text many times learns more from them than from the same ones (bench/order).
 
     Every epoch takes the same number of sequences from a shard. No token is an input twice in an
     epoch, and fewer than 2 T tokens of a shard are left out.
@@ -333,6 +334,7 @@ class DataLoaderLite:
         """(how many sequences of a shard an epoch reads, how many tokens it may skip at most)"""
         inputs = len(tokens) - 1  # the last token can only be a target
         # It may skip T - 1 tokens, or fewer in a short shard, of which one sequence must be left.
+        # What is left after the most tokens is the number of sequences, equal in all epochs.
         most = max(min(self.T - 1, inputs - self.T), 0) if self.shuffle else 0
         return (inputs - most) // self.T, most
 
@@ -352,7 +354,8 @@ class DataLoaderLite:
         """The numbers from 0 to n - 1, in random order unless shuffle is off."""
         if not self.shuffle:
             return range(n)
-        # Later versions of NumPy draw the same raw numbers. What its shuffle() does may change.
+        # Sorted by raw random numbers, since all versions of NumPy draw the same ones. The order
+        # of its shuffle() may change with the version.
         return random.random_raw(n).argsort(kind="stable").tolist()
 
     def read(self, places: Iterable[tuple[int, int]]) -> np.ndarray:
@@ -404,7 +407,7 @@ class RunConfig:
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
     max_lr: float = 6e-4  # learning rate at the end of the warm-up
     min_lr: float = 6e-5  # what the learning rate falls to
-    warmdown_steps: int = 5000  # the last steps, in which the rate falls; for wsd (see schedule)
+    warmdown_steps: int = 5000  # the last steps, in which the rate falls if the schedule is wsd
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
 
     # What only changes speed and rounding.
@@ -438,8 +441,8 @@ class TrainConfig(RunConfig):
     """Trains a GPT-2 from scratch or given weights. Flags override the values of the preset."""
 
     # What to train. These settings, and those that you add here, must not change on resume. If
-    # GPTConfig has a field of the same name, the model gets its value. If a run began before you
-    # added a field, its value counts as the default. So let the default mean "off".
+    # GPTConfig has a field of the same name, the model gets its value. A checkpoint from before you
+    # added a field counts as having the default. So let the default mean "off".
     # scratch, a Hub name (gpt2, gpt2-medium, …), the folder of a GPT-2, or that of a run
     init: str = "scratch"
     seed: int = 1337  # seed of the initial weights and of the data order
@@ -458,7 +461,7 @@ class TrainConfig(RunConfig):
     warmup_steps: int = 715  # steps of linear warm-up; 715 are GPT-3's 375 million tokens
 
 
-SHAPE = ("n_layer", "n_head", "n_embd")  # flags whose defaults do not count with --init
+SHAPE = ("n_layer", "n_head", "n_embd")  # with --init these are what the weights have
 
 # fmt: off
 # A preset replaces some of the defaults above. Flags, in turn, replace values of the preset.
@@ -466,8 +469,8 @@ PRESETS = {
     # GPT-2 small on 10 billion tokens. The values are GPT-3's (Brown et al. 2020, table 2.1 and
     # appendix B), as in Karpathy's build-nanogpt. They are the defaults above.
     "gpt2": {},
-    # The same model on half the tokens, with Muon. The values were chosen on small models
-    # (bench/recipes).
+    # The same model on half the tokens, with Muon. The values, such as ten times the learning rate,
+    # were chosen on small models (bench/recipes).
     "gpt2-fast": dict(
         max_steps=9_536, optimizer="muon", schedule="wsd", max_lr=6e-3, min_lr=0.0,
         warmup_steps=476, warmdown_steps=4_768,
@@ -643,7 +646,7 @@ def print_samples(model: GPT, prompt: list[int], ranks: Ranks, autocast: torch.a
     try:
         with autocast:
             idx = model.generate(idx, 64, generator=generator)
-    except RunError as error:  # The model has diverged. The next update ends the run.
+    except RunError as error:  # The model has diverged, which will end the run in an update.
         print_line(f"rank {ranks.rank}: no samples: {error}")
         return
     which_rank = f"rank {ranks.rank} " if ranks.world_size > 1 else ""
@@ -694,7 +697,7 @@ class Evaluations:
             if self.text_size:
                 results["bpb"] = self.text_size.bits_per_byte(loss)
         with uncompiled(config):
-            if results:  # the validation loss of a fork may be another by mistake
+            if results:  # A fork's loss may by mistake not be the cross-entropy of its logits.
                 warn_unless_cross_entropy(model, self.sequences[0], autocast)
             if self.tasks and is_due(config.hellaswag_every, step, config):
                 results["hella"] = hellaswag.accuracy(model, self.tasks, ranks, autocast)
@@ -724,25 +727,24 @@ def new_model(config: TrainConfig, init: str = "", checkpoint: Path | None = Non
     """The model to train: that of a checkpoint, or of `init`, by default --init, or a new one.
 
     A given model has its own shape, which is entered in `config`."""
-    # The fields of GPTConfig that are flags: SHAPE, and what a fork may add, such as dropout.
+    # The fields of GPTConfig that are flags: SHAPE, and what a fork may have added.
     names = [field.name for field in fields(GPTConfig) if hasattr(config, field.name)]
-    flags = {name: getattr(config, name) for name in names}
+    shape = {name: getattr(config, name) for name in SHAPE}
+    added = {name: getattr(config, name) for name in names if name not in SHAPE}
     tokenizer = open_tokenizer(Path(config.data), config.numbers)
     if checkpoint is None and config.init == "scratch":
         if tokenizer != get_tokenizer():  # not GPT-2's, which GPT has by itself
-            flags["vocab_size"] = config.numbers or tokenizer.n_vocab
-        model = GPT(GPTConfig(block_size=config.seq_len, **flags))
+            added["vocab_size"] = config.numbers or tokenizer.n_vocab
+        model = GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
         if tokenizer != get_tokenizer():
             model.tokenizer = tokenizer
     else:
-        shape = {name: flags.pop(name) for name in SHAPE}
         weights = checkpoint or init or huggingface.newest_checkpoint(config.init)
         try:
-            if checkpoint is None:  # --init takes a model of other code, too, if its tensors fit
-                model = GPT.from_pretrained(weights, other_code="accept", **flags)
-            else:
+            other_code = "accept"
+            if checkpoint:
                 other_code = "adapt" if config.changed_code else "refuse"
-                model = GPT.from_pretrained(weights, other_code, **flags)
+            model = GPT.from_pretrained(weights, other_code, **added)
         except huggingface.OtherCode as error:
             remedy = "--changed-code goes on with this code" if checkpoint else "use its own code"
             raise UserError(f"{error}; {remedy}") from None
@@ -774,10 +776,10 @@ def sequences_before(step: int, config: TrainConfig) -> int:
 def choose_execution(model: GPT, config: TrainConfig) -> None:
     """Compiles a model, or lets it compute blocks twice to save memory, as the settings say."""
     if config.compile:
-        # The code of a block is compiled once for all blocks, which takes less time than the whole
-        # model would. But if the blocks of a fork differ in a number, such as a window, it is
-        # compiled for each of them. torch compiles a code at most 8 times, and then runs it
-        # uncompiled. So both of its limits grow with the number of blocks.
+        # All blocks share their code, and torch compiles it once, though it is called for each. But
+        # if the blocks of a fork differ in a number, such as a window, it compiles for each block.
+        # By default it does so 8 times, and runs further ones uncompiled. So both of its limits
+        # grow with the number of blocks, with room for several modes.
         torch._dynamo.config.recompile_limit = 16 * len(model.h)
         torch._dynamo.config.accumulated_recompile_limit = 256 + 16 * len(model.h)
         for part in [*model.h, model.loss]:
@@ -822,6 +824,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     torch.manual_seed(config.seed)
     model = new_model(config, init, checkpoint)
     if config.save_every and ranks.rank == 0:
+        # A fork whose checkpoints could not be loaded is an error now, rather than in hours.
         huggingface.check_that_checkpoints_load(model, resumed=checkpoint is not None)
 
     # ---- The precision of matrix products. On a CPU bfloat16 may be timed, so rank 0 chooses for
@@ -869,8 +872,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         if saved["shards"] != loader.lengths:
             raise UserError(f"--resume: {config.data} has shards of other names or lengths now")
     loader.go_to(sequences_before(step, config))
-    # Each group has a multiple of the schedule's learning rate. It comes from the code, also in a
-    # resumed run: checkpoints have no learning rates.
+    # Each group of parameters has a multiple of the schedule's learning rate. The multiple is that
+    # of configure_optimizers(), since checkpoints have no learning rates.
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     multiples = [group["lr"] / config.max_lr for group in groups]  # 1, unless a fork has others
 
@@ -951,7 +954,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 where = f"step {step}, on the sequences from {first} on"
                 problem = f"{where}: loss {loss}, norm {norm}; the weights are unchanged"
                 raise RunError(f"{problem}. Lower --max-lr; --resume goes on from a checkpoint")
-            scaler.update()  # makes its factor smaller after an overflow, larger after many steps
+            scaler.update()  # a smaller factor if unscale_() found an overflow, at times a larger
             # DDP keeps the gradients in buffers of its own, so they are set to zero in place.
             model.zero_grad(set_to_none=ranks.world_size == 1)
             # ---- End of the update ---------------------------------------------------------------
@@ -975,7 +978,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     except Stopped:
         hint = "nothing is saved"
         if config.save_every:
-            run.save(model, step, parts, facts, required=True)  # UserError if the disk is full
+            # It does nothing if this step is saved. A full disk is an error.
+            run.save(model, step, parts, facts, required=True)
             hint = "--resume continues"
         print0(f"stopped by a signal after {step} updates; {hint}")
         return status_after_signal()
@@ -993,7 +997,7 @@ def main(args: list[str] | None = None) -> int:
     """Reads the command line and trains. Returns the exit status."""
     config = read_config(args)
     if config.plan:
-        with torch.device("meta"):  # tensors without memory
+        with torch.device("meta"):  # tensors without memory, on which a step can be tried
             model = new_model(config)
         plan.print_plan(config, model, sequences_before(config.max_steps, config) * config.seq_len)
         return 0
