@@ -130,8 +130,8 @@ class Block(nn.Module):
 
 
 class LinearCrossEntropy(nn.Module):
-    """The same as F.cross_entropy(F.linear(x, weight), targets), but faster. It has no parameters,
-    and is a module so that torch.compile can compile it by itself.
+    """The same as F.cross_entropy(F.linear(x, weight), targets), but faster. It has no parameters.
+    It is a module so that torch.compile can compile it apart from the blocks.
 
     On a GPU a matrix product is faster if the weight has a multiple of 64 rows. So rows of zeros
     are added to a copy of it, and 50,257 become 50,304. Copying takes far less time than this
@@ -156,14 +156,15 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # The tokenizer of its text, which is saved with it. None: its tokens are not text.
+        # The tokenizer of its text, which is saved with it, or None if the data are numbers. For
+        # data with a vocabulary of their own new_model() sets another one.
         self.tokenizer = get_tokenizer() if config.vocab_size >= VOCAB_SIZE else None
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # tokens
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # The head has the same weight as wte. It gets it at the end of __init__, so that the loop
-        # below draws this weight only once. On "meta" the head is made without a weight.
+        # The head has the same weight as wte, and gets it at the end of __init__. Until then it is
+        # on "meta" without a weight, so the loop below draws nothing for it.
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.loss = LinearCrossEntropy()
 
@@ -259,10 +260,10 @@ class GPT(nn.Module):
 
         `changes` gives fields of GPTConfig other values than config.json has.
 
-        The weights may have been trained by other code, which computes something else. This shows
-        in some logits that it has left in config.json (support/fingerprint.py). Then
-        other_code="refuse" raises UserError, and "accept" prints a note. With both, all tensors
-        must fit. "adapt" also prints a note, and loads those that fit."""
+        config.json has some logits of a small test model, by the code that trained the weights. If
+        this code computes others (support/fingerprint.py), `other_code` says what to do. "refuse"
+        raises UserError. "accept" prints a note, but all tensors must fit. "adapt" prints a note,
+        and tensors that do not fit keep their initial values."""
         with torch.device("cpu"):  # whatever the default device is
             return huggingface.read_pretrained(cls, GPTConfig, name, other_code, changes)
 
@@ -334,7 +335,7 @@ class DataLoaderLite:
         """(how many sequences of a shard an epoch reads, how many tokens it may skip at most)"""
         inputs = len(tokens) - 1  # the last token can only be a target
         # It may skip T - 1 tokens, or fewer in a short shard, of which one sequence must be left.
-        # What is left after the most tokens is the number of sequences, equal in all epochs.
+        # The number of sequences is what fits after the longest skip, so all epochs have the same.
         most = max(min(self.T - 1, inputs - self.T), 0) if self.shuffle else 0
         return (inputs - most) // self.T, most
 
@@ -403,7 +404,7 @@ class RunConfig:
     changed_code: bool = False  # resume although this code computes something else than before
     plan: bool = False  # print estimated FLOPs, memory and time, try one step, and exit
 
-    # The length of the run, and what to lower if it diverges.
+    # Length and learning rate of the run. If it diverges, lower max_lr.
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
     max_lr: float = 6e-4  # learning rate at the end of the warm-up
     min_lr: float = 6e-5  # what the learning rate falls to
@@ -461,7 +462,7 @@ class TrainConfig(RunConfig):
     warmup_steps: int = 715  # steps of linear warm-up; 715 are GPT-3's 375 million tokens
 
 
-SHAPE = ("n_layer", "n_head", "n_embd")  # with --init these are what the weights have
+SHAPE = ("n_layer", "n_head", "n_embd")  # with --init the weights decide these
 
 # fmt: off
 # A preset replaces some of the defaults above. Flags, in turn, replace values of the preset.
@@ -587,8 +588,8 @@ def configure_optimizers(
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
-    """The learning rate of an update. It rises to max_lr in the warm-up, then falls to min_lr. That
-    is also the rate after the last update.
+    """The learning rate of an update. It rises to max_lr in the warm-up, then falls to min_lr.
+    From max_steps on it is min_lr.
 
     cosine is GPT-3's schedule (Brown et al. 2020, appendix B). wsd stays at max_lr until its
     warm-down, so until then a run can be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
@@ -723,15 +724,16 @@ def is_due(every: int, step: int, config: TrainConfig) -> bool:
 # Training
 
 
-def new_model(config: TrainConfig, init: str = "", checkpoint: Path | None = None) -> GPT:
-    """The model to train: that of a checkpoint, or of `init`, by default --init, or a new one.
+def new_model(config: TrainConfig, initial: str = "", checkpoint: Path | None = None) -> GPT:
+    """The model to train: that of a checkpoint, or of --init, or a new one.
 
-    A given model has its own shape, which is entered in `config`."""
+    `initial` is what find_start() has found for --init. Without it, this looks for itself. A given
+    model has its own shape, which is entered in `config`."""
     # The fields of GPTConfig that are flags: SHAPE, and what a fork may have added.
     names = [field.name for field in fields(GPTConfig) if hasattr(config, field.name)]
     shape = {name: getattr(config, name) for name in SHAPE}
     added = {name: getattr(config, name) for name in names if name not in SHAPE}
-    tokenizer = open_tokenizer(Path(config.data), config.numbers)
+    tokenizer = open_tokenizer(Path(config.data), config.numbers)  # None for numbers
     if checkpoint is None and config.init == "scratch":
         if tokenizer != get_tokenizer():  # not GPT-2's, which GPT has by itself
             added["vocab_size"] = config.numbers or tokenizer.n_vocab
@@ -739,7 +741,7 @@ def new_model(config: TrainConfig, init: str = "", checkpoint: Path | None = Non
         if tokenizer != get_tokenizer():
             model.tokenizer = tokenizer
     else:
-        weights = checkpoint or init or huggingface.newest_checkpoint(config.init)
+        weights = checkpoint or initial or huggingface.newest_checkpoint(config.init)
         try:
             other_code = "accept"
             if checkpoint:
@@ -819,16 +821,16 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         may_change.update(SHAPE)  # new_model() compares these flags with the weights instead
     # Without a checkpoint find_start() returns None, {}, and --init. If the checkpoint has another
     # value of a setting that must not change, it raises UserError.
-    checkpoint, saved, init = run.find_start(may_change)
+    checkpoint, saved, initial = run.find_start(may_change)
     step = first_step = saved.get("step", 0)  # updates so far
     torch.manual_seed(config.seed)
-    model = new_model(config, init, checkpoint)
+    model = new_model(config, initial, checkpoint)
     if config.save_every and ranks.rank == 0:
         # A fork whose checkpoints could not be loaded is an error now, rather than in hours.
         huggingface.check_that_checkpoints_load(model, resumed=checkpoint is not None)
 
-    # ---- The precision of matrix products. On a CPU bfloat16 may be timed, so rank 0 chooses for
-    # all. `device_line` says which device and precision, and why.
+    # ---- The precision of matrix products. On a CPU it may depend on a measurement, so rank 0
+    # chooses for all. `device_line` says which device and precision, and why.
     N = model.num_parameters()
     precision, device_line = ranks.on_rank_0(
         devices.choose_precision, config.dtype, ranks.device, N, saved.get("dtype")
@@ -882,7 +884,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     software = devices.gpu_software(ranks.device)  # versions that matter for speed
     # Renames the folder of an earlier run, and writes run.json and a copy of this script.
     V = model.config.vocab_size
-    run.begin(model, step, device=device_line, dtype=precision, vocab_size=V, init=init, **software)
+    run.begin(
+        model, step, device=device_line, dtype=precision, vocab_size=V, init=initial, **software
+    )
     choose_execution(model, config)
     ddp_model = wrap_in_ddp(model, B, T, ranks, autocast)
     tokens_in_all = T * sequences_before(config.max_steps, config)
@@ -945,9 +949,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 # Not scaler.step(), since either all optimizers make a step or none does.
                 for optimizer in optimizers:
                     optimizer.step()
-            elif math.isfinite(loss) and scaler.get_scale() > 1:  # never without float16
+            elif math.isfinite(loss) and scaler.get_scale() > 1:
                 # A float16 gradient has overflowed, as happens from time to time, and the weights
-                # stay as they are.
+                # stay as they are. (Other precisions have a scale of 1.)
                 print0(f"step {step:5d} has overflowed in float16, so the weights stay as they are")
             else:
                 # The model has diverged.
@@ -978,7 +982,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     except Stopped:
         hint = "nothing is saved"
         if config.save_every:
-            # It does nothing if this step is saved. A full disk is an error.
+            # It does nothing if this step is saved. A full disk ends the run here.
             run.save(model, step, parts, facts, required=True)
             hint = "--resume continues"
         print0(f"stopped by a signal after {step} updates; {hint}")
