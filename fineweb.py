@@ -324,7 +324,9 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         dataset, part = FINEWEB, config.name
     # A source has documents in streams, which it reads from any position on.
     if config.input:
-        source: Source = Files(config.input, config.text_column)
+        # The merges in --out are a .txt, but no text, if the texts are in the same folder.
+        merges = folder.out / "merges.txt"
+        source: Source = Files(config.input, config.text_column, skip=merges)
     else:
         where = what_was_typed(config)
         commit = commit_of(dataset, folder, where)

@@ -89,13 +89,13 @@ class Source:
 
 
 class Files(Source):
-    """The files that --input names. `column` is the column, or the key, of the text."""
+    """The files that --input names, but not `skip`. `column` is the column or key of the text."""
 
     name = "files"
     has_validation_split = False
 
-    def __init__(self, patterns: tuple[str, ...], column: str):
-        self.paths = find_files(patterns)
+    def __init__(self, patterns: tuple[str, ...], column: str, skip: Path):
+        self.paths = [p for p in find_files(patterns) if p.resolve() != skip.resolve()]
         self.column = column
         self.sizes = [(path.name, path.stat().st_size) for path in self.paths]
         self.identity = {"files": [[name, size] for name, size in self.sizes]}

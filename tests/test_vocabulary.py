@@ -208,6 +208,18 @@ def test_a_run_that_goes_on_and_one_that_is_given_the_files_are_equal(text, tmp_
 
 
 @posix
+def test_the_folder_may_be_that_of_the_texts(text, tmp_path):
+    """So merges.txt is there when the command is repeated."""
+    (tmp_path / "de").mkdir()
+    shutil.move(text, tmp_path / "de/a.txt")
+    for limit in (1, 0):
+        flags = f"--vocab-size 300 --workers 1 --shard-size 1000 --max-shards {limit}"
+        folder = str(tmp_path / "de")
+        fineweb.main(["--input", f"{folder}/*.txt", "--out", folder, *words(flags)])
+    train("--data", tmp_path / "de", "--max-steps 1 --log-dir", tmp_path / "log")
+
+
+@posix
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
