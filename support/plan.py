@@ -78,12 +78,7 @@ def needs_data(error: Exception) -> bool:
 
 
 def estimate_memory(
-    config: "TrainConfig",
-    model: "GPT",
-    B: int,
-    device_type: str,
-    dtype: torch.dtype,
-    more_logits: int = 0,
+    config: "TrainConfig", model: "GPT", B: int, device_type: str, dtype: torch.dtype
 ) -> float:
     """Bytes that a training step with micro-batches of B takes on one device: an estimate.
 
@@ -94,8 +89,8 @@ def estimate_memory(
 
     A GPU, linear in B: activations, with 16 B T C outside the blocks; weights, gradients and the
     optimizer's moments (16 bytes per parameter); gradients of the embedding as head and as input,
-    and its padded copy (12 V C); the logits. `more_logits` says how often a
-    fork computes plain logits, outside of what is compiled.
+    and its padded copy (12 V C); the logits, also those that a fork computes outside of what is
+    compiled.
 
     A CPU: the process itself, and the larger of two moments, both with weights and moments: in the
     loss, activations and logits; at the end of the backward pass, all gradients and one block.
@@ -116,14 +111,10 @@ def estimate_memory(
         return process + 12 * N + max(in_loss, at_end)
     # Compiled, the gradient of the logits takes their place. Otherwise there are the logits, their
     # gradient, and what is between, in float32.
+    count = plain_logits(type(model), model.config)
+    more_logits = 1 if count is None else count  # None: it could not be tried
     logits = B * T * V * ((dtype.itemsize if config.compile else 16) + 16 * more_logits)
     return 16 * N + 12 * V * C + stored + 16 * B * T * C + logits
-
-
-def count_more_logits(model: "GPT") -> int:
-    """How often a fork computes plain logits in training. If that cannot be tried, once."""
-    count = plain_logits(type(model), model.config)
-    return 1 if count is None else count
 
 
 def choose_micro_batch(
@@ -139,27 +130,24 @@ def choose_micro_batch(
         count_micro_steps(config, config.micro_batch_size, ranks.world_size)
         return config.micro_batch_size
     sequences = count_micro_steps(config, 1, ranks.world_size)  # of a step, on each rank
-    usable, more_logits = 0.0, 0
+    usable = 0.0
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
         # NCCL takes a gibibyte.
         usable = USABLE * (min(ranks.gather(free)) - (2**30 if ranks.world_size > 1 else 0))
-        more_logits = count_more_logits(model)
 
     def fits(B: int) -> bool:
         if sequences % B:
             return False
         if ranks.device.type != "cuda":
             return B * config.seq_len <= CPU_TOKENS
-        return estimate_memory(config, model, B, "cuda", dtype, more_logits) <= usable
+        return estimate_memory(config, model, B, "cuda", dtype) <= usable
 
     if before and sequences % before == 0 and (ranks.device.type != "cuda" or fits(before)):
         return before
     B = next((size for size in SIZES if fits(size)), 1)
     if before:
         print0(f"note: micro-batches of {B} sequences, not {before} as before; rounding differs")
-    if ranks.device.type == "cuda" and not fits(B):
-        warn("not even micro-batches of one sequence may fit in GPU memory")
     return B
 
 
@@ -238,9 +226,6 @@ def print_plan(config: "TrainConfig", model: "GPT", tokens: int) -> None:
     rate = peak * ASSUMED_MFU / flops  # tokens per second
     B = choose_micro_batch(config, model, Ranks(0, 1, device), dtype)
     memory = estimate_memory(config, model, B, device.type, dtype)
-    more_logits = count_more_logits(model)
-    if device.type == "cuda":
-        memory = estimate_memory(config, model, B, "cuda", dtype, more_logits)
     projected = f"projected: {ASSUMED_MFU:.0%} of"
     rows = describe(config, model, device_line, (peak, source), tokens, available) | {
         "FLOPs": f"{flops * tokens:.3e}",
@@ -259,7 +244,7 @@ def print_plan(config: "TrainConfig", model: "GPT", tokens: int) -> None:
             sizes = [config.micro_batch_size] if config.micro_batch_size else sizes
             usable = USABLE * (gigabytes * 1e9 - (2**30 if count > 1 else 0))
             needs = {
-                size: estimate_memory(compiled, model, size, "cuda", torch.float16, more_logits)
+                size: estimate_memory(compiled, model, size, "cuda", torch.float16)
                 for size in sizes
             }
             fitting = [size for size in sizes if needs[size] <= usable]

@@ -1,6 +1,5 @@
 """Plots of logged runs: `log/curves.png`, which a run keeps up to date; used by play.ipynb."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,3 @@ def save_curves(log_dir: Path) -> None:
             draw_panel(axes, {log_dir.name: curves}, panel, fineweb=on_fineweb(log_dir))
     with atomic_path(log_dir / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=100)
-
-
-if __name__ == "__main__":  # train_gpt2.py runs `python -m support.plots LOG_DIR`
-    save_curves(Path(sys.argv[1]))

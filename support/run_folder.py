@@ -8,8 +8,6 @@ found or do nothing. The formats are in log_txt.py, run_json.py and checkpoints.
 
 import contextlib
 import shlex
-import subprocess
-import sys
 from dataclasses import asdict
 from math import inf, isfinite
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from support import checkpoints, fingerprint, huggingface, log_txt, model_code, run_json
 from support.checkpoints import checkpoint_path, list_checkpoints, step_of
 from support.command_line import flag, print0, shown, warn
-from support.errors_and_signals import UserError
+from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import ROOT, fsync, locked, remove
 from support.ranks import Ranks
 
@@ -47,7 +45,6 @@ class RunFolder:
         self.val_losses: dict[int, float] = {}  # step: validation loss
         self.log_failed = False  # a full disk has lost lines
         self.script: Path | None = None  # the file that defines the model
-        self.drawing: subprocess.Popen | None = None  # the process that draws curves.png
 
     def __enter__(self) -> "RunFolder":
         if self.path.exists() and self.path.samefile(ROOT):
@@ -236,26 +233,25 @@ class RunFolder:
         step = min(reversed(saved), key=losses.__getitem__, default=None)
         return step, losses.get(step, inf)
 
-    def clean_up(self, wait: bool = False) -> None:
-        """Deletes old checkpoints, and draws curves.png in a background process (wait: until it is
-        drawn)."""
+    def clean_up(self) -> None:
+        """Deletes old checkpoints, and draws curves.png."""
         if self.ranks.rank > 0:
             return
         best, _ = self.best()
         keep, keep_every = self.config.keep_checkpoints, self.config.keep_every
         checkpoints.prune_checkpoints(self.path, self.saved_step, best, keep, keep_every)
-        if self.drawing and wait:
-            self.drawing.wait()
-        if self.drawing is None or self.drawing.poll() is not None:  # else it still draws
-            self.drawing = draw_curves(self.path)
-        if self.drawing and wait:
-            self.drawing.wait()
+        try:
+            from support.plots import save_curves
+
+            save_curves(self.path)
+        except Exception as error:  # of any kind: matplotlib's, a full disk
+            warn(f"{self.path}/curves.png: not drawn ({first_line(error)})")
 
     def finish(self, model: "GPT", step: int) -> None:
         """Lists the run's outputs, and how to sample from its model."""
         if self.ranks.rank > 0:
             return
-        self.clean_up(wait=True)  # now that the last validation loss is known
+        self.clean_up()  # now that the last validation loss is known
         if (self.path / "curves.png").exists():
             print0(f"curves: {self.path / 'curves.png'}")
         if step == 0:
@@ -295,13 +291,3 @@ def differences(before: dict[str, Any], config: "TrainConfig", may_change: set[s
             was = f"was {value}" if name in before else f"is new, so it counts as {value}"
             found.append(f"{flag(name)} {was}, is {now.get(name, 'no flag of this code')}")
     return found
-
-
-def draw_curves(log_dir: Path) -> subprocess.Popen | None:
-    """Begins to draw curves.png in a background process."""
-    command = [sys.executable, "-m", "support.plots", log_dir.resolve()]
-    try:
-        return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    except OSError as error:
-        warn(f"{log_dir}/curves.png: not drawn ({error.strerror})")
-        return None

@@ -131,7 +131,7 @@ def train(*args: object, curves: bool = False) -> int:
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
-        undrawn = mock.patch("support.run_folder.draw_curves")
+        undrawn = mock.patch("support.plots.save_curves")
         with contextlib.nullcontext() if curves else undrawn:
             return train_gpt2.main(tiny(*args))
     finally:
@@ -149,14 +149,14 @@ def run_rank(
     env: dict[str, str], cwd: str, output: Path, args: list[str], disturb: Callable[[], None] | None
 ) -> None:
     import train_gpt2
-    from support import run_folder
+    from support import plots
 
     os.environ.update(env)
     os.chdir(cwd)
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    run_folder.draw_curves = mock.Mock()
+    plots.save_curves = mock.Mock()
     for name, stand_in in CHEAP.items():
         module, _, function = name.rpartition(".")
         setattr(sys.modules[module], function, stand_in)

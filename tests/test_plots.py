@@ -1,12 +1,12 @@
 """curves.png, by what matplotlib is told to draw."""
 
 import json
-import runpy
-import sys
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+
+from support import plots
 
 
 def write_run(folder, log, **config):
@@ -28,9 +28,7 @@ def draw(tmp_path, monkeypatch):
 
     def panels(log, data="input.txt"):
         write_run(tmp_path / "log", log, data=data)
-        monkeypatch.setattr(sys, "argv", ["plots", str(tmp_path / "log")])
-        monkeypatch.delitem(sys.modules, "support.plots", raising=False)
-        runpy.run_module("support.plots", run_name="__main__")
+        plots.save_curves(tmp_path / "log")
         assert (tmp_path / "log/curves.png").stat().st_size > 10_000
         return figures[-1].axes
 
@@ -55,8 +53,6 @@ def test_a_panel_for_each_stream_with_published_results(draw):
 
 def test_a_log_of_build_nanogpt_has_no_run_json(draw, tmp_path):
     """Its steps have 524,288 tokens of FineWeb-Edu."""
-    from support import plots
-
     axes = draw("0 train 9.0\n0 val 8.0\n250 val 7.0\n", None)
     assert [3.2924, 3.2924] in ys(axes[0])
     assert plots.read_curves(tmp_path / "log")["val"][0].tolist() == [0, 250 * 524_288]
@@ -77,7 +73,6 @@ def test_the_loss_is_smoothed_without_lag_and_not_squeezed_by_its_first_values(d
 
 def test_hours_are_those_of_the_timed_steps(tmp_path):
     """Of a log that begins at a later step and lacks the time of one; an hour is 3.6e6 ms."""
-    from support import plots
 
     log = "".join(f"{step} train 9\n{step} ms 3.6e6\n" for step in range(4000, 4004))
     log = "4000 val 9\n" + log.replace("4002 ms 3.6e6\n", "") + "4004 val 8\n"

@@ -66,7 +66,7 @@ def test_a_run_killed_while_it_saves_equals_one_that_never_was(text, tmp_path, m
     monkeypatch.setattr(torture, "FLAGS", f"{torture.FLAGS} --data {text}")
 
     def finish(log_dir: Path, steps: int) -> None:
-        with mock.patch("support.run_folder.draw_curves"):
+        with mock.patch("support.plots.save_curves"):
             train_gpt2.main(torture.arguments(log_dir, steps))
 
     assert torture.torture(tmp_path, kills=1, steps=12, finish=finish) == (1, [3])

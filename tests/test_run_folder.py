@@ -514,7 +514,7 @@ def test_secondary_work_does_not_end_a_run(start, at_step, log, monkeypatch, cap
         return remove_others
 
     def fail():
-        monkeypatch.setattr(subprocess, "Popen", raise_error(BUSY))
+        monkeypatch.setattr("support.plots.save_curves", raise_error(BUSY))
         monkeypatch.setattr(os, "fsync", unflushed_log)
         for module, name in ((os, "rename"), (os, "replace"), (shutil, "rmtree")):
             monkeypatch.setattr(module, name, denied(getattr(module, name)))
@@ -531,10 +531,10 @@ def test_secondary_work_does_not_end_a_run(start, at_step, log, monkeypatch, cap
 
 DYING = """
 import os
-import support.devices, support.run_folder
+import support.devices, support.plots
 
 support.devices.matmul_flops = lambda *args: 1e12  # it takes a second
-support.run_folder.draw_curves = lambda *args: None
+support.plots.save_curves = lambda *args: None
 ordinary_lr = get_lr
 
 def get_lr(step, config):
