@@ -105,7 +105,7 @@ def estimate_memory(
         stored = len(model.h) * 4 * B * T * C + block
     if device_type == "cpu":
         process = (peak_memory() or 0.32e9) + 0.12e9  # so far, and what training loads
-        gaps = 0 if config.low_memory else 0.4 * stored
+        gaps = 0 if config.low_memory else 0.4 * stored + 4 * V * B * T
         in_loss = stored + gaps + 12 * V * C + 12 * V * B * T
         at_end = 4 * N + 8 * V * C + block
         return process + 12 * N + max(in_loss, at_end)

@@ -116,9 +116,11 @@ def test_prompts_from_standard_input(log_dir, monkeypatch, capsys):
 
 def test_it_slides_over_the_context(log_dir, capsys):
     for prompt, n in (("ROMEO:", 40), (" to" + " or" * 98, 5)):
+        expected = greedy(log_dir, prompt, n) + "\n"
+        capsys.readouterr()
         sample.main([str(log_dir), prompt, *words("--temperature 0 --max-new-tokens", n)])
         out, err = capsys.readouterr()
-        assert out == greedy(log_dir, prompt, n) + "\n" and not err
+        assert out == expected and not err
 
 
 BAD = ["seed=-1", "temperature=nan", "max-new-tokens=0", "num-samples=0", "top-k=-1"]
