@@ -137,7 +137,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
 def test_python_blocks_run(text, tmp_path, monkeypatch):
     import transformers
 
-    GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(tmp_path / "log" / "step_000600")
+    GPT(GPTConfig(32, 50257, 2, 1, 8)).save_pretrained(tmp_path / "log" / "step_000600")
     shutil.copy(text, tmp_path / "my.txt")
     monkeypatch.chdir(tmp_path)
     transformers.utils.logging.disable_progress_bar()
