@@ -33,7 +33,7 @@ class Progress:
         self.devices = ranks.world_size
         self.seconds = 0.0  # of the latest step
         self.tokens_of_step = 0  # on all ranks
-        self.seconds_left = 0.0  # until the end of the run
+        self.seconds_left: float | None = None  # until the end of the run, if it is known
         self.timed_from: tuple[int, float] | None = None  # a step, and when it began
 
     def state_dict(self) -> dict[str, Any]:
@@ -52,17 +52,19 @@ class Progress:
         self.tokens_of_step = tokens
         self.seconds = now - began
         self.training_seconds += self.seconds
-        per_step = self.seconds
-        if self.timed_from is None:  # the first step here may have compiled, so it tells nothing
+        steps_left = self.max_steps - step - 1
+        if self.timed_from is None:
             self.timed_from = (step, now)
             devices.reset_peak_memory()
             if self.compile:
                 graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
                 print0(f"torch.compile: {graphs} graphs so far")
+            else:  # A step that compiled says nothing about the others.
+                self.seconds_left = self.seconds * steps_left
         else:
             first_step, first_began = self.timed_from
             per_step = (now - first_began) / (step - first_step)  # with evaluations and saving
-        self.seconds_left = per_step * (self.max_steps - step - 1)
+            self.seconds_left = per_step * steps_left
 
     @property
     def speed(self) -> dict[str, float]:
@@ -78,7 +80,8 @@ class Progress:
         # Above 100 % the peak was measured too low.
         mfu = f"{values['mfu']:.1%}" if values["mfu"] <= 1 else "–"
         speed = f"{values['ms']:.0f} ms {values['tok_per_sec']:,.0f} tok/s mfu {mfu}"
-        return f"{training} {speed} {duration(self.seconds_left)} left"
+        left = "" if self.seconds_left is None else f" {duration(self.seconds_left)} left"
+        return f"{training} {speed}{left}"
 
 
 def announce(

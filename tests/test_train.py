@@ -152,7 +152,9 @@ def test_compiled_runs_equal_eager_ones_and_evaluate(text, tmp_path, capsys, mon
             assert [line.split()[0] for line in logged] == list(steps)
             expected = pytest.approx(losses(tmp_path / "eager", stream), abs=1e-3)
             assert losses(tmp_path / name, stream) == expected
-    assert capsys.readouterr().out.count("ROMEO:") >= 3 * (2 + 2)
+    out = capsys.readouterr().out
+    assert out.count("ROMEO:") >= 3 * (2 + 2)
+    assert out.count(" s left\n") == 3 + 2 + 2, "a step that compiles does not say how long is left"
 
 
 def test_a_machine_without_a_compiler_is_told_the_way_out(text, tmp_path, monkeypatch):
