@@ -339,16 +339,17 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
     }
     # `identity` has the commit of a dataset on the Hub, or else the names and sizes of the files.
     folder.begin({"source": source.name, **settings, **source.identity, **folder.vocabulary()})
-    if folder.is_finished():
-        return
     # The file that is written last says that there is a vocabulary.
-    learn = config.vocab_size > 0 and not (folder.out / "vocab.json").exists()
+    has_vocabulary = (folder.out / "vocab.json").exists() or folder.shards
+    learn = config.vocab_size > 0 and not has_vocabulary
     if not learn:
         # This also loads it once for all workers that are forked from this process.
         tokenizer = get_tokenizer(folder.out)
         if config.vocab_size not in (0, tokenizer.n_vocab):
             problem = f"{folder.out} already has a vocabulary of {tokenizer.n_vocab}"
             raise UserError(f"--vocab-size {config.vocab_size}: {problem}; use a new --out")
+    if folder.is_finished():
+        return
     val_size = size = config.shard_size or SHARD_SIZE
     if not config.shard_size and dataset != FINEWEB:
         val_size = size // 10  # Else most of a text of one or two shards would be for validation.

@@ -253,7 +253,6 @@ def prune_checkpoints(
 
 
 CARD = """---
-license: mit
 pipeline_tag: text-generation
 {library}---
 {kind} after {step:,} steps and {tokens:,} tokens of `{data}`, from {init}, trained by `{script}` of

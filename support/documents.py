@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from support.errors_and_signals import UserError
-from support.shards import SUFFIX
+from support.shards import SUFFIX, not_utf8
 from support.tokenizer import LEARN_CHARS
 
 BATCH_ROWS = 256  # documents in a batch
@@ -154,6 +154,9 @@ def read_texts(path: Path, column: str) -> Iterator[str | None]:
             yield text
             row += 1
     except Exception as error:
+        plain = path.suffix.lower() not in {".parquet", *COMPRESSION}
+        if plain and isinstance(error, UnicodeDecodeError):
+            raise not_utf8(path) from None
         remedy = "correct it, or name another column (or key) of strings with --text-column"
         raise as_one_line(f"{path}: row {row}", error, remedy) from None
 

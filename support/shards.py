@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +28,8 @@ def encode_file(path: Path, *version: int) -> np.ndarray:
     """All tokens of a .txt file, 1-D uint16. version: changes with the file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        with open(path, "rb") as file:
-            utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        # Old texts of Windows in western European languages are in CP1252.
-        remedy = f"`iconv -f {'UTF-16' if utf16 else 'CP1252'} -t UTF-8 {path} > utf8.txt`"
-        why = "" if utf16 else ", if that is its encoding"
-        problem = f"not UTF-8 at byte {error.start}; {remedy} converts it{why}"
-        raise UserError(f"{path}: {problem}") from None
+    except UnicodeDecodeError:
+        raise not_utf8(path) from None
     if not text.strip():
         raise UserError(f"{path}: an empty text")
     if len(text) > 10**7:  # takes more than a second
@@ -43,6 +38,16 @@ def encode_file(path: Path, *version: int) -> np.ndarray:
     tokens = [[tokenizer.eot_token], *encode(text, tokenizer)]
     # unsafe: from uint32; all tokens fit into uint16
     return np.concatenate(tokens, dtype=np.uint16, casting="unsafe")
+
+
+def not_utf8(path: Path) -> UserError:
+    """The error for a file of text in another encoding. It has the command that converts it."""
+    with open(path, "rb") as file:
+        utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    # Old texts of Windows in western European languages are in CP1252.
+    encoding, sure = ("UTF-16", "") if utf16 else ("CP1252", ", if that is its encoding")
+    command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > utf8.txt"
+    return UserError(f"{path}: not UTF-8; `{command}` converts it{sure}. Then use utf8.txt instead")
 
 
 def tokenize_text(path: Path, split: str) -> np.ndarray:

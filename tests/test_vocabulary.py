@@ -235,6 +235,18 @@ def test_vocabularies_that_cannot_be(flags, named, text, tmp_path):
         fineweb.main(words(*source, flags, "--out", tmp_path / "out"))
 
 
+@pytest.mark.parametrize("first", ["--vocab-size 300", ""])
+def test_finished_shards_keep_their_vocabulary(first, text, tmp_path):
+    """Another size for the same folder is refused, and the same command does nothing."""
+    flags = ["--input", text, "--workers 1 --out", tmp_path / "out"]
+    fineweb.main(words(*flags, first))
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    fineweb.main(words(*flags, first))
+    with pytest.raises(UserError, match=f"has a vocabulary of {300 if first else 50257}"):
+        fineweb.main(words(*flags, "--vocab-size 400"))
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
 def test_files_that_do_not_fit_each_other(tmp_path):
     merges, vocab = tokenizer.learn_vocabulary(["the path of the path"] * 3, 262)
     swapped = json.loads(vocab)
