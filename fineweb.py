@@ -237,7 +237,9 @@ class Folder:
                 change = f"{key} {then!r}, now {now!r}"
                 if key in ("files", "vocabulary"):  # a long list, and a checksum
                     change = f"other {key}"
-                raise UserError(f"{self.out}: started with {change}; restore it or use a new --out")
+                raise UserError(
+                    f"{self.out}: started with {change}; use a new --out, or remove this one"
+                )
         expected = [shard["name"] for shard in self.shards]
         for name in expected:
             open_shard(self.out / name)  # raises an error if it is missing or too short

@@ -328,7 +328,8 @@ class DataLoaderLite:
         self.sequences_per_epoch = sum(self.divide(tokens)[0] for tokens in self.shards)
         if self.sequences_per_epoch == 0:
             size = f"{self.total_tokens} {split} tokens"
-            raise UserError(f"{data}: {size}, too few for a sequence of {T} and its target")
+            problem = f"{size}, too few for a sequence of {T} and its target"
+            raise UserError(f"{data}: {problem}; take more text or a smaller --seq-len")
         self.go_to(0)  # sets self.upcoming, the places of the sequences to come
 
     def divide(self, tokens: np.ndarray) -> tuple[int, int]:

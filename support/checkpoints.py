@@ -258,16 +258,18 @@ pipeline_tag: text-generation
 {kind} after {step:,} steps and {tokens:,} tokens of `{data}`, from {init}, trained by `{script}` of
 gpt2-repro at commit {commit}: `{command}`
 
-It continues text, does not follow instructions, and may write what is false.
+It continues text, does not follow instructions, and may write what is false. A prompt and what it
+writes may have {context:,} tokens together.
 """
 
 
-def model_card(entry: dict[str, Any], step: int, tokens: int, is_gpt2: bool) -> str:
+def model_card(entry: dict[str, Any], context: int, step: int, tokens: int, is_gpt2: bool) -> str:
     """A checkpoint's README.md, in the Hub's format. entry: the run's, in run.json."""
     config = entry["config"]
     return CARD.format(
         library="library_name: transformers\n" if is_gpt2 else "",
         kind="A GPT-2" if is_gpt2 else "A changed GPT-2, which only its own code computes,",
+        context=context,
         step=step,
         tokens=tokens,
         data=Path(config["data"]).name,

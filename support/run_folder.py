@@ -219,9 +219,9 @@ class RunFolder:
         with contextlib.suppress(OSError):  # a log that can't be flushed must not end the run
             fsync(self.path / "log.txt")  # on disk it must not end before the checkpoint
         is_gpt2 = fingerprint.is_gpt2(type(model), model.config)
-        card = checkpoints.model_card(
-            self.entries[-1], step, state["parts"]["progress"]["tokens"], is_gpt2
-        )
+        tokens = state["parts"]["progress"]["tokens"]
+        context = model.config.block_size
+        card = checkpoints.model_card(self.entries[-1], context, step, tokens, is_gpt2)
         folder = checkpoint_path(self.path, step)
         return checkpoints.write_checkpoint(folder, model.save_pretrained, state, card)
 
