@@ -362,7 +362,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         pool.submit(os.getpid)
         source.open()  # asks the Hub for the files of a dataset, for example
         estimate = source.estimate_tokens()
-        print(f"reading {len(source.sizes)} files, roughly {estimate / 1e6:,.1f} million tokens")
+        print(f"reading {len(source.sizes)} files")
         if learn:
             folder.learn_vocabulary(source, config.vocab_size)
         if (folder.out / "vocab.json").exists():

@@ -60,7 +60,7 @@ from support.progress import (
     announce,
     print_cost,
     print_validation,
-    warn_unless_cross_entropy,
+    warn_of_wrong_losses,
 )
 from support.ranks import Ranks, settle_buckets
 from support.run_folder import RunFolder
@@ -445,6 +445,7 @@ class TrainConfig(RunConfig):
     # What to train. These settings, and those that you add here, must not change on resume. If
     # GPTConfig has a field of the same name, the model gets its value. A checkpoint from before you
     # added a field counts as having the default. So let the default mean "off".
+
     # scratch, a Hub name (gpt2, gpt2-medium, …), the folder of a GPT-2, or that of a run
     init: str = "scratch"
     seed: int = 1337  # seed of the initial weights and of the data order
@@ -699,8 +700,8 @@ class Evaluations:
             if self.text_size:
                 results["bpb"] = self.text_size.bits_per_byte(loss)
         with uncompiled(config):
-            if results:  # A fork's loss may by mistake not be the cross-entropy of its logits.
-                warn_unless_cross_entropy(model, self.sequences[0], autocast)
+            if results:  # A fork may have made a mistake that the loss does not show.
+                warn_of_wrong_losses(model, self.sequences[0], autocast)
             if self.tasks and is_due(config.hellaswag_every, step, config):
                 results["hella"] = hellaswag.accuracy(model, self.tasks, ranks, autocast)
             self.results |= results

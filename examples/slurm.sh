@@ -1,6 +1,8 @@
 #!/bin/bash
-# GPT-2 (124M) on two nodes of eight GPUs: `sbatch examples/slurm.sh`, in a folder that all nodes see; make the shards
-# first. Two minutes before the time limit the run saves and stops; the requeued job, or the same command, continues.
+# GPT-2 (124M) on two nodes of eight GPUs: `sbatch examples/slurm.sh`, in a folder that all nodes see. Make the shards
+# first. If the nodes have no network, run `python hellaswag.py -m gpt2 --limit 1` before, for HellaSwag.
+# Two minutes before the time limit the run saves and stops. Submit it again, and it continues. Slurm requeues it by itself
+# only when a node fails or a job of higher priority takes its place.
 #
 # Slurm starts the ranks itself, one task per GPU, so that they receive its signal: torchrun would kill its workers
 # 30 seconds after passing it on.

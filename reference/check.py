@@ -130,6 +130,15 @@ def comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
     return True
 
 
+def other_code(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """True if the code of one start computes something else than that of the other."""
+    if not {"fingerprint"} <= ours.keys() & theirs.keys():
+        return False  # not known
+    from support.fingerprint import same as same_code  # here, since it imports torch
+
+    return not same_code(ours["fingerprint"], theirs["fingerprint"])
+
+
 def judge_alone(streams: Streams, V: int) -> None:
     """Prints what can be said of a run without a reference. V: the size of its vocabulary"""
     print("So nothing says whether its losses are right. What can be said:")
@@ -203,6 +212,10 @@ def main(args: list[str] | None = None) -> int:
         judge_alone(streams, V)
         return 1
     if not comparable(ours, theirs, name):
+        judge_alone(streams, V)
+        return 1
+    if starts and other_code(starts[-1], entries[-1]):
+        print(f"no reference for this code: its model computes something else than {name}'s")
         judge_alone(streams, V)
         return 1
     values = [  # outside of any bounds, since no number is between nan and nan

@@ -125,8 +125,8 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 @torch.no_grad()
-def warn_unless_cross_entropy(model: "GPT", sequence: np.ndarray, autocast: torch.autocast) -> None:
-    """Warns if the loss of a fork in evaluation is not the cross-entropy of its logits.
+def warn_of_wrong_losses(model: "GPT", sequence: np.ndarray, autocast: torch.autocast) -> None:
+    """Warns if a fork's validation loss is no cross-entropy, or if its predictions see the future.
 
     Tried on the beginning of a sequence (T + 1,), with as many tokens as take little memory."""
     tokens = torch.from_numpy(sequence[None, :65].astype(np.int64)).to(
@@ -136,12 +136,18 @@ def warn_unless_cross_entropy(model: "GPT", sequence: np.ndarray, autocast: torc
     with autocast:
         loss = model(x, y)
         logits = model(x).flatten(0, 1)  # (64, V)
+        another = x.clone()
+        another[:, -1] = (x[:, -1] + 1) % logits.shape[-1]  # only the last token differs
+        changes = (model(another).flatten(0, 1) - logits)[:-1].abs().max()
     expected = F.cross_entropy(logits.float(), y.flatten())
     tolerance = 1e-4 if logits.dtype == torch.float32 else 2e-3
     equal = math.isclose(loss.item(), expected.item(), rel_tol=tolerance)
     if loss.isfinite() and not equal:
         problem = "the validation loss is not the cross-entropy of the model's logits"
         warn(f"{problem}; what only training should see goes under `if self.training`")
+    if changes > tolerance * logits.abs().max():
+        problem = "the predictions depend on the tokens that they predict"
+        warn(f"{problem}, so all losses are too good: does attention see later tokens?")
 
 
 def print_validation(loss: float, text: TextSize | None) -> None:

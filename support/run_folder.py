@@ -240,6 +240,9 @@ class RunFolder:
         best, _ = self.best()
         keep, keep_every = self.config.keep_checkpoints, self.config.keep_every
         checkpoints.prune_checkpoints(self.path, self.saved_step, best, keep, keep_every)
+        log = self.path / "log.txt"
+        if not log.exists() or log.stat().st_size == 0:  # stopped before the first update
+            return
         try:
             from support.plots import save_curves
 

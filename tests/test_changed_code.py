@@ -216,6 +216,12 @@ def test_a_validation_loss_that_is_no_cross_entropy_is_said(code, text, tmp_path
     assert "if self.training" in capsys.readouterr().err
 
 
+def test_a_model_that_sees_the_future_is_said(code, text, tmp_path, capsys):
+    fork = code("train_leak", ("is_causal=True", "is_causal=False"))
+    fork.main(tiny("--max-steps 1 --eval-every 1 --data", text, "--log-dir", tmp_path / "log"))
+    assert "later tokens" in capsys.readouterr().err
+
+
 def test_speed_is_that_of_the_tokens_that_were_read(code, text, tmp_path):
     """As with a batch that grows. A checkpoint's card has their number, too."""
     old = "    return step * (config.total_batch_size // config.seq_len)"

@@ -25,6 +25,19 @@ def run_folder(folder, log, precisions=("float32",), reference=SHAKESPEARE, **se
     return str(folder)
 
 
+def test_a_fork_has_no_reference(tmp_path, capsys):
+    """Its losses may be right, and differ."""
+    folder = run_folder(tmp_path, LOG)
+    for changed, status in ((0, 0), (1e-3, 1)):
+        entries = json.loads((tmp_path / "run.json").read_text())
+        known = json.loads((SHAKESPEARE / "run.json").read_text())[-1]["fingerprint"]
+        entries[-1]["fingerprint"] = [known[0] + changed, *known[1:]]
+        (tmp_path / "run.json").write_text(json.dumps(entries))
+        assert check.main([folder]) == status
+    out = capsys.readouterr().out
+    assert "no reference for this code" in out and "outside" not in out
+
+
 def test_bounds_hold_for_any_seed(tmp_path):
     """Steps of 512 tokens. Bounds where no step ends are skipped, and malformed lines of a log."""
     log = "0 val 10\n1 train x\n0 train 4.2\n1 train 4.1\n2 train 4\n3 train 3.9\n4 val 4.5\n5 tr"
