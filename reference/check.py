@@ -175,7 +175,7 @@ def verdict(values: list[Value], name: str) -> bool:
         return False
     trained = [v for v in values if v.step > 0]  # step 0 is the untrained model
     for stream in dict.fromkeys(v.name for v in trained):
-        found = [v for v in trained if v.name == stream]
+        found = [v for v in values if v.name == stream]
         width = max(v.high - v.low for v in found) / 2
         print(f"{stream}: {len(found)} values to step {found[-1].step}, within {width:.2g}")
     print(f"matches {name}" if trained else f"no value after step 0 that {name} has: not compared")

@@ -152,7 +152,7 @@ def choose_precision(
     elif device.type == "mps":
         name, reason = "float32", "the safe choice on MPS"
     elif parameters < LARGE:
-        name, reason = "float32", "the same losses on every CPU, to rounding"
+        name, reason = "float32", "the same first losses on every CPU"
     elif before:
         name, reason = before, "as in the checkpoint"
     else:

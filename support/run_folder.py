@@ -83,7 +83,8 @@ class RunFolder:
         changed = ", ".join(differences(before, self.config, may_change))
         if changed:
             problem = f"{self.path} holds another run ({changed})"
-            raise UserError(f"--resume: {problem}; choose another --log-dir")
+            remedy = "give its --preset and flags, or choose another --log-dir"
+            raise UserError(f"--resume: {problem}; {remedy}")
         if saved and self.saved_step > self.config.max_steps:
             problem = f"is beyond --max-steps {self.config.max_steps}"
             raise UserError(f"{checkpoint} {problem}: raise it, or choose another --log-dir")
