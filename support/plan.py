@@ -234,7 +234,7 @@ def print_plan(config: "TrainConfig", model: "GPT", tokens: int) -> None:
         f"{peak / 1e12:,.3g} TFLOP/s ({source})",
     }
     if available:
-        rows["two epochs"] = flags_for(2, config, available)
+        rows["two epochs"] = f"{flags_for(2, config, available)}, {duration(2 * available / rate)}"
     compiled = replace(config, compile=True)
     for card, gigabytes in CARDS.items():
         half = "float16" if card == "T4" else "bfloat16"

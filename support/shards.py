@@ -46,8 +46,9 @@ def not_utf8(path: Path) -> UserError:
         utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     # Old texts of Windows in western European languages are in CP1252.
     encoding, sure = ("UTF-16", "") if utf16 else ("CP1252", ", if that is its encoding")
-    command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > utf8.txt"
-    return UserError(f"{path}: not UTF-8; `{command}` converts it{sure}. Then use utf8.txt instead")
+    name = shlex.quote(str(path))
+    command = f"iconv -f {encoding} -t UTF-8 {name} > utf8.txt && mv utf8.txt {name}"
+    return UserError(f"{path}: not UTF-8; `{command}` converts it{sure}")
 
 
 def tokenize_text(path: Path, split: str) -> np.ndarray:
