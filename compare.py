@@ -119,7 +119,8 @@ def check(variants: list[Variant], seeds: range, config: CompareConfig) -> None:
             folder = variant.folder(config.out, seed)
             for entry in run_entries(folder):
                 problem = ""
-                if entry["command"] != [shown(word) for word in variant.command(config.out, seed)]:
+                command = [shown(word) for word in variant.command(config.out, seed)]
+                if sorted(entry["command"]) != sorted(command):  # the flags, in any order
                     problem = "was trained with other flags"
                 elif changed := changed_files(entry["code"], variant.code):
                     problem = f"was trained before a change of {', '.join(changed)}"
@@ -387,7 +388,9 @@ def main(args: list[str] | None = None) -> int:
             raise UserError(f"{flag(name)} {getattr(config, name)}: must be at least 1")
     variants = read_variants(config.code, args[end + 1 :])
     seeds = range(FIRST_SEED, FIRST_SEED + config.seeds)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+    for name in ("SIGTERM", "SIGUSR1"):  # Slurm can send the second. Windows does not have it.
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda number, frame: sys.exit(143))
     with locked(config.out, f"{config.out}: another compare.py uses it; choose another --out"):
         check(variants, seeds, config)
         found, failed = train_all(variants, seeds, config)

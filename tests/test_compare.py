@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -221,6 +222,14 @@ def test_a_run_records_the_code_that_it_ran(text, tmp_path, monkeypatch):
     assert not [name for name in code if name.startswith("tests/") or "library" in name]
 
 
+def test_runs_from_jobs_of_ones_own_count(folder):
+    """Their flags may be in another order than in compare.py's command."""
+    flags = words("--log-dir compared/a/seed_1337 --max-lr 1 --resume --seed 1337")
+    subprocess.run([sys.executable, "a.py", *flags], check=True)
+    run(*words("--code a.py b.py --seeds 1 -- --max-lr 1"))
+    assert len(calls()) == 2
+
+
 @posix
 def test_stopped_by_a_signal_it_goes_on_and_waits_for_a_run_of_its_own(folder):
     """A signal reaches the run, which may save. kill -9 does not, and so the run goes on."""
@@ -230,7 +239,7 @@ def test_stopped_by_a_signal_it_goes_on_and_waits_for_a_run_of_its_own(folder):
     while Path("slow").exists():
         time.sleep(0.05)
     time.sleep(0.2)
-    process.terminate()
+    process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=120) == 143
     (path,) = Path("compared").glob("*/*/run.json")  # the code above cannot go on by itself
     path.unlink()

@@ -35,6 +35,7 @@ NOT_RUN = {  # how a command begins -> why it is not run
     "sed -n ": "changes train_gpt2.py; tests/test_fork.py applies the same sections",
     "python train_gpt2.py --dropout": "is a fork; tests/test_fork.py trains it",
     "python train_dropout.py": "is a fork; tests/test_fresh.py trains one of another name",
+    "python train_rotary.py": "is a fork; tests/test_fork.py trains it",
     "python sample.py log --code": "of that fork",
     "lm_eval ": "not installed; docs/trained-model.md says where it was run",
     "PYTHONPATH=. lm_eval ": "opens a fork; tests/test_modeling_fork.py does",
