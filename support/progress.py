@@ -56,10 +56,7 @@ class Progress:
         if self.timed_from is None:
             self.timed_from = (step, now)
             devices.reset_peak_memory()
-            if self.compile:
-                graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-                print0(f"torch.compile: {graphs} graphs so far")
-            else:  # A step that compiled says nothing about the others.
+            if not self.compile:  # A step that compiled says nothing about the others.
                 self.seconds_left = self.seconds * steps_left
         else:
             first_step, first_began = self.timed_from

@@ -180,7 +180,7 @@ def test_every_layer_starts_with_gpt2s_standard_deviation(where, code):
     assert model.head_2.bias.eq(0).all() and model.lm_head.weight is model.wte.weight
 
 
-def test_layers_that_differ_in_a_number_are_all_compiled(code, text, tmp_path, monkeypatch, capsys):
+def test_layers_that_differ_in_a_number_are_all_compiled(code, text, tmp_path, monkeypatch):
     """In training and in evaluation: torch's own limit is eight graphs."""
     fork = code(
         "train_layers",
@@ -199,7 +199,6 @@ def test_layers_that_differ_in_a_number_are_all_compiled(code, text, tmp_path, m
         fork.main(tiny(*args, "--log-dir", tmp_path / "log"))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 2 * 6 + 2  # two of the loss
-    assert "14 graphs" in capsys.readouterr().out
 
 
 def test_a_validation_loss_that_is_no_cross_entropy_is_said(code, text, tmp_path, capsys):
