@@ -507,8 +507,8 @@ def choose_preset(preset: str) -> tuple[str, str]:
     if preset != "auto":
         return preset, "as requested"
     if holds_shards(Path(SHARDS_FOLDER)):
-        return "gpt2", f"{SHARDS_FOLDER}/ has shards"
-    return "shakespeare", f"{SHARDS_FOLDER}/ has no shards; `python fineweb.py` makes them"
+        return "gpt2", f"{SHARDS_FOLDER}/ has shards; --preset shakespeare is the small run"
+    return "shakespeare", "needs no download; for gpt2, `python fineweb.py` makes the shards"
 
 
 def read_config(args: list[str] | None = None) -> TrainConfig:
