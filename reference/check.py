@@ -125,6 +125,7 @@ def comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
         for key in RECIPE
         if key in theirs and not same(ours[key], theirs[key])
     ]
+    changed += [f"{flag(key)} {ours[key]} (new)" for key in ours if ours[key] and key not in theirs]
     if changed:
         print(f"settings unlike {name}'s: {', '.join(changed)}")
     return True

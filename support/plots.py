@@ -1,5 +1,6 @@
 """Plots of logged runs: `log/curves.png`, which a run keeps up to date; used by play.ipynb."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
     return curves
 
 
+def run_name(folder: str | Path) -> str:
+    """A log folder and what the command of its run said otherwise, such as "log_2 --n-embd 32"."""
+    entries = run_entries(folder)
+    flags = " ".join(entries[-1].get("command", [])[1:]) if entries else ""
+    flags = re.sub(r"--(log-dir|preset)[= ]\S+|--resume", "", flags)
+    return " ".join([str(folder), *flags.split()])
+
+
 def on_fineweb(folder: str | Path) -> bool:
     """True if the name of a run's data begins like that of the FineWeb-Edu shards.
 
@@ -69,22 +78,27 @@ def draw_panel(
 ) -> None:
     """Draws a stream of each run; as the panel "loss", its training and validation loss.
 
-    The y-axis ends above the values after the first twentieth. fineweb: show the published loss."""
+    The y-axis ends above the values after the first twentieth. fineweb: show the published loss.
+    Several runs have their legend beside the losses and HellaSwag."""
     from matplotlib.ticker import EngFormatter
 
     highest = -np.inf
+    several = len(runs) > 1
     for i, (name, run) in enumerate(runs.items()):
         streams = {"train": ", train", "val": ", validation"} if panel == "loss" else {panel: ""}
         for stream, kind in streams.items():
             if stream not in run:
                 continue
             x_values, values = run[stream]
-            color = f"C{i + (stream == 'val' and len(runs) == 1)}"  # validation has another color
+            color = f"C{i + (stream == 'val' and not several)}"  # one run's validation has another
             style = f"{color}o-" if stream in ("val", "hella") else color
             if stream == "train":
                 axes.plot(x_values, values, style, alpha=0.25, lw=0.8)
                 values = smooth(values)
-            axes.plot(x_values, values, style, ms=3, lw=1, label=name + kind)
+            label = name if several else name + kind
+            if several and stream == "train" and "val" in run:
+                label = None  # one entry of the legend per run
+            axes.plot(x_values, values, style, ms=3, lw=1, label=label)
             shown = values[np.isfinite(values) & (x_values >= x_values[-1] / 20)]
             highest = np.max(shown, initial=highest)
     baselines = {} if panel == "loss" and not fineweb else BASELINES.get(panel, {})
@@ -103,7 +117,9 @@ def draw_panel(
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.ticklabel_format(axis="y", scilimits=(-2, 4))
     axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0] and (panel == "loss" or len(runs) > 1):
+    if several and panel in ("loss", "hella"):
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    elif panel == "loss" and axes.get_legend_handles_labels()[0]:
         axes.legend()
 
 

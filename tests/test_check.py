@@ -117,6 +117,8 @@ def test_unlike_settings_are_named_and_another_model_is_not_compared(tmp_path, c
         ({"n_layer": 5}, 1, "--n-layer 5"),
         ({"data": "my.txt"}, 1, "--data my.txt"),
         ({"max_lr": 0.1}, 0, "--max-lr 0.1"),
+        ({"dropout": 0.2}, 0, "--dropout 0.2"),  # a fork's own
+        ({"dropout": 0.0}, 0, ""),
     ):
         run = run_folder(tmp_path, LOG, **settings)
         assert check.main([run, *([str(SHAKESPEARE)] if message else [])]) == status
