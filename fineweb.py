@@ -390,6 +390,13 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
             pieces = drop_first(pieces, start.used)  # These tokens are in an earlier shard.
             for shard, after in cut(pieces, len(folder.shards), val_size, size):
                 folder.write(shard, after)
+                if config.input and len(folder.shards) == 1:
+                    # Nothing of a file is in shard 0 if that ends where the file begins.
+                    end = after.stream + (after != Place(after.stream))
+                    names = [str(path) for path in source.paths[:end]]
+                    count = f"{end} of {len(source.paths)} files"
+                    some = names if end < 6 else [names[0], "…", names[-1]]
+                    tqdm.write(f"validation is from {count}: {', '.join(some)}")
                 if folder.is_finished():
                     return
 

@@ -763,7 +763,11 @@ def new_model(config: TrainConfig, initial: str = "", checkpoint: Path | None = 
         if not same and isinstance(model.tokenizer, Tokenizer | None):
             wanted = f"--numbers {config.numbers}" if config.numbers else f"--data {config.data}"
             problem = f"has {V} tokens, which are not those of {wanted}"
-            raise UserError(f"{'--resume' if checkpoint else '--init'}: {weights} {problem}")
+            remedy = (
+                "make shards in an --out with its vocab.json and merges.txt (GPT-2's need none)"
+            )
+            name = "--resume" if checkpoint else "--init"
+            raise UserError(f"{name}: {weights} {problem}; {remedy}")
     T = model.config.block_size
     if config.seq_len > T:
         raise UserError(f"--seq-len {config.seq_len}: the context of --init {config.init} is {T}")

@@ -180,6 +180,12 @@ def describe(
     if available:
         steps = max(round(available / config.total_batch_size), 1)
         epochs = f"{tokens / available:.3f} of {available:,} training tokens, {steps:,} steps each"
+    validation = "none"
+    if available and config.eval_every:
+        _, shards = open_split(Path(config.data), "val", model.config.vocab_size)
+        there = sum(map(len, shards))
+        validation = f"the first {min(config.eval_tokens, there):,} of {there:,} tokens"
+        validation += " (--eval-tokens)" if config.eval_tokens < there else ""
     return {
         "device": device_line,
         "model": f"{model.num_parameters():,} parameters, "
@@ -188,6 +194,7 @@ def describe(
         "tokens": f"{tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
         "data": shown(config.data),
         "epochs": epochs,
+        "validation": validation,
     }
 
 

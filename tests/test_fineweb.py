@@ -287,6 +287,17 @@ def test_shard_0_is_for_validation_and_leaves_text_for_training(monkeypatch):
         assert shard_lengths(f"size{size}")[0] == first
 
 
+def test_the_files_of_validation_are_named(capsys):
+    """A folder is read by path, and a tenth of nine equal files ends in the first of them."""
+    for name in ("b/0", "b/1", "b/2", "b/3", "b/4", "c/0", "c/1", "c/2", "c/3"):
+        write(f"in/{name}.txt", b"ten words " * 50)
+    make("--input", "in")
+    assert "validation is from 1 of 9 files: in/b/0.txt\n" in capsys.readouterr().out
+    write("in/a/9.txt", b"other words " * 10)
+    make("--input", "in", "--out", "more")
+    assert "2 of 10 files: in/a/9.txt, in/b/0.txt\n" in capsys.readouterr().out
+
+
 not_utf8 = pa.array([b"ab\xff"]).view(pa.string())
 damaged = b"PAR1" + b"\xff" * 500 + parquet(DOCUMENTS)[504:]
 FILES = {  # name: (content, row)

@@ -1,5 +1,7 @@
 """--plan and the micro-batch: arithmetic, and memory against measurements."""
 
+import re
+
 import pytest
 
 import train_gpt2
@@ -78,7 +80,8 @@ def test_plan_prints_and_does_not_train(plan, tmp_path, monkeypatch):
 
 def test_epochs_are_advised_as_flags(plan, text, capsys):
     """The text has 2.6 steps of 1,024 tokens, so the warm-up of the preset would be longer."""
-    table = plan("--preset shakespeare --total-batch-size 1024 --data", text)
+    table = plan("--preset shakespeare --total-batch-size 1024 --eval-tokens 64 --data", text)
+    assert re.fullmatch(r"the first 64 of 2\d\d tokens \(--eval-tokens\)", table["validation"])
     assert table["two epochs"].startswith("--max-steps 5 --warmdown-steps 3 --warmup-steps 0, ")
     plan("--preset small --seq-len 64 --total-batch-size 1024 --data", text)
     train_gpt2.main(words("--plan --device cpu --preset small --data", text))
