@@ -280,14 +280,15 @@ def changes_of_the_page() -> dict[str, str]:
     return {title: section for title, _, section in sections if "```diff" in section}
 
 
-def write_fork(path: Path, change: str) -> Path:
-    """train_gpt2.py with a change of docs/forking.md, applied as the page says."""
+def write_fork(path: Path, *names: str) -> Path:
+    """train_gpt2.py with changes of docs/forking.md, applied as the page says."""
     if shutil.which("git") is None:
         pytest.skip("docs/forking.md applies its changes by git")
     path.parent.mkdir(exist_ok=True)
     script = Path(shutil.copy(ROOT / "train_gpt2.py", path.parent))
-    command, diff = ["git", "apply", "--verbose"], changes_of_the_page()[change].encode()
-    subprocess.run(command, input=diff, cwd=path.parent, check=True)
+    for name in names:
+        command, diff = ["git", "apply", "--verbose"], changes_of_the_page()[name].encode()
+        subprocess.run(command, input=diff, cwd=path.parent, check=True)
     return script.rename(path)
 
 

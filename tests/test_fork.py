@@ -36,9 +36,9 @@ CHANGES = changes_of_the_page()
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
-    """fork(name): makes the changed script the module `train_gpt2`."""
+    """fork(*names): makes the changed script the module `train_gpt2`."""
     path = tmp_path / "fork/train_gpt2.py"
-    return lambda name: import_file(write_fork(path, name), monkeypatch)
+    return lambda *names: import_file(write_fork(path, *names), monkeypatch)
 
 
 SMALL = "--n-layer 2 --n-head 4 --n-embd 32 --seq-len 64 --micro-batch-size 1 --optimizer muon"
@@ -90,15 +90,56 @@ def test_a_change_trains_resumes_samples_and_scores(name, fork, text, tmp_path, 
     assert float(acc_norm) == pytest.approx(losses(straight, "hella")[-1], abs=1e-4)
 
 
-def test_rotary_positions_are_relative(fork):
-    """Scores of queries and keys depend on their distance only."""
-    changed = fork("Rotary positions")
-    q, k = torch.randn(2, 1, 1, 1, 16).expand(2, 1, 1, 12, 16)  # the same at all positions
-    scores = (changed.rotate(q) @ changed.rotate(k).mT)[0, 0]  # (T, T)
-    for distance in range(12):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-    assert scores[0].std() > 0.01
+def llamas(tensors, n_layer):
+    """Weights or gradients of a fork with rotary positions, RMSNorm and SwiGLU, by Llama's names.
+
+    Both have (out, in) for weights of linear layers. What a fork has in one matrix is split."""
+    found = {"model.embed_tokens.weight": tensors["wte.weight"]}
+    found |= {"model.norm.weight": tensors["ln_f.weight"], "lm_head.weight": tensors["wte.weight"]}
+    for i in range(n_layer):
+        block, layer = f"h.{i}.", f"model.layers.{i}."
+        parts = tensors[f"{block}attn.c_attn.weight"].chunk(3)
+        for name, part in zip("qkv", parts, strict=True):
+            found[f"{layer}self_attn.{name}_proj.weight"] = part
+        parts = tensors[f"{block}mlp.c_fc.weight"].chunk(2)
+        for name, part in zip(("gate", "up"), parts, strict=True):
+            found[f"{layer}mlp.{name}_proj.weight"] = part
+        found[f"{layer}self_attn.o_proj.weight"] = tensors[f"{block}attn.c_proj.weight"]
+        found[f"{layer}mlp.down_proj.weight"] = tensors[f"{block}mlp.c_proj.weight"]
+        found[f"{layer}input_layernorm.weight"] = tensors[f"{block}ln_1.weight"]
+        found[f"{layer}post_attention_layernorm.weight"] = tensors[f"{block}ln_2.weight"]
+    return found
+
+
+def test_rotary_positions_rmsnorm_and_swiglu_make_a_llama(fork):
+    """The logits and gradients are those of transformers' Llama, from the same weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    changed = fork("Rotary positions", "RMSNorm, SwiGLU, no biases")
+    ours = changed.GPT(GPTConfig(block_size=64, n_layer=2, n_head=4, n_embd=48))
+    for parameter in ours.parameters():  # large, so that every part counts
+        nn.init.normal_(parameter, std=0.3)
+    config = LlamaConfig(
+        vocab_size=50257,
+        hidden_size=48,
+        intermediate_size=8 * 48 // 3,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        rms_norm_eps=torch.finfo(torch.float32).eps,  # that of nn.RMSNorm
+        tie_word_embeddings=True,
+    )
+    theirs = LlamaForCausalLM(config)
+    theirs.load_state_dict(llamas(dict(ours.named_parameters()), 2))
+    idx = torch.randint(50257, (2, 65), generator=torch.Generator().manual_seed(1))
+    expected = theirs(idx[:, :-1]).logits
+    torch.testing.assert_close(logits_of(ours, idx[:, :-1]), expected, atol=1e-4, rtol=1e-4)
+    F.cross_entropy(expected.flatten(0, 1), idx[:, 1:].flatten()).backward()
+    ours(idx[:, :-1], idx[:, 1:]).backward()
+    gradients = llamas({name: p.grad for name, p in ours.named_parameters()}, 2)
+    for name, parameter in theirs.named_parameters():
+        difference = parameter.grad - gradients[name]
+        assert difference.norm() <= 1e-4 * parameter.grad.norm(), name
 
 
 def test_the_training_loss_counts_in_every_way_of_computing_it(fork, text, tmp_path):
