@@ -123,7 +123,7 @@ def main(args: list[str] | None = None) -> None:
     sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         if sys.stdin.isatty():
-            print("prompt> ", end="", file=sys.stderr, flush=True)
+            print("prompt (Ctrl-C ends)> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:  # end of the input; an empty line is "\n"
             return

@@ -63,7 +63,7 @@ from support.progress import (
     warn_of_wrong_losses,
 )
 from support.ranks import Ranks, settle_buckets
-from support.run_folder import RunFolder
+from support.run_folder import RunFolder, settings_of_run
 from support.shards import check_tokens, holds_shards, open_split, open_tokenizer
 from support.tokenizer import VOCAB_SIZE, Tokenizer, get_tokenizer, printable, text_size
 
@@ -514,14 +514,16 @@ def choose_preset(preset: str) -> tuple[str, str]:
 def read_config(args: list[str] | None = None) -> TrainConfig:
     """Reads the command line. A UserError names everything that is wrong with it."""
     words = sys.argv[1:] if args is None else args
-    # The command line is read twice. The first time finds --preset, --device and --init, on which
-    # the defaults of the second time depend. --help waits for the second time.
+    # The command line is read twice. The first time finds the flags on which the defaults of the
+    # second time depend. --help waits for the second time.
     no_help = [word for word in words if word not in ("-h", "--help")]
     given = parse_args(TrainConfig, no_help)
     preset, _ = choose_preset(given.preset)
     defaults = {"compile": devices.uses_cuda(given.device)} | PRESETS[preset]
     if given.init != "scratch":
         defaults |= dict.fromkeys(SHAPE, 0)  # 0 means not given: the weights have their own
+    if given.resume and given.preset == "auto":
+        defaults |= settings_of_run(given)
     config = parse_args(TrainConfig, words, default=TrainConfig(**defaults))
 
     problems = find_problems(config)
@@ -990,7 +992,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         if config.save_every:
             # It does nothing if this step is saved. A full disk ends the run here.
             run.save(model, step, parts, facts, required=True)
-            hint = "--resume continues"
+            hint = f"--resume --log-dir {config.log_dir} continues"
         print0(f"stopped by a signal after {step} updates; {hint}")
         return status_after_signal()
 
@@ -1014,6 +1016,7 @@ def main(args: list[str] | None = None) -> int:
     ranks = Ranks.start(config.device, config.deterministic)
     preset, reason = choose_preset(config.preset)
     print0(f"preset: {preset} ({reason})")
+    config.preset = preset  # for run.json
     if ranks.device.type == "cpu" and not config.low_memory:
         # The process keeps freed memory for new tensors. Steps take less time, and more memory.
         devices.keep_freed_memory()

@@ -125,7 +125,9 @@ def comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
         for key in RECIPE
         if key in theirs and not same(ours[key], theirs[key])
     ]
-    changed += [f"{flag(key)} {ours[key]} (new)" for key in ours if ours[key] and key not in theirs]
+    # A fork's own settings. A reference of published runs has no seed.
+    new = ours.keys() - theirs.keys() - {"seed"}
+    changed += [f"{flag(key)} {ours[key]} (new)" for key in sorted(new) if ours[key]]
     if changed:
         print(f"settings unlike {name}'s: {', '.join(changed)}")
     return True
@@ -152,7 +154,10 @@ def judge_alone(streams: Streams, V: int) -> None:
         nothing = math.log(V)  # of a uniform guess among V tokens
         print(f"- the first loss is {first:.2f}; of a model that knows nothing it is {nothing:.2f}")
     val = streams.get("val", {})
-    if val:
+    if len(val) == 1:
+        ((step, loss),) = val.items()
+        print(f"- there is one validation loss, {loss:.4f} at step {step}")
+    elif val:
         best = min(val, key=val.get)
         print(f"- the validation loss went from {val[min(val)]:.4f} to {val[max(val)]:.4f}")
         if best != max(val):

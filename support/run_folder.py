@@ -8,7 +8,7 @@ found or do nothing. The formats are in log_txt.py, run_json.py and checkpoints.
 
 import contextlib
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +83,7 @@ class RunFolder:
         changed = ", ".join(differences(before, self.config, may_change))
         if changed:
             problem = f"{self.path} holds another run ({changed})"
-            remedy = "give its --preset and flags, or choose another --log-dir"
+            remedy = "leave out --preset and what differs, or choose another --log-dir"
             raise UserError(f"--resume: {problem}; {remedy}")
         if saved and self.saved_step > self.config.max_steps:
             problem = f"is beyond --max-steps {self.config.max_steps}"
@@ -281,6 +281,16 @@ class RunFolder:
         if "fingerprint" not in raw:  # it may need this precision
             command += ["--dtype", self.entries[-1]["dtype"]]
         print0(f"sample: {shlex.join(command)}")
+
+
+def settings_of_run(config: "TrainConfig") -> dict[str, Any]:
+    """The settings of the run in --log-dir, if there is one. It goes on with them, unless a flag
+    says otherwise. The micro-batch is chosen anew."""
+    entries = run_json.run_entries(config.log_dir)
+    before = entries[-1]["config"] if entries else {}
+    of_a_start = {"log_dir", "resume", "changed_code", "plan", "micro_batch_size"}
+    names = {field.name for field in fields(config)} - of_a_start
+    return {name: value for name, value in before.items() if name in names}
 
 
 def differences(before: dict[str, Any], config: "TrainConfig", may_change: set[str]) -> list[str]:

@@ -33,6 +33,7 @@ from tests.conftest import (
     train,
     words,
 )
+from tests.torture import assert_same
 from train_gpt2 import GPT, GPTConfig
 
 resource = pytest.importorskip("resource", reason="Windows has neither limits nor these signals")
@@ -177,6 +178,25 @@ def test_another_run_is_not_resumed_and_nothing_changes(start, log, tmp_path):
             with pytest.raises(UserError, match=message):
                 start(f"--max-steps 3 --save-every 1 --resume {flags}")
         assert contents(log) == before
+
+
+def test_a_run_goes_on_with_its_own_settings(start, log, monkeypatch, capsys):
+    """--resume needs no other flag, also if there are shards by now. Flags replace settings."""
+    start("--max-steps 4 --save-every 2 --seed 5 --min-lr 1e-4 --micro-batch-size 0")
+    shutil.copytree(log, log.with_name("resumed"))
+    for lost in ([], ["step_000002"]):  # from a checkpoint, and from the beginning
+        for name in ["step_000004", *lost]:
+            shutil.rmtree(log.with_name("resumed") / name)
+        monkeypatch.setattr(train_gpt2, "holds_shards", lambda folder: True)
+        args = words("--resume --log-dir", log.with_name("resumed"))
+        assert train_gpt2.main(args) == 0
+        assert "preset: shakespeare" in capsys.readouterr().out
+        assert_same(log, log.with_name("resumed"))
+    for flags, message in (("--seed 6", "--seed was 5"), ("--preset small", "n-embd.*--preset")):
+        with pytest.raises(UserError, match=message):
+            train_gpt2.main([*args, *flags.split()])
+    assert train_gpt2.main([*args, "--max-steps", "5"]) == 0
+    assert steps_of(log.with_name("resumed"))[-2:] == [4, 5]
 
 
 def test_a_finished_run_is_extended_and_keeps_its_last_loss(start, log):

@@ -340,8 +340,7 @@ def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeyp
         args = [*shape, *map(str, args), "--max-steps", "0", "--log-dir", str(tmp_path / f"{i}")]
         assert train_gpt2.main(args) == 0
         first, *_ = capsys.readouterr().out.splitlines()
-        says_why = "edu_fineweb10B" in first and "python fineweb.py" in first
-        assert says_why == automatic and "shakespeare" in first
+        assert ("python fineweb.py" in first) == automatic and "shakespeare" in first
     (tmp_path / "edu_fineweb10B/crawl/2013").mkdir(parents=True)
     (tmp_path / "edu_fineweb10B/crawl/2013/edufineweb_train_000001.npy").touch()
     assert defaults("", capsys)["--data"].endswith("input.txt"), "the data loader goes less deep"
