@@ -161,7 +161,7 @@ def judge_alone(streams: Streams, V: int) -> None:
         best = min(val, key=val.get)
         print(f"- the validation loss went from {val[min(val)]:.4f} to {val[max(val)]:.4f}")
         if best != max(val):
-            print(f"- it was lowest at step {best}, {val[best]:.4f}, and has risen since")
+            print(f"- it was lowest at step {best}, {val[best]:.4f}")
     print("reference/README.md says how to make a reference of your own")
 
 
@@ -220,6 +220,8 @@ def main(args: list[str] | None = None) -> int:
     if not comparable(ours, theirs, name):
         judge_alone(streams, V)
         return 1
+    if starts and "fingerprint" not in starts[-1]:
+        print("its run.json, without checkpoints, does not say whether its code is a GPT-2's")
     if starts and other_code(starts[-1], entries[-1]):
         print(f"no reference for this code: its model computes something else than {name}'s")
         judge_alone(streams, V)

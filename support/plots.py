@@ -51,11 +51,12 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
 
 
 def run_name(folder: str | Path) -> str:
-    """A log folder and what the command of its run said otherwise, such as "log_2 --n-embd 32"."""
-    entries = run_entries(folder)
-    flags = " ".join(entries[-1].get("command", [])[1:]) if entries else ""
-    flags = re.sub(r"--(log-dir|preset)[= ]\S+|--resume", "", flags)
-    return " ".join([str(folder), *flags.split()])
+    """A log folder and the other flags of its starts, such as "log_2 --n-embd 32"."""
+    flags = {}  # in the order of the starts, each once
+    for entry in run_entries(folder):
+        command = " ".join(entry.get("command", [])[1:])
+        flags[" ".join(re.sub(r"--(log-dir|preset)[= ]\S+|--resume", "", command).split())] = None
+    return " ".join(filter(None, [str(folder), *flags]))
 
 
 def on_fineweb(folder: str | Path) -> bool:

@@ -268,7 +268,8 @@ class RunFolder:
         print0(f"model: {checkpoint}/, {kind}")
         best, loss = self.best()
         if best not in (None, step):
-            advice = "the loss rose afterwards: train for fewer steps, or on more text"
+            last = self.val_losses.get(step, inf)
+            advice = f"if {last:.4f} at the end is clearly more, train for fewer steps"
             print0(f"best: {self.path}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
         command = ["python", shown(ROOT / "sample.py"), str(self.path)]
         if model.tokenizer is None:

@@ -47,7 +47,8 @@ def drawn(figures):
 def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
     """Those in log*/, also of another script; no line is outside of its panel."""
     config = {"total_batch_size": 10, "data": "input.txt"}
-    command = ["train_gpt2.py", "--preset", "small", "--log-dir=log", "--n-embd", "32", "--resume"]
+    resumed = ["train_gpt2.py", "--preset", "small", "--log-dir=log", "--n-embd", "32", "--resume"]
+    commands = [resumed[:-1], resumed, ["train_gpt2.py", "--resume"]]
     for name, loss in {"log_adamw": 6.0, "log": 5.0, "log_nanogpt": 4.0, "other": 7.0}.items():
         folder = tmp_path / name
         folder.mkdir()
@@ -55,7 +56,9 @@ def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
         lines += [f"8 val {loss - 1}\n8 hella 0.3\n9 val {loss - 0.5}\n"]
         (folder / "log.txt").write_text("".join(lines))
         if name != "log_nanogpt":  # another script's log
-            (folder / "run.json").write_text(json.dumps([{"config": config, "command": command}]))
+            (folder / "run.json").write_text(
+                json.dumps([{"config": config, "command": c} for c in commands])
+            )
     model = GPT(GPTConfig(16, 50257, 1, 1, 8))
     model.wpe.weight.data[:, [2, 5, 7]] *= torch.tensor([30.0, 3000.0, 300.0])
     model.save_pretrained(tmp_path / "log_adamw/step_000009")
