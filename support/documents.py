@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from support.errors_and_signals import UserError
-from support.shards import SUFFIX, not_utf8
+from support.shards import NO_TEXT, SUFFIX, not_utf8
 from support.tokenizer import LEARN_CHARS
 
 BATCH_ROWS = 256  # documents in a batch
@@ -122,7 +122,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
         if os.path.isfile(pattern):  # also if its name contains [
             found = [Path(pattern)]
         elif os.path.isdir(pattern):
-            found = [path for path in files_in(pattern) if path.name != "README.md"]
+            found = [path for path in files_in(pattern) if path.name not in NO_TEXT]
             found = [path for path in found if SUFFIX.search(path.name)]
         else:
             found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]

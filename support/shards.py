@@ -18,6 +18,7 @@ from support.command_line import print0
 from support.errors_and_signals import UserError
 from support.tokenizer import Tokenizer, encode, get_tokenizer, holds_vocabulary
 
+NO_TEXT = {"README.md", "merges.txt"}  # files of a folder that are not part of its text
 # The files of text that fineweb.py takes. (No .parquet.gz: .parquet is compressed inside.)
 SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
@@ -156,7 +157,8 @@ def open_split(data: Path, split: str, vocab_size: int) -> tuple[list[Path], lis
         raise UserError(f"{data}: no such file or folder; `python fineweb.py` makes shards")
     paths = find_shards(data, split) if data.is_dir() else []
     if not paths:
-        text = not data.is_dir() or any(SUFFIX.search(path.name) for path in data.rglob("*"))
+        names = {path.name for path in data.rglob("*")} - NO_TEXT
+        text = not data.is_dir() or any(map(SUFFIX.search, names))
         source = f"--input {data} --out my_shards" if text else f"--out {data}"
         problem = f"no {split} shards; `python fineweb.py {source}` makes them"
         raise UserError(f"{data}: {problem}")

@@ -296,6 +296,9 @@ def test_the_files_of_validation_are_named(capsys):
     write("in/a/9.txt", b"other words " * 10)
     make("--input", "in", "--out", "more")
     assert "2 of 10 files: in/a/9.txt, in/b/0.txt\n" in capsys.readouterr().out
+    write("in/merges.txt", b"a vocabulary")  # is no text
+    make("--input", "in", "--out", "third")
+    assert "2 of 10 files" in capsys.readouterr().out
 
 
 not_utf8 = pa.array([b"ab\xff"]).view(pa.string())
