@@ -56,6 +56,8 @@ def run_name(folder: str | Path) -> str:
     for entry in run_entries(folder):
         command = " ".join(entry.get("command", [])[1:])
         flags[" ".join(re.sub(r"--(log-dir|preset)[= ]\S+|--resume", "", command).split())] = None
+        if entry.get("world_size", 1) > 1:
+            flags[f"on {entry['world_size']} ranks"] = None
     return " ".join(filter(None, [str(folder), *flags]))
 
 

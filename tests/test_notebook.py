@@ -48,6 +48,7 @@ def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
     """Those in log*/, also of another script; no line is outside of its panel."""
     config = {"total_batch_size": 10, "data": "input.txt"}
     resumed = ["train_gpt2.py", "--preset", "small", "--log-dir=log", "--n-embd", "32", "--resume"]
+    about = {"config": config, "world_size": 2}
     commands = [resumed[:-1], resumed, ["train_gpt2.py", "--resume"]]
     for name, loss in {"log_adamw": 6.0, "log": 5.0, "log_nanogpt": 4.0, "other": 7.0}.items():
         folder = tmp_path / name
@@ -56,17 +57,16 @@ def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
         lines += [f"8 val {loss - 1}\n8 hella 0.3\n9 val {loss - 0.5}\n"]
         (folder / "log.txt").write_text("".join(lines))
         if name != "log_nanogpt":  # another script's log
-            (folder / "run.json").write_text(
-                json.dumps([{"config": config, "command": c} for c in commands])
-            )
+            (folder / "run.json").write_text(json.dumps([about | {"command": c} for c in commands]))
     model = GPT(GPTConfig(16, 50257, 1, 1, 8))
     model.wpe.weight.data[:, [2, 5, 7]] *= torch.tensor([30.0, 3000.0, 300.0])
     model.save_pretrained(tmp_path / "log_adamw/step_000009")
     (tmp_path / "log_adamw/step_000003").mkdir()  # older, and not read
     out, figures = run_play()
-    assert "log --n-embd 32: 9 train, 9 lr, 2 val, 1 hella" in out
+    assert "log --n-embd 32 on 2 ranks: 9 train, 9 lr, 2 val, 1 hella" in out
     legend = [text.get_text() for text in figures[0].axes[0].get_legend().texts]
-    assert legend == ["log --n-embd 32", "log_adamw --n-embd 32", "log_nanogpt"]
+    both = [f"{name} --n-embd 32 on 2 ranks" for name in ("log", "log_adamw")]
+    assert legend == [*both, "log_nanogpt"]
     for lowest, last in ((4.0, 4.5), (5.0, 5.5)):
         assert any(numbers(line)[-2:] == [lowest, last] for line in out.splitlines())
     lines = drawn(figures)
