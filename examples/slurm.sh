@@ -1,7 +1,8 @@
 #!/bin/bash
 # GPT-2 (124M) on two nodes of eight GPUs: `sbatch examples/slurm.sh`, in a folder that all nodes see. Make the shards
-# first. Another script and other flags, here on one node:
-# `sbatch --nodes=1 examples/slurm.sh train_rotary.py --preset gpt2 --seed 1338 --log-dir log_rotary`. If the nodes have no network, run `python hellaswag.py -m gpt2 --limit 1` before, for HellaSwag.
+# first. If the nodes have no network, run `python hellaswag.py -m gpt2 --limit 1` before, for HellaSwag.
+# It takes another script and other flags, here on one node:
+# sbatch --nodes=1 examples/slurm.sh train_rotary.py --preset gpt2 --seed 1338 --log-dir log_rotary
 # Two minutes before the time limit the run saves and stops. Submit it again, and it continues. Slurm requeues it by itself
 # only when a node fails or a job of higher priority takes its place.
 #
