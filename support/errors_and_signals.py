@@ -117,6 +117,9 @@ def collect_stop_signals() -> None:
         if number == signal.SIGINT and signal.SIGINT in received_signals:
             os._exit(130)
         received_signals.append(number)
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            # A print here could interrupt another print, which is an error.
+            os.write(2, b"\nIt stops after this step. Another Ctrl-C stops it at once.\n")
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if os.name != "nt":
