@@ -242,7 +242,8 @@ def train_all(
             if not curve:
                 if variant.name in failed:  # it would probably fail with each seed
                     continue
-                print(f"{name} …", flush=True)
+                console = folder.with_suffix(".txt")
+                print(f"{name}, whose output goes to {shown(console)} …", flush=True)
                 problem = train(variant, seed, config.out, config.nproc_per_node)
                 curve = read_curve(folder, config.stream)
             if not problem and not curve:
@@ -391,7 +392,8 @@ def main(args: list[str] | None = None) -> int:
     for name in ("SIGTERM", "SIGUSR1"):  # Slurm can send the second. Windows does not have it.
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, frame: sys.exit(143))
-    with locked(config.out, f"{config.out}: another compare.py uses it; choose another --out"):
+    in_use = f"{config.out}: another compare.py uses it; wait for its end, or choose another --out"
+    with locked(config.out, in_use):
         check(variants, seeds, config)
         found, failed = train_all(variants, seeds, config)
         print_table(variants, found, config)

@@ -31,9 +31,12 @@ FIRST_STEPS = 20
 TOLERANCE = {"float32": 1e-5, "tf32": 2.5e-3, "bfloat16": 2e-2}
 # Settings that a run and its reference must share to be compared.
 SHARED = ("data", "init", "seq_len", "n_layer", "n_head", "n_embd")
-# Settings that the losses are to judge; the report names those that differ.
-RECIPE = ("optimizer", "schedule", "max_lr", "min_lr", "warmup_steps", "warmdown_steps", "beta2")
-RECIPE += ("weight_decay", "grad_clip", "total_batch_size", "max_steps", "shuffle")
+# Settings that leave the losses as they are, up to chance and rounding. The report names all others
+# that differ.
+HARMLESS = {"preset", "seed", "log_dir", "resume", "changed_code", "plan", "device", "dtype"}
+HARMLESS |= {"micro_batch_size", "compile", "low_memory", "deterministic", "tensorboard", "wandb"}
+HARMLESS |= {"eval_every", "hellaswag_every", "hellaswag_data", "sample_every", "sample_prompt"}
+HARMLESS |= {"save_every", "keep_checkpoints", "keep_every"}
 
 Streams = dict[str, dict[int, float]]  # {stream: {step: value}}
 
@@ -120,14 +123,12 @@ def comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
             value, expected = Path(str(ours[key])).name, Path(str(theirs[key])).name
             print(f"no reference for {flag(key)} {value}: {name} has {expected}")
             return False
-    changed = [
-        f"{flag(key)} {ours[key]} ({theirs[key]})"
-        for key in RECIPE
-        if key in theirs and not same(ours[key], theirs[key])
-    ]
-    # A fork's own settings. A reference of published runs has no seed.
-    new = ours.keys() - theirs.keys() - {"seed"}
-    changed += [f"{flag(key)} {ours[key]} (new)" for key in sorted(new) if ours[key]]
+    changed = []
+    for key in [key for key in ours if key not in HARMLESS]:
+        if key not in theirs:  # a fork's own
+            changed += [f"{flag(key)} {ours[key]} (new)"] if ours[key] else []
+        elif not same(ours[key], theirs[key]):
+            changed.append(f"{flag(key)} {ours[key]} ({theirs[key]})")
     if changed:
         print(f"settings unlike {name}'s: {', '.join(changed)}")
     return True

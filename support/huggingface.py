@@ -198,10 +198,11 @@ def read_pretrained(
     else:
         known = same(logits, raw["fingerprint"])
     if not problem and not known:
-        problem = f"{name}: trained by code that computes something else than this code"
+        script = f" ({raw['script']})" if "script" in raw else ""
+        problem = f"{name}: trained by other code{script}, which computes something else"
         if other_code == "refuse":
             raise OtherCode(problem)
-        note(problem)
+        note(f"{problem}, so its losses are not the same with this code")
 
     state = read_weights(folder) if theirs is None else theirs.state_dict()
     state = state if fork else our_layout(state)
