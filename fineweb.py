@@ -392,11 +392,13 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
                 folder.write(shard, after)
                 if config.input and len(folder.shards) == 1:
                     # Nothing of a file is in shard 0 if that ends where the file begins.
-                    end = after.stream + (after != Place(after.stream))
+                    divided = after != Place(after.stream)
+                    end = after.stream + divided
                     names = [str(path) for path in source.paths[:end]]
                     count = f"{end} of {len(source.paths)} files"
                     some = names if end < 6 else [names[0], "…", names[-1]]
-                    tqdm.write(f"validation is from {count}: {', '.join(some)}")
+                    part = ", the last one in part" if divided else ""
+                    tqdm.write(f"validation is from {count}: {', '.join(some)}{part}")
                 if folder.is_finished():
                     return
 

@@ -59,6 +59,7 @@ from support.progress import (
     Progress,
     announce,
     print_cost,
+    print_evaluations,
     print_validation,
     warn_of_wrong_losses,
 )
@@ -256,7 +257,8 @@ class GPT(nn.Module):
         other_code: Literal["refuse", "accept", "adapt"] = "refuse",
         **changes: Any,
     ) -> "GPT":
-        """A GPT-2 from a folder or the Hub (`gpt2`, …), in float32 and evaluation mode.
+        """A GPT-2 from a folder or the Hub (`gpt2`, …), in float32 and evaluation mode. Of a run's
+        log folder it takes the newest checkpoint.
 
         `changes` gives fields of GPTConfig other values than config.json has.
 
@@ -672,6 +674,7 @@ class Evaluations:
         self.ranks = ranks
         self.autocast = autocast
         self.tasks = []
+        self.text_size = None
         self.results = {}  # the latest value of each evaluation
         if config.eval_every:
             T = config.seq_len
@@ -708,6 +711,7 @@ class Evaluations:
                 results["hella"] = hellaswag.accuracy(model, self.tasks, ranks, autocast)
             self.results |= results
             if results:
+                print_evaluations(step, results, self.text_size)
                 log(step, **results)
             if step > 0 and is_due(config.sample_every, step, config):
                 print_samples(model, self.prompt, ranks, autocast)

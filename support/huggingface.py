@@ -169,7 +169,7 @@ def read_pretrained(
     changes: fields of config_class, instead of those in config.json. other_code: what to do if the
     weights were trained by code that computes something else. "refuse" raises OtherCode, "accept"
     prints a note, and "adapt" also takes the weights that fit if others do not."""
-    folder = model_folder(name)
+    folder = find_model(str(name))
     raw = read_config(folder)
     fork = raw.get("model_type") == FORK_TYPE
     theirs = None

@@ -150,6 +150,16 @@ def warn_of_wrong_losses(model: "GPT", sequence: np.ndarray, autocast: torch.aut
         warn(f"{problem}, so all losses are too good: does attention see later tokens?")
 
 
+def print_evaluations(step: int, results: dict[str, float], text: TextSize | None) -> None:
+    """Prints a line for each result. `text` is what validation predicts, if it is a text."""
+    if "val" in results:
+        loss = results["val"]
+        per_character = f", {text.nats_per_character(loss):.4f} per character" if text else ""
+        print0(f"step {step:5d} validation loss {loss:.4f}{per_character}")
+    if "hella" in results:
+        print0(f"step {step:5d} HellaSwag {results['hella']:.4f}")
+
+
 def print_validation(loss: float, text: TextSize | None) -> None:
     """Prints the last validation loss, in nats per token. `text` is what it predicts, if it is."""
     print0(f"\nvalidation loss: {loss:.4f} nats per token")

@@ -23,8 +23,6 @@ from support.ranks import Ranks
 if TYPE_CHECKING:
     from train_gpt2 import GPT, TrainConfig
 
-PRINTED = {"val": "validation loss", "hella": "HellaSwag"}  # streams, as the console has them
-
 
 class RunFolder:
     """`with RunFolder(config, ranks) as run:` keeps other runs out of the folder.
@@ -168,9 +166,6 @@ class RunFolder:
         Skips evaluations that were logged before the run was resumed."""
         if any(" " in stream for stream in values):  # log.txt could not be read again
             raise ValueError(f"a stream's name contains a space: {', '.join(values)}")
-        for stream, name in PRINTED.items():
-            if stream in values:
-                print0(f"step {step:5d} {name} {values[stream]:.4f}")
         if self.ranks.rank > 0:
             return
         values = {name: value for name, value in values.items() if self.logged.get(name) != step}

@@ -1,5 +1,6 @@
 """What a run prints agrees with its log, with a clock and with the system."""
 
+import math
 import sys
 import time
 
@@ -35,8 +36,10 @@ def test_what_a_run_prints_agrees_with_its_log(text, tmp_path, capsys, at_step):
     assert min(ms[2:]) > 250 and sum(ms) < 1e3 * seconds
     assert numbers(updates[0])[8:] and not any(numbers(updates[-1])[8:]), "nothing is left"
     evaluations = [numbers(line) for line in lines if line not in updates]
-    expected = zip((0, 2, 4, 5), losses(log, "val"), strict=True)
-    assert evaluations == [[step, pytest.approx(loss, abs=5e-5)] for step, loss in expected]
+    # In this text a character is a byte.
+    per_character = [math.log(2) * bpb for bpb in losses(log, "bpb")]
+    expected = zip((0, 2, 4, 5), losses(log, "val"), per_character, strict=True)
+    assert evaluations == [pytest.approx(values, abs=6e-5) for values in expected]
     assert "LOG/" in out and "LOG/step_000005" in out
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9  # Linux has kibibytes
     if sys.platform == "linux" and not torch.cuda.is_initialized():

@@ -292,10 +292,15 @@ def test_the_files_of_validation_are_named(capsys):
     for name in ("b/0", "b/1", "b/2", "b/3", "b/4", "c/0", "c/1", "c/2", "c/3"):
         write(f"in/{name}.txt", b"ten words " * 50)
     make("--input", "in")
-    assert "validation is from 1 of 9 files: in/b/0.txt\n" in capsys.readouterr().out
+    assert (
+        "validation is from 1 of 9 files: in/b/0.txt, the last one in part\n"
+        in capsys.readouterr().out
+    )
     write("in/a/9.txt", b"other words " * 10)
     make("--input", "in", "--out", "more")
-    assert "2 of 10 files: in/a/9.txt, in/b/0.txt\n" in capsys.readouterr().out
+    assert (
+        "2 of 10 files: in/a/9.txt, in/b/0.txt, the last one in part\n" in capsys.readouterr().out
+    )
     write("in/merges.txt", b"a vocabulary")  # is no text
     make("--input", "in", "--out", "third")
     assert "2 of 10 files" in capsys.readouterr().out
