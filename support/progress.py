@@ -101,6 +101,8 @@ def announce(
     factors = {"micro-steps": micro_steps, "ranks": loader.world_size}
     more = [f" x {number} {name}" for name, number in factors.items() if number > 1]
     rows["batch"] = f"{loader.B} x {loader.T} tokens{''.join(more)}"
+    if config.compile:
+        rows["torch.compile"] = "on, so the first step takes longer"
     resumed = f", resumed from {checkpoint}" if checkpoint else ""
     rows["log and checkpoints"] = f"{config.log_dir}/{resumed}"
     for name, value in rows.items():

@@ -159,7 +159,8 @@ def open_split(data: Path, split: str, vocab_size: int) -> tuple[list[Path], lis
     if not paths:
         names = {path.name for path in data.rglob("*")} - NO_TEXT
         text = not data.is_dir() or any(map(SUFFIX.search, names))
-        source = f"--input {data} --out my_shards" if text else f"--out {data}"
+        folder = shlex.quote(str(data))
+        source = f"--input {folder} --out my_shards" if text else f"--out {folder}"
         problem = f"no {split} shards; `python fineweb.py {source}` makes them"
         raise UserError(f"{data}: {problem}")
     if os.name != "nt":  # each mapped shard counts as an open file, of which Linux allows 1,024

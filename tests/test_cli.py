@@ -45,9 +45,9 @@ SEVERAL = "--max-lr nan --warmup-steps -1 --n-head 3 --beta2 1 --eval-every 1 --
 
 
 def texts(tmp):
-    (tmp / "texts/more").mkdir(parents=True)
-    (tmp / "texts/more/a.txt").write_text("A text.")
-    return ["--data", tmp / "texts"]
+    (tmp / "texts(1)/more").mkdir(parents=True)
+    (tmp / "texts(1)/more/a.txt").write_text("A text.")
+    return ["--data", tmp / "texts(1)"]
 
 
 MISTAKES = {  # flags, given a folder; what the message names
@@ -55,7 +55,7 @@ MISTAKES = {  # flags, given a folder; what the message names
     "short text": (a_text("To be"), ["a.txt", "2 train", "16"]),
     "no UTF-8": (a_text("ok \xff", "latin-1"), ["a.txt", "UTF-8", "iconv -f CP1252"]),
     "UTF-16": (a_text("ok", "utf-16"), ["a.txt", "iconv -f UTF-16"]),
-    "a folder of texts": (texts, ["python fineweb.py --input", "texts --out my_shards"]),
+    "a folder of texts": (texts, ["python fineweb.py --input '", "texts(1)' --out my_shards"]),
     "no such text": (flags("--data my_text.txt"), ["my_text.txt: no such file"]),
     "no validation": (lambda tmp: ["--data", shards(tmp), "--eval-every 1"], [" val "]),
     "several": (
