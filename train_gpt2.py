@@ -749,7 +749,7 @@ def new_model(config: TrainConfig, initial: str = "", checkpoint: Path | None = 
         if tokenizer != get_tokenizer():
             model.tokenizer = tokenizer
     else:
-        weights = checkpoint or initial or huggingface.newest_checkpoint(config.init)
+        weights = checkpoint or initial or config.init
         try:
             other_code = "accept"
             if checkpoint:

@@ -124,11 +124,14 @@ def comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
             print(f"no reference for {flag(key)} {value}: {name} has {expected}")
             return False
     changed = []
-    for key in [key for key in ours if key not in HARMLESS]:
+    for key, value in ours.items():
+        if key in HARMLESS:
+            continue
         if key not in theirs:  # a fork's own
-            changed += [f"{flag(key)} {ours[key]} (new)"] if ours[key] else []
-        elif not same(ours[key], theirs[key]):
-            changed.append(f"{flag(key)} {ours[key]} ({theirs[key]})")
+            if value:
+                changed.append(f"{flag(key)} {value} (new)")
+        elif not same(value, theirs[key]):
+            changed.append(f"{flag(key)} {value} ({theirs[key]})")
     if changed:
         print(f"settings unlike {name}'s: {', '.join(changed)}")
     return True
@@ -222,7 +225,7 @@ def main(args: list[str] | None = None) -> int:
         judge_alone(streams, V)
         return 1
     if starts and "fingerprint" not in starts[-1]:
-        print("its run.json, without checkpoints, does not say whether its code is a GPT-2's")
+        print("its code is not compared: a run without checkpoints does not record what it computes")
     if starts and other_code(starts[-1], entries[-1]):
         print(f"no reference for this code: its model computes something else than {name}'s")
         judge_alone(streams, V)

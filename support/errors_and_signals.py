@@ -118,8 +118,10 @@ def collect_stop_signals() -> None:
             os._exit(130)
         received_signals.append(number)
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-            # A print here could interrupt another print, which is an error.
-            os.write(2, b"\nIt stops after this step. Another Ctrl-C stops it at once.\n")
+            # A print here could interrupt another print, which is an error. With `2>&1 | tee`
+            # nobody reads it, since Ctrl-C has ended tee as well.
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nThe run stops after this step. Another Ctrl-C stops it at once.\n")
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if os.name != "nt":

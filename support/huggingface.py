@@ -336,8 +336,9 @@ def load_gpt(folder: Path, device: torch.device, code: str = "") -> "GPT | None"
     path, kept = find_code(folder, raw), kept_code(folder, raw)
     advice = ""
     if kept is not None and (path is None or code):
-        changed = f"it was trained by {kept.name}, which has changed since or is not here"
-        advice = f"{folder}: {changed}; --code {shown(kept)} runs its copy"
+        gone = ", which has changed since or is not here" if path is None else ""
+        copy = f"--code {shown(kept)} runs its copy"
+        advice = f"{folder}: it was trained by {kept.name}{gone}; {copy}"
     if path is None and "fingerprint" not in raw and not code:  # nothing would be compared
         raise UserError(advice or f"{folder}: --code FILE must name the file with its model")
     model_class = load_gpt_class(Path(code) if code else path or ROOT / "train_gpt2.py")

@@ -303,6 +303,26 @@ def test_a_signal_saves_and_stops(name, status, at_step, text, tmp_path, monkeyp
     signal.signal(signal.SIGHUP, default)
 
 
+def test_ctrl_c_saves_although_nobody_reads_stderr(at_step, text, tmp_path):
+    """As with `2>&1 | tee`, since Ctrl-C ends tee as well."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stderr = os.dup(2)
+
+    def stop():
+        os.dup2(writer, 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    at_step(1, stop)
+    try:
+        assert train("--max-steps 4 --save-every 9 --data", text, "--log-dir", tmp_path) == 130
+    finally:
+        os.dup2(stderr, 2)
+        os.close(writer)
+        os.close(stderr)
+    assert steps_of(tmp_path) == [2]
+
+
 def test_a_signal_without_checkpoints_says_that_nothing_is_saved(at_step, text, tmp_path, capsys):
     at_step(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train("--max-steps 9 --data", text, "--log-dir", tmp_path) == 143
