@@ -225,7 +225,7 @@ def main(args: list[str] | None = None) -> int:
         judge_alone(streams, V)
         return 1
     if starts and "fingerprint" not in starts[-1]:
-        print("its code is not compared: a run without checkpoints does not record what it computes")
+        print("its code is not compared: without checkpoints a run does not say what it computes")
     if starts and other_code(starts[-1], entries[-1]):
         print(f"no reference for this code: its model computes something else than {name}'s")
         judge_alone(streams, V)
