@@ -32,13 +32,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
 import train_gpt2
-from support import devices, plan
+from support import devices, micro_batch
 from support.command_line import parse_args
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, write_text
 from support.log_txt import read_log
 from support.ranks import Ranks, torchrun_ranks
 from support.run_json import run_entries
+from support.shards import open_tokenizer
 from train_gpt2 import GPT, DataLoaderLite, TrainConfig
 
 RUNGS = {  # each keeps the changes of those before it, except ours
@@ -96,7 +97,7 @@ def measure_ours(flags: list[str], steps: int) -> Row:
 
 def meta_model(run: TrainConfig) -> GPT:
     with torch.device("meta"):  # allocates nothing
-        return train_gpt2.new_model(run)
+        return GPT(train_gpt2.model_config(run, open_tokenizer(run.data), weights=None))
 
 
 def rungs_of(run: TrainConfig) -> list[str]:
@@ -106,7 +107,7 @@ def rungs_of(run: TrainConfig) -> list[str]:
     used = {
         "tf32": precision in ("tf32", "bfloat16") and devices.has_tf32(device),
         "bf16": precision == "bfloat16",
-        "compile": run.compile,
+        "compile": run.compile == "on" or (run.compile == "auto" and device.type == "cuda"),
     }
     return [rung for rung in RUNGS if used.get(rung, True)]
 
@@ -115,12 +116,12 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
     """Trains in a plain loop with the changes up to `rung`."""
     changes = rungs_of(run)
     if rung not in changes:
-        raise UserError(f"--rung {rung}: not on this device, or needs -- --dtype or -- --compile")
+        raise UserError(f"--rung {rung}: not on this device, or needs -- --dtype or -- --compile on")
     changes = changes[: changes.index(rung) + 1]
     device = devices.choose_device(run.device)
     precisions = {"bf16": "bfloat16", "tf32": "tf32", "float32": "float32"}
     precision = next(name for change, name in precisions.items() if change in changes)
-    dtype, autocast = devices.use_precision(precision, device)
+    autocast = devices.use_precision(precision, device)
     attention = contextlib.nullcontext()
     if "flash" not in changes:
         attention = sdpa_kernel(SDPBackend.MATH)  # keeps the (T, T) matrices in memory
@@ -134,14 +135,17 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
 
     if "compile" in changes:
         loss_function = torch.compile(loss_function, dynamic=False)
+    dtype = devices.dtype_of(precision)
     optimizers = train_gpt2.configure_optimizers(model, run, dtype)
     if "fused" not in changes:
         for group in optimizers[-1].param_groups:  # AdamW's
             group["fused"] = None  # as torch chooses by default
 
     T = run.seq_len
-    B = plan.choose_micro_batch(run, model, Ranks(0, 1, device), dtype)
-    micro_steps = run.total_batch_size // (B * T)
+    compiled = "compile" in changes
+    B, micro_steps = micro_batch.choose_micro_batch(
+        run, model, Ranks(0, 1, device), dtype, compiled
+    )
     loader = DataLoaderLite(run.data, "train", B, T, seed=run.seed, shuffle=run.shuffle)
     ms = []
     with attention:

@@ -47,10 +47,12 @@ from support.devices import (
     padded_length,
     use_precision,
 )
-from support.errors_and_signals import RunError, UserError, run_and_exit
+from support.errors_and_signals import RunError, UserError, run_and_exit, stop_requested
 from support.files_and_locks import ROOT, atomic_path, sha256, write_text
-from support.huggingface import find_model, load_causal_lm, load_gpt
+from support.forks import load_gpt_class
+from support.huggingface import find_model, is_ours, load_causal_lm, tokenizer_of
 from support.ranks import Ranks
+from support.tokenizer import Tokenizer, WordTokenizer
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT
@@ -183,18 +185,22 @@ def score(
     ranks: Ranks,
     batch_size: int = 8,
     show_progress: bool = False,
-) -> dict[int, list[float]]:
+) -> dict[int, list[float]] | None:
     """Returns {index of a task: the summed losses of its four endings, in nats}.
 
-    Each rank scores its share of the tasks, and returns that."""
+    Each rank scores its share of the tasks, and returns that. It returns None if a rank has been
+    asked to stop."""
     # Tasks of similar lengths are scored together, so that rows need little padding.
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].length)
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    batches_of_rank = ranks.share(batches)  # Of two ranks, each gets every second batch.
-    if show_progress:  # only where there is one rank
-        batches_of_rank = progress_bar(batches_of_rank, "batch", total=len(batches))
+    rounds = range(0, len(batches), ranks.world_size)  # in each, every rank scores a batch
     losses_of_tasks = {}
-    for batch in batches_of_rank:
+    for first in progress_bar(rounds, "batch") if show_progress else rounds:
+        if ranks.any(stop_requested()):
+            return None
+        if first + ranks.rank >= len(batches):  # The last round has no batch for this rank.
+            break
+        batch = batches[first + ranks.rank]
         # A row has a context, one of its endings, and zeros at its end, so that all rows have the
         # same length. The zeros change nothing, since each token sees only earlier ones. The four
         # rows of a task follow each other.
@@ -235,19 +241,15 @@ def choices(task: Task, losses: list[float]) -> tuple[int, int]:
 # Models
 
 
-def wrap_gpt(gpt: "GPT") -> LanguageModel:
+def wrap_gpt(gpt: "GPT", tokenizer: Tokenizer) -> LanguageModel:
     """Wraps a GPT of train_gpt2.py for score()."""
-    if gpt.tokenizer is None:
-        raise UserError("HellaSwag is text, but this model was trained on numbers")
 
     def logits_at(tokens: Tensor, places: Places) -> Tensor:
-        logits = gpt(tokens, at=places)  # computes no other logits
-        # The logits after these, if any, belong to no token.
-        return logits[:, : gpt.tokenizer.n_vocab]
+        return gpt(tokens, at=places)  # computes no other logits
 
     return LanguageModel(
         max_length=gpt.config.block_size,
-        encode=gpt.tokenizer.encode_ordinary,
+        encode=tokenizer.encode_ordinary,
         start=[],
         logits_at=logits_at,
     )
@@ -258,7 +260,7 @@ MAX_LOGITS = 2**28  # So many transformers may compute at a time. They take 1 GB
 
 def wrap_transformers(folder: Path, device: torch.device) -> LanguageModel:
     """Loads any causal language model by transformers, with its own tokenizer, for score()."""
-    model, tokenizer = load_causal_lm(folder, device, torch.float32)  # without dropout
+    model, tokenizer = load_causal_lm(folder, device)  # in float32, without dropout
     check_causal(model, folder)
     config = model.config.get_text_config()  # A model of texts and images has several configs.
 
@@ -307,13 +309,13 @@ def check_causal(model: Any, folder: Path) -> None:
 # For train_gpt2.py
 
 
-def load_tasks(path: str, gpt: "GPT", ranks: Ranks) -> list[Task]:
+def load_tasks(path: str, gpt: "GPT", tokenizer: Tokenizer, ranks: Ranks) -> list[Task]:
     """The tasks in a .jsonl file, by default the official ones, tokenized for a GPT.
 
     If they cannot be downloaded, this prints a warning and returns [] on all ranks. The run then
-    goes on without HellaSwag, as does one whose data are numbers."""
-    if gpt.tokenizer is None:
-        note("HellaSwag is left out, since it is text, and the data are numbers")
+    goes on without HellaSwag, as does one whose vocabulary is not of English text."""
+    if isinstance(tokenizer, WordTokenizer):
+        note("HellaSwag is left out, since the vocabulary may not have the words of its tasks")
         return []
     problem = ""
     if not path and ranks.local_rank == 0:  # The first process of each machine downloads.
@@ -327,15 +329,24 @@ def load_tasks(path: str, gpt: "GPT", ranks: Ranks) -> list[Task]:
             print0(f"warning: training without HellaSwag: {found}")
             return []
     examples = read_examples(path)  # finds the file that was downloaded
-    return tokenize(examples, wrap_gpt(gpt))
+    return tokenize(examples, wrap_gpt(gpt, tokenizer))
 
 
-def accuracy(gpt: "GPT", tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:
-    """The acc_norm of a GPT. All ranks call this together, and get the same number.
+def accuracy(
+    gpt: "GPT",
+    tokenizer: Tokenizer,
+    tasks: list[Task],
+    ranks: Ranks,
+    autocast: torch.autocast,
+) -> float | None:
+    """The acc_norm of a GPT. All ranks call this together, and get the same number. It is None if
+    a rank has been asked to stop.
 
     `tasks` must not be empty."""
     with autocast:
-        losses_of_tasks = score(wrap_gpt(gpt), tasks, ranks)
+        losses_of_tasks = score(wrap_gpt(gpt, tokenizer), tasks, ranks)
+    if losses_of_tasks is None:
+        return None
     right = 0.0
     for i, losses in losses_of_tasks.items():
         if any(map(math.isnan, losses)):
@@ -364,8 +375,7 @@ class HellaSwagConfig:
     # precision of matrix products; losses are computed in float32, and added up in float64
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     json: str = ""  # file for the predictions and losses of every task
-    # file with the class GPT of the model; empty: the script that trained it, or train_gpt2.py
-    code: str = ""
+    code: str = str(ROOT / "train_gpt2.py")  # script that has trained the model
 
 
 def check_writable(path: str) -> None:
@@ -388,16 +398,19 @@ def main(args: list[str] | None = None) -> None:
     if device.type == "cpu":
         keep_freed_memory()  # makes scoring faster
     precision, device_line = choose_precision(config.dtype, device)  # The line names both.
-    _, autocast = use_precision(precision, device)
+    autocast = use_precision(precision, device)
     folder = find_model(config.model)  # downloads it if it is a name on the Hub
     examples = read_examples(config.data)
     if config.limit:
         examples = examples[: config.limit]
     print(f"model: {folder}; device: {device_line}")
 
-    # A model that was trained here is run by the file that defines it, others by transformers.
-    gpt = load_gpt(folder, device, config.code)  # None for others
-    model = wrap_gpt(gpt) if gpt is not None else wrap_transformers(folder, device)
+    # A model of train_gpt2.py, or of a changed copy, is run by that. Others by transformers.
+    if is_ours(folder):
+        gpt = load_gpt_class(config.code).from_pretrained(folder).to(device)
+        model = wrap_gpt(gpt, tokenizer_of(folder))
+    else:
+        model = wrap_transformers(folder, device)
     tasks = tokenize(examples, model)
     one_rank = Ranks(rank=0, world_size=1, device=device)
     with autocast:

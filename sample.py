@@ -6,21 +6,20 @@ python sample.py gpt2                                        # a hub name; asks 
 """
 
 import sys
-from codecs import IncrementalDecoder, getincrementaldecoder
+from codecs import getincrementaldecoder
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from tiktoken import Encoding
 from tyro.conf import Positional
 
 from support.command_line import flag, parse_args
 from support.devices import choose_device
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT
-from support.huggingface import find_model, load_gpt, read_config
-from support.model_code import load_gpt_class
+from support.forks import load_gpt_class
+from support.huggingface import find_model, tokenizer_of
+from support.tokenizer import Tokenizer, encode_prompt, text_bytes
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT
@@ -39,37 +38,23 @@ class SampleConfig:
     num_samples: int = 1  # samples per prompt
     device: str = "auto"  # auto, cpu, cuda or mps
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of matrix products
-    code: str = ""  # script whose model it is; empty: as the run recorded it, else train_gpt2.py
+    code: str = str(ROOT / "train_gpt2.py")  # script that has trained the model
 
 
-def load(name: str, device: torch.device, code: str) -> "GPT":
-    """The GPT-2 or the fork called `name`, whether this program has trained it or another."""
-    folder = find_model(name)
-    model = load_gpt(folder, device, code)
-    if model is not None:
-        return model
-    kind = read_config(folder).get("model_type")
-    if kind != "gpt2":
-        remedy = f'in Python, transformers.pipeline("text-generation", "{name}") samples from it'
-        raise UserError(f"{name}: a model of type {kind}, not a GPT-2; {remedy}")
-    model_class = load_gpt_class(Path(code or ROOT / "train_gpt2.py"))
-    return model_class.from_pretrained(folder).to(device)
-
-
-def sample(model: "GPT", prompt: str, config: SampleConfig, device: torch.device) -> None:
+def sample(
+    model: "GPT",
+    tokenizer: Tokenizer,
+    prompt: str,
+    config: SampleConfig,
+    device: torch.device,
+) -> None:
     """Prints continuations of the prompt, each token as soon as it is sampled."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
         raise UserError(f"prompt {prompt!a}: not UTF-8") from None
-    tokenizer = model.tokenizer
-    if tokenizer is None:  # It was trained on numbers.
-        eot = None
-        tokens = read_numbers(prompt, model.config.vocab_size)
-    else:
-        # Without a prompt: after <|endoftext|>, where a new document begins.
-        eot = tokenizer.eot_token
-        tokens = tokenizer.encode(prompt, allowed_special="all") or [eot]
+    eot = tokenizer.eot_token
+    tokens = encode_prompt(prompt, tokenizer)
     autocast = torch.autocast(
         device.type, getattr(torch, config.dtype), enabled=config.dtype != "float32"
     )
@@ -77,33 +62,16 @@ def sample(model: "GPT", prompt: str, config: SampleConfig, device: torch.device
         idx = torch.tensor([tokens], device=device)  # (1, T)
         generator = torch.Generator(device).manual_seed(config.seed + i)
         utf8 = getincrementaldecoder("utf-8")("replace")  # a character may span several tokens
-        show([token for token in tokens if token != eot], tokenizer, utf8)
+        known = [token for token in tokens if token != eot]
+        print(utf8.decode(text_bytes(known, tokenizer)), end="", flush=True)
         for _ in range(config.max_new_tokens):
             with autocast:
                 idx = model.generate(idx, 1, config.temperature, config.top_k, generator)
             token = int(idx[0, -1])
             if token == eot:
                 break
-            show([token], tokenizer, utf8)
+            print(utf8.decode(text_bytes([token], tokenizer)), end="", flush=True)
         print(utf8.decode(b"", final=True))
-
-
-def show(tokens: list[int], tokenizer: Encoding | None, utf8: IncrementalDecoder) -> None:
-    """Prints the text of tokens. Without a tokenizer they are numbers."""
-    if tokenizer is None:
-        text = "".join(f"{token} " for token in tokens)
-    else:
-        text = utf8.decode(tokenizer.decode_bytes(tokens))
-    print(text, end="", flush=True)
-
-
-def read_numbers(prompt: str, limit: int) -> list[int]:
-    """The numbers of a prompt, separated by spaces. UserError unless all are below `limit`."""
-    words = prompt.split()
-    if not words or not all(word.isdecimal() and int(word) < limit for word in words):
-        problem = f"this model continues numbers from 0 to {limit - 1}"
-        raise UserError(f"prompt {prompt!r}: {problem}, such as '0 1 2'")
-    return [int(word) for word in words]
 
 
 def main(args: list[str] | None = None) -> None:
@@ -115,9 +83,12 @@ def main(args: list[str] | None = None) -> None:
     if config.temperature != 0 and not 1e-6 <= config.temperature <= 1e6:
         raise UserError(f"--temperature {config.temperature}: must be 0, or from 1e-6 to 1e6")
     device = choose_device(config.device)
-    model = load(config.model, device, config.code)
+    gpt_class = load_gpt_class(config.code)
+    folder = find_model(config.model)  # downloads it if it is a name on the Hub
+    model = gpt_class.from_pretrained(folder).to(device)
+    tokenizer = tokenizer_of(folder)
     if config.prompt:
-        sample(model, config.prompt, config, device)
+        sample(model, tokenizer, config.prompt, config, device)
         return
     # Bytes that aren't UTF-8 are read as in an argument, where sample() reports them.
     sys.stdin.reconfigure(errors="surrogateescape")
@@ -127,7 +98,7 @@ def main(args: list[str] | None = None) -> None:
         line = sys.stdin.readline()
         if not line:  # end of the input; an empty line is "\n"
             return
-        sample(model, line.rstrip("\n"), config, device)
+        sample(model, tokenizer, line.rstrip("\n"), config, device)
 
 
 if __name__ == "__main__":

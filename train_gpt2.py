@@ -1,72 +1,70 @@
-"""Trains GPT-2 (124M) from scratch and saves it in Hugging Face format.
+"""Trains GPT-2 (124M) from scratch and saves it in Hugging Face's format.
 
-    python train_gpt2.py                  # GPT-2 if edu_fineweb10B/ has shards, else Shakespeare
+    python train_gpt2.py                  # GPT-2 if edu_fineweb10B/ has data, else Shakespeare
     python train_gpt2.py --preset gpt2 --data my_shards   # GPT-2 on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py --preset gpt2     # on eight GPUs
     python train_gpt2.py --resume                         # continues the run in log/
-    python train_gpt2.py --help                           # every flag, its default and unit
+    python train_gpt2.py --help                           # every flag and its default
 
 From top to bottom, this file has the model, the data loader, the settings, the optimizers, the
-evaluations, and train(), which is a run from set-up to its last line. The update of the weights is
-between two marked lines. Files, processes and devices are handled in support/. Wrong input raises
-UserError, which is printed as one line. A copy of this file with a changed model is called a fork
-(docs/forking.md).
+evaluations, and the training loop. Files, processes and devices are handled in support/.
 
-Shapes: B batch (sequences per micro-batch), T time (tokens per sequence), C channels (n_embd =
-n_head * head size), nh heads, hs head size, V vocabulary (GPT-2's has 50,257 tokens). A step is one
-update of the weights from total_batch_size tokens. The ranks share them equally, and each rank adds
-up the gradients of several micro-steps of B * T tokens. What is logged for step s was computed with
-the weights after s updates, so the loss of step 0 is that of the untrained model."""
+To try an idea, copy this file to my_idea.py, in the same folder, and change the copy. You can stop
+a run, edit my_idea.py, and go on with --resume, but these edits have consequences:
+- If a parameter is added, removed, renamed or reshaped, older checkpoints cannot be loaded.
+- If an optimizer is replaced, or gets other parameters, older checkpoints cannot be resumed.
+- If the model computes something else than GPT-2, its checkpoints are not GPT-2s for Hugging Face.
+  Then sample.py and hellaswag.py need --code my_idea.py.
+- If you rename the file and change it, --resume takes it for another experiment and refuses.
 
-import contextlib
-import itertools
+Terms: tokens are stored in files that are called shards. A step is one update of the weights, from
+total_batch_size tokens. The loss of step 0 is that of the initial weights. The processes that train
+together are called ranks, and usually each has a GPU. They share the tokens of a step equally. Each
+rank divides its share into micro-batches that fit into its memory, and adds up their gradients.
+
+Shapes: B sequences per micro-batch, T tokens per sequence, C channels (n_embd), nh heads of
+hs = C / nh channels, V tokens in the vocabulary (GPT-2's has 50,257).
+
+A UserError is something that the user can fix. A RunError is anything else that ends a run, such as
+a loss that is not finite. Both are printed as one line, without a traceback."""
+
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import indent
-from types import MethodType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint as recompute
 
 import hellaswag
-from support import devices, huggingface, plan
-from support.checkpoints import OptimizerStates, RandomStates, load_parts
-from support.command_line import flag, parse_args, print0, print_line, range_problems
+from support import checkpoints, devices, forks, huggingface, plan
+from support.command_line import absolute, flag, parse_args, print0, print_line, range_problems
 from support.errors_and_signals import (
     RunError,
-    Stopped,
     UserError,
     collect_stop_signals,
-    explain,
-    received_signals,
+    is_out_of_memory,
     run_and_exit,
     status_after_signal,
+    stop_requested,
 )
 from support.files_and_locks import ROOT
+from support.micro_batch import choose_micro_batch
 from support.muon import Muon
-from support.progress import (
-    Progress,
-    announce,
-    print_cost,
-    print_evaluations,
-    print_validation,
-    warn_of_wrong_losses,
-)
+from support.progress import Progress, print_cost, print_header, print_validation
 from support.ranks import Ranks, settle_buckets
-from support.run_folder import RunFolder, settings_of_run
+from support.run_folder import RunFolder, read_run
 from support.shards import check_tokens, holds_shards, open_split, open_tokenizer
-from support.tokenizer import VOCAB_SIZE, Tokenizer, get_tokenizer, printable, text_size
+from support.tokenizer import Tokenizer, encode_prompt, printable, text_size
 
 # --------------------------------------------------------------------------------------------------
 # Model: section 2.3 of "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019)
@@ -77,7 +75,7 @@ class GPTConfig:
     """The shape of a GPT-2. The defaults are GPT-2 small's, 124,439,808 parameters."""
 
     block_size: int = 1024  # longest context, in tokens
-    vocab_size: int = VOCAB_SIZE
+    vocab_size: int = 50257  # 256 bytes, 50,000 merged pairs and <|endoftext|>
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # attention heads per block
     n_embd: int = 768  # channels
@@ -94,13 +92,16 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
-        hs = C // self.n_head
-        # The queries, keys and values of all heads. Each is (B, T, C), and becomes (B, nh, T, hs).
-        parts = self.c_attn(x).split(C, dim=-1)
-        q, k, v = (part.view(B, T, self.n_head, hs).transpose(1, 2) for part in parts)
-        # softmax(q k^T / sqrt(hs)) v; a fused kernel never stores the (T, T) matrix.
+        nh = self.n_head
+        hs = C // nh
+        q, k, v = self.c_attn(x).split(C, dim=-1)  # (B, T, C) each
+        q = q.view(B, T, nh, hs).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, nh, hs).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(B, T, nh, hs).transpose(1, 2)  # (B, nh, T, hs)
+        # softmax(q k^T / sqrt(hs)) v, without ever storing the (T, T) matrix
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+        y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side
+        return self.c_proj(y)
 
 
 class MLP(nn.Module):
@@ -130,66 +131,63 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))  # each token on its own
 
 
-class LinearCrossEntropy(nn.Module):
-    """The same as F.cross_entropy(F.linear(x, weight), targets), but faster. It has no parameters.
-    It is a module so that torch.compile can compile it apart from the blocks.
+class Head(nn.Linear):
+    """The last layer. It computes the logits of the next token or, with targets, their loss."""
 
-    On a GPU a matrix product is faster if the weight has a multiple of 64 rows. So rows of zeros
-    are added to a copy of it, and 50,257 become 50,304. Copying takes far less time than this
-    saves. The weight itself keeps GPT-2's shape, as checkpoints need it. A bias of -inf gives the
-    added logits probability 0."""
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(B, T, C) -> logits (B, T, V), or the mean cross-entropy over the targets (B, T).
 
-    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """x (…, C), weight (V, C), targets (…) -> float32 scalar. Targets of -100 do not count."""
-        V = weight.size(0)
-        added = 64 * math.ceil(V / 64) - V  # rows
-        # F.pad takes the last dimension first.
-        weight = F.pad(weight, (0, 0, 0, added))  # (V + added, C)
+        Targets of -100 do not count."""
+        if targets is None:
+            return F.linear(x, self.weight)
+        # The loss is computed from the same logits. But a GPU is slow at matrix products with odd
+        # sizes, such as 50,257. So it gets a copy of the weight with rows of zeros at its end, up
+        # to a multiple of 64. The bias gives their logits probability 0, so they change nothing.
+        V = self.weight.size(0)
+        added = -V % 64  # rows
+        weight = F.pad(self.weight, (0, 0, 0, added))  # (V + added, C)
         bias = F.pad(x.new_zeros(V), (0, added), value=-math.inf)  # (V + added,)
-        logits = F.linear(x.flatten(0, -2), weight, bias)
-        return F.cross_entropy(logits.float(), targets.flatten())  # which ignores -100
+        logits = F.linear(x.flatten(0, 1), weight, bias)  # (B * T, V + added)
+        return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-100)
+
+
+# Hugging Face stores these weights as (in, out), and nn.Linear has them as (out, in).
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
 class GPT(nn.Module):
-    """GPT-2. Its parameters have GPT-2's names. Linear weights are (out, in) as in torch, and saved
-    as (in, out) as in Hugging Face's GPT-2."""
+    """GPT-2. Its parameters have the same names as in OpenAI's and Hugging Face's code."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # The tokenizer of its text, which is saved with it, or None if the data are numbers. For
-        # data with a vocabulary of their own new_model() sets another one.
-        self.tokenizer = get_tokenizer() if config.vocab_size >= VOCAB_SIZE else None
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # tokens
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # The head has the same weight as wte, and gets it at the end of __init__. Until then it is
-        # on "meta" without a weight, so the loop below draws nothing for it.
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
-        self.loss = LinearCrossEntropy()
+        # The head has no weight of its own. It shares that of wte.
+        self.lm_head = Head(config.n_embd, config.vocab_size, bias=False, device="meta")
+        self.lm_head.weight = self.wte.weight
 
-        # The initial weights of the linear layers and embeddings. Other parameters stay as they
-        # were made. If a layer is to start with zeros, say, set it after this loop.
+        # The initial weights. LayerNorms keep torch's, which are ones and zeros.
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding) and module is not self.lm_head:
                 std = 0.02
                 if name.endswith("c_proj"):
-                    # These add to the residual stream, twice per block. Its variance would grow
-                    # with depth if they were not scaled down (section 2.3 of the paper).
+                    # Two layers in each block add to the residual stream. Their smaller weights
+                    # keep its variance from growing with the depth (section 2.3 of the paper).
                     std /= math.sqrt(2 * config.n_layer)
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        self.lm_head.weight = self.wte.weight
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, at: tuple | None = None
     ) -> Tensor:
-        """Tokens (B, T) -> logits (B, T, V), or with targets (B, T) their mean cross-entropy.
+        """Tokens (B, T) -> logits (B, T, V), or with targets (B, T) their mean loss.
 
-        Without targets, `at` selects the positions whose logits are needed. It is an index into
-        (B, T), so (slice(None), -1) is the last position of each row."""
+        Sampling and HellaSwag need the logits of a few tokens only. `at` is an index into (B, T)
+        that selects them. For example, (slice(None), -1) selects the last token of each row."""
         T = idx.size(1)
         if self.config.block_size < T:
             raise UserError(f"{T} tokens, but the model's context is {self.config.block_size}")
@@ -199,9 +197,7 @@ class GPT(nn.Module):
         x = self.ln_f(x)
         if at is not None:
             x = x[at]
-        if targets is None:
-            return self.lm_head(x)
-        return self.loss(x, self.lm_head.weight, targets)  # which includes the head's product
+        return self.lm_head(x, targets)
 
     @torch.no_grad()
     def generate(
@@ -215,25 +211,24 @@ class GPT(nn.Module):
         """Continues idx (B, T) with samples of the top_k likeliest tokens. (B, T + max_new_tokens)
 
         With temperature 0 it always takes the likeliest token. With top_k 0 it may take any."""
-        block_size = self.config.block_size
-        # The logits of a larger vocabulary than the tokenizer's are not used.
-        V = self.tokenizer.n_vocab if self.tokenizer else self.config.vocab_size
-        k = min(top_k or V, V)
+        V = self.config.vocab_size
+        k = V if top_k == 0 else min(top_k, V)
         if temperature == 0:
             k = 1
             temperature = 1.0
         for _ in range(max_new_tokens):
-            window = idx[:, -block_size:]  # what fits in the context
+            window = idx[:, -self.config.block_size :]  # what fits into the context
             T = window.size(1)
-            # On a GPU the kernels of attention take time to prepare for each new length. So zeros
-            # are added there, up to a multiple of 64 tokens. No token attends to later ones.
-            zeros = devices.padded_length(T, idx.device, block_size) - T
-            window = F.pad(window, (0, zeros))
-            logits = self(window, at=(slice(None), T - 1))[:, :V].float() / temperature  # (B, V)
-            logits, candidates = logits.topk(k)  # (B, k) each
+            if idx.is_cuda:
+                # CUDA prepares its attention kernels for each new length, which takes time. So the
+                # length grows in steps of 64. No token sees the zeros that come after it.
+                length = min(64 * math.ceil(T / 64), self.config.block_size)
+                window = F.pad(window, (0, length - T))
+            logits = self(window, at=(slice(None), T - 1))  # (B, V), those of the last token
+            logits, candidates = (logits.float() / temperature).topk(k)  # (B, k) each
             p = logits.softmax(-1)
             if not p.isfinite().all():
-                raise RunError("the model's logits are not finite, so nothing can be sampled")
+                raise RunError("the model's logits are not finite, so it has diverged")
             choice = torch.multinomial(p, 1, generator=generator)  # (B, 1)
             idx = torch.cat([idx, candidates.gather(1, choice)], dim=1)
         return idx
@@ -242,60 +237,61 @@ class GPT(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, T: int) -> int:
-        """Training FLOPs per token: 6 N + 12 L C T (PaLM, Chowdhery et al. 2022, appendix B).
-
-        N counts the weights of the linear layers. What --low-memory computes a second time, in the
-        backward pass, does not count. Change this if your model computes something else."""
-        modules = self.named_modules(remove_duplicate=False)  # a layer used twice counts twice
-        N = sum(m.weight.numel() for _, m in modules if isinstance(m, nn.Linear))
+        """Training FLOPs per token: 6 N + 12 L C T, with L = n_layer (PaLM, Chowdhery et al. 2022,
+        appendix B). N counts the weights of the linear layers, including the head."""
+        N = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path,
-        other_code: Literal["refuse", "accept", "adapt"] = "refuse",
-        **changes: Any,
-    ) -> "GPT":
-        """A GPT-2 from a folder or the Hub (`gpt2`, …), in float32 and evaluation mode. Of a run's
-        log folder it takes the newest checkpoint.
+    def from_pretrained(cls, name: str | Path) -> "GPT":
+        """The model in a folder, the newest checkpoint in the log folder of a run, or a GPT-2 of
+        the Hub, such as gpt2-medium. It is in evaluation mode."""
+        folder = huggingface.find_model(name)
+        model = cls(huggingface.read_model_config(folder, GPTConfig))
+        model.load_weights(folder)
+        return model.eval()
 
-        `changes` gives fields of GPTConfig other values than config.json has.
+    def load_weights(self, folder: Path) -> None:
+        """Loads the weights in a model's folder. A UserError if they are not for this model."""
+        tensors, is_gpt2 = huggingface.read_tensors(folder, self)  # also checks who trained them
+        if is_gpt2:  # from Hugging Face's names and layout
+            tensors = {
+                name.removeprefix("transformer."): tensor.T if name.endswith(TRANSPOSED) else tensor
+                for name, tensor in tensors.items()
+            }
+            tensors["lm_head.weight"] = tensors["wte.weight"]
+        huggingface.load_tensors(self, tensors, folder)  # all of them must fit
 
-        config.json has some logits of a small test model, by the code that trained the weights. If
-        this code computes others (support/fingerprint.py), `other_code` says what to do. "refuse"
-        raises UserError. "accept" prints a note, but all tensors must fit. "adapt" prints a note,
-        and tensors that do not fit keep their initial values."""
-        with torch.device("cpu"):  # whatever the default device is
-            return huggingface.read_pretrained(cls, GPTConfig, name, other_code, changes)
+    def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
+        """Writes the model as a GPT-2 of Hugging Face, with its tokenizer if one is given.
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes a Hugging Face GPT-2 with its tokenizer. If this file has been changed, so that
-        transformers' GPT-2 would compute something else, config.json has another model_type."""
-        huggingface.write_pretrained(self, Path(folder))
+        If the model has been changed and is no GPT-2 any more, its files do not claim to be one."""
+        tensors = self.state_dict()
+        is_gpt2 = forks.is_gpt2(self)  # compares a small model with a GPT-2
+        if is_gpt2:  # to Hugging Face's names and layout
+            del tensors["lm_head.weight"]
+            tensors = {
+                f"transformer.{name}": tensor.T if name.endswith(TRANSPOSED) else tensor
+                for name, tensor in tensors.items()
+            }
+        huggingface.write_model(Path(folder), self, tensors, is_gpt2, tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------
-# Data. support/shards.py opens shards and .txt files.
-
-SHARDS_FOLDER = "edu_fineweb10B"  # where fineweb.py writes its shards
+# Data
 
 
 class DataLoaderLite:
     """Batches of sequences and their targets, epoch after epoch.
 
-    An epoch reads the shards in random order, and the sequences of each shard in random order. It
-    skips some tokens at the beginning of each shard, from 0 to T - 1, and the next epoch skips
-    another number. With T = 4, for example, one epoch may read tokens 3-6, 7-10 and so on of a
-    shard, and the next epoch tokens 1-4, 5-8 and so on. These are other sequences. A model that
-    reads a text many times learns more from them than from the same ones (bench/order).
+    An epoch cuts each shard into sequences of T tokens. It reads the shards in random order, and
+    the sequences of a shard in random order. In each epoch the first cut is at another random
+    token, so no two epochs have the same sequences, which helps a model that reads a small text
+    many times (bench/order).
 
-    Every epoch takes the same number of sequences from a shard. No token is an input twice in an
-    epoch, and fewer than 2 T tokens of a shard are left out.
-
-    The order depends only on the seed. The ranks take the next B sequences each, in turn. So a step
-    has the same tokens for any number of ranks and any B, and a resumed run goes to its place by
-    the number of sequences that all ranks together have read."""
+    The sequences of a run are numbered in this order, which depends only on the seed. Rank 0 takes
+    the first B of them, rank 1 the next B, and so on. So a step has the same tokens for any B and
+    any number of ranks, and a resumed run only needs to know how many sequences were read."""
 
     def __init__(
         self,
@@ -308,123 +304,149 @@ class DataLoaderLite:
         seed: int = 1337,
         shuffle: bool = True,
         device: torch.device | str = "cpu",
-        vocab_size: int = 0,
     ):
-        """`data` is a folder of shards, or a .txt file. `split` is train or val. Batches are put on
-        `device`. All tokens must be below `vocab_size`, which is that of the data's tokenizer if it
-        is not given."""
+        """`data` is a folder of shards, or a .txt file, which is tokenized into one shard. `split`
+        is "train" or "val". `world_size` is the number of ranks. Batches are put on `device`.
+        Without `shuffle` everything is read in order, from the first token on."""
         self.B = B  # sequences per batch
         self.T = T  # tokens per sequence
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
-        self.shuffle = shuffle  # False: everything in order, from the first token on
+        self.shuffle = shuffle
         self.device = torch.device(device)
-        # The files, and their tokens, which are memory-mapped, so only what is read is loaded.
-        self.vocab_size = vocab_size or open_tokenizer(Path(data)).n_vocab
-        self.paths, self.shards = open_split(Path(data), split, self.vocab_size)
-        # What a resumed run must find again: the name of each shard in `data`, and its length.
-        names = [path.relative_to(data).as_posix() for path in self.paths]
-        self.lengths = dict(zip(names, map(len, self.shards), strict=True))
-        self.total_tokens = sum(map(len, self.shards))
-        self.sequences_per_epoch = sum(self.divide(tokens)[0] for tokens in self.shards)
+        self.vocab_size = open_tokenizer(data).n_vocab
+        # The files of the shards, and their tokens. The arrays are memory-mapped, so only what is
+        # used is read from the disk.
+        self.paths, self.shards = open_split(data, split, self.vocab_size)
+        self.lengths = [  # by which a resumed run knows its data again
+            (path.name, len(tokens)) for path, tokens in zip(self.paths, self.shards, strict=True)
+        ]
+        # A sequence begins at a number of tokens from the beginning of all shards in a row.
+        ends = np.cumsum([len(tokens) for tokens in self.shards])
+        self.total_tokens = int(ends[-1])
+        self.offsets = ends - [len(tokens) for tokens in self.shards]  # the first token of each
+        # The number of sequences in each shard. As many as fit after the latest first cut, so that
+        # all epochs have equally many. The last token of a shard is only a target.
+        latest = T - 1 if shuffle else 0
+        self.counts = [max(len(tokens) - 1 - latest, 0) // T for tokens in self.shards]
+        self.sequences_per_epoch = sum(self.counts)
         if self.sequences_per_epoch == 0:
             size = f"{self.total_tokens} {split} tokens"
-            problem = f"{size}, too few for a sequence of {T} and its target"
+            problem = f"{size}, too few for sequences of {T}"
             raise UserError(f"{data}: {problem}; take more text or a smaller --seq-len")
-        self.go_to(0)  # sets self.upcoming, the places of the sequences to come
+        self.epoch = -1  # of self.order
+        self.thread = ThreadPoolExecutor(max_workers=1)
+        self.go_to(0)
 
-    def divide(self, tokens: np.ndarray) -> tuple[int, int]:
-        """(how many sequences of a shard an epoch reads, how many tokens it may skip at most)"""
-        inputs = len(tokens) - 1  # the last token can only be a target
-        # It may skip T - 1 tokens, or fewer in a short shard, of which one sequence must be left.
-        # The number of sequences is what fits after the longest skip, so all epochs have the same.
-        most = max(min(self.T - 1, inputs - self.T), 0) if self.shuffle else 0
-        return (inputs - most) // self.T, most
-
-    def places(self, first_epoch: int = 0) -> Iterator[tuple[int, int]]:
-        """Yields the place of each sequence, epoch after epoch: its shard and its first token."""
-        # How many tokens an epoch skips: each number once in T epochs, in random order.
-        skips = self.shuffled(self.T, np.random.PCG64(self.seed))
-        for epoch in itertools.count(first_epoch):
-            random = np.random.PCG64((self.seed, epoch))
-            for shard in self.shuffled(len(self.shards), random):
-                count, most = self.divide(self.shards[shard])
-                skip = min(skips[epoch % self.T], most)  # 0 without shuffle
-                for i in self.shuffled(count, random):
-                    yield shard, skip + i * self.T
-
-    def shuffled(self, n: int, random: np.random.PCG64) -> Sequence[int]:
-        """The numbers from 0 to n - 1, in random order unless shuffle is off."""
-        if not self.shuffle:
-            return range(n)
-        # Sorted by raw random numbers, since all versions of NumPy draw the same ones. The order
-        # of its shuffle() may change with the version.
-        return random.random_raw(n).argsort(kind="stable").tolist()
-
-    def read(self, places: Iterable[tuple[int, int]]) -> np.ndarray:
-        """The sequences at these places, each with its last target. (n, T + 1) uint16"""
-        rows = []
-        for shard, start in places:
-            tokens = self.shards[shard][start : start + self.T + 1]
-            check_tokens(tokens, self.paths[shard], self.vocab_size)
-            rows.append(tokens)
-        return np.stack(rows)
+    def go_to(self, n: int) -> None:
+        """Makes the next batch begin after n sequences, counted over all ranks."""
+        self.next_sequence = n + self.rank * self.B
+        self.reading: Future[np.ndarray] | None = None  # the next batch
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next inputs and targets of this rank, (B, T) int64 each."""
-        of_all_ranks = list(itertools.islice(self.upcoming, self.world_size * self.B))
-        mine = of_all_ranks[self.rank * self.B :][: self.B]
-        tokens = torch.from_numpy(self.read(mine).astype(np.int64))  # (B, T + 1)
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            tokens = tokens.pin_memory()  # the copy then does not wait for running kernels
-        tokens = tokens.to(self.device, non_blocking=on_gpu)
+        if self.reading is None:
+            self.reading = self.thread.submit(self.read, self.next_sequence, self.B)
+        tokens = torch.from_numpy(self.reading.result())  # (B, T + 1)
+        # The thread reads the following batch while the device computes with this one.
+        self.next_sequence += self.B * self.world_size
+        self.reading = self.thread.submit(self.read, self.next_sequence, self.B)
+        if self.device.type == "cuda":
+            # From pinned memory the copy to the GPU does not make the CPU wait.
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
+        tokens = tokens.to(self.device)
         # The target of each token is the token after it.
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def go_to(self, n: int) -> None:
-        """Continues as if n sequences had been read, by all ranks together."""
-        epoch, in_epoch = divmod(n, self.sequences_per_epoch)
-        self.upcoming = itertools.islice(self.places(epoch), in_epoch, None)
+    def read(self, first: int, n: int) -> np.ndarray:
+        """n sequences of the run from number `first` on, with their targets. (n, T + 1) int64"""
+        rows = []
+        for number in range(first, first + n):
+            epoch, i = divmod(number, self.sequences_per_epoch)
+            if epoch != self.epoch:
+                self.order = self.order_of(epoch)
+                self.epoch = epoch
+            shard = np.searchsorted(self.offsets, self.order[i], side="right") - 1
+            start = self.order[i] - self.offsets[shard]
+            tokens = self.shards[shard][start : start + self.T + 1]
+            # A UserError if a token is too high, as in a damaged file.
+            check_tokens(tokens, self.paths[shard], self.vocab_size)
+            rows.append(tokens)
+        return np.stack(rows).astype(np.int64)
+
+    def order_of(self, epoch: int) -> np.ndarray:
+        """Where the sequences of an epoch begin, in the order in which they are read."""
+        def shuffled(n: int, random: np.random.PCG64) -> np.ndarray:
+            if not self.shuffle:
+                return np.arange(n)
+            return random.random_raw(n).argsort(kind="stable")
+
+        skips = shuffled(self.T, np.random.PCG64(self.seed))
+        random = np.random.PCG64((self.seed, epoch))
+        begins = []
+        for shard in shuffled(len(self.shards), random):
+            begin = self.offsets[shard] + (skips[epoch % self.T] if self.shuffle else 0)
+            begins.append(begin + shuffled(self.counts[shard], random) * self.T)
+        return np.concatenate(begins)
 
 
 # --------------------------------------------------------------------------------------------------
-# Settings. The library tyro makes a flag of every field. It prints the comment at the end of the
-# line, or else the one directly above it, as the flag's help.
+# Settings
+
+SHARDS_FOLDER = "edu_fineweb10B"  # where fineweb.py writes its shards
+Preset = Literal["auto", "gpt2", "gpt2-fast", "gpt3", "small", "shakespeare"]
+Dtype = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
 
 
+# Each field is a flag of the command line: max_steps is --max-steps, and --help shows its comment.
 @dataclass
-class RunConfig:
-    """How to run. These settings, and those that you add here, may change on resume."""
+class TrainConfig:
+    """The settings of a run. Flags replace the values of the preset."""
 
-    # a recipe with values for the other flags; auto: gpt2 if edu_fineweb10B/ has shards, else
-    # shakespeare
-    preset: Literal["auto", "gpt2", "gpt2-fast", "gpt3", "small", "shakespeare"] = "auto"
-    data: str = SHARDS_FOLDER  # folder of token shards, also in subfolders, or .txt file
-    log_dir: str = "log"  # folder of the run; without --resume an earlier run there is renamed
+    # What to train on, and where to start
+
+    preset: Preset = "auto"  # a recipe; auto: gpt2 if edu_fineweb10B/ has data, else shakespeare
+    data: str = SHARDS_FOLDER  # folder with token shards, also in its subfolders, or a .txt file
+    init: str = "scratch"  # scratch, a GPT-2 of the Hub, such as gpt2-medium, or a model's folder
+    log_dir: str = "log"  # folder of the run; an earlier run in it is renamed, or resumed
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
-    changed_code: bool = False  # resume although this code computes something else than before
     plan: bool = False  # print estimated FLOPs, memory and time, try one step, and exit
+    seed: int = 1337  # seed of the initial weights and of the data order
+    shuffle: bool = True  # read shards and their sequences in another random order in every epoch
 
-    # Length and learning rate of the run. If it diverges, lower max_lr.
+    # The shape of the model
+
+    n_layer: int = 12  # number of blocks
+    n_head: int = 12  # number of attention heads
+    n_embd: int = 768  # number of channels (C)
+
+    # Batches and optimization
+
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
-    max_lr: float = 6e-4  # learning rate at the end of the warm-up
+    total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
+    seq_len: int = 1024  # tokens per sequence (T)
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the linear layers inside the blocks
+    max_lr: float = 6e-4  # learning rate at the end of the warm-up; lower it if the loss diverges
     min_lr: float = 6e-5  # what the learning rate falls to
+    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear in the warm-down
+    warmup_steps: int = 715  # steps in which the rate rises; 715 are GPT-3's 375 million tokens
     warmdown_steps: int = 5000  # the last steps, in which the rate falls if the schedule is wsd
+    weight_decay: float = 0.1  # decoupled weight decay of matrices
+    beta2: float = 0.95  # AdamW's decay rate of squared gradients
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
 
-    # What only changes speed and rounding.
+    # Speed and memory
+
     device: str = "auto"  # auto, cpu, cuda or mps
-    # precision of matrix products; tf32: float32 with TF32 products, on a CUDA GPU that has them
-    dtype: Literal["auto", "float32", "tf32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"  # precision of matrix products; tf32: float32, rounded for the product
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
-    # use torch.compile; read_config() turns it on for a CUDA GPU, except with preset shakespeare
-    compile: bool = False
-    low_memory: bool = False  # recompute blocks in the backward pass
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a CUDA GPU
+    low_memory: bool = False  # compute blocks again in the backward pass instead of storing them
     deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
 
-    # Evaluations and samples.
+    # Evaluations and samples
+
     eval_every: int = 250  # steps between validation losses; 0: never
     eval_tokens: int = 10_485_760  # tokens per validation loss (at most the whole split)
     hellaswag_every: int = 250  # steps between HellaSwag evaluations; 0: never
@@ -432,44 +454,27 @@ class RunConfig:
     sample_every: int = 250  # steps between samples; 0: never
     sample_prompt: str = "Hello, I'm a language model,"  # what samples continue; empty: a line end
 
-    # Checkpoints and logs.
+    # Checkpoints and logs
+
     save_every: int = 1000  # steps between checkpoints; 0: never
-    keep_checkpoints: int = 3  # number of recent checkpoints to keep, plus the best; 0: all
-    keep_every: int = 0  # never delete checkpoints at multiples of this many steps; 0: none
+    keep_checkpoints: int = 3  # how many to keep, besides that of the lowest val loss; 0: all
     tensorboard: bool = False  # also log to TensorBoard, in log_dir/tensorboard/
     wandb: bool = False  # also log to Weights & Biases
 
 
-@dataclass
-class TrainConfig(RunConfig):
-    """Trains a GPT-2 from scratch or given weights. Flags override the values of the preset."""
+# With --init these are 0, unless they are given, and the weights decide.
+SHAPE = ("n_layer", "n_head", "n_embd")
 
-    # What to train. These settings, and those that you add here, must not change on resume. If
-    # GPTConfig has a field of the same name, the model gets its value. A checkpoint from before you
-    # added a field counts as having the default. So let the default mean "off".
-
-    # scratch, a Hub name (gpt2, gpt2-medium, …), the folder of a GPT-2, or that of a run
-    init: str = "scratch"
-    seed: int = 1337  # seed of the initial weights and of the data order
-    shuffle: bool = True  # another random order of shards and of their sequences in every epoch
-    numbers: int = 0  # the data are no text, but numbers below this one; 0: they are text
-    total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
-    seq_len: int = 1024  # tokens per sequence (T)
-    n_layer: int = 12  # number of blocks
-    n_head: int = 12  # number of attention heads
-    n_embd: int = 768  # number of channels (C)
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the blocks
-    weight_decay: float = 0.1  # decoupled weight decay of matrices
-    beta2: float = 0.95  # AdamW's decay rate of squared gradients
-    # after the warm-up: cosine, or wsd, which is constant and falls linearly at the end
-    schedule: Literal["cosine", "wsd"] = "cosine"
-    warmup_steps: int = 715  # steps of linear warm-up; 715 are GPT-3's 375 million tokens
-
-
-SHAPE = ("n_layer", "n_head", "n_embd")  # with --init the weights decide these
+# --resume refuses to continue a run with other values of these settings. The others may change: a
+# lower rate may save a run that diverges, and more steps make it longer. If you add a setting that
+# must stay the same during a run, add it here.
+MUST_NOT_CHANGE = (
+    *("preset", "init", "seed", "shuffle", *SHAPE, "total_batch_size", "seq_len"),
+    *("optimizer", "schedule", "warmup_steps", "weight_decay", "beta2"),
+)
 
 # fmt: off
-# A preset replaces some of the defaults above. Flags, in turn, replace values of the preset.
+# A preset replaces some of the defaults above.
 PRESETS = {
     # GPT-2 small on 10 billion tokens. The values are GPT-3's (Brown et al. 2020, table 2.1 and
     # appendix B), as in Karpathy's build-nanogpt. They are the defaults above.
@@ -490,11 +495,11 @@ PRESETS = {
         save_every=250,
     ),
     # A model of 3.4 million parameters on Shakespeare, for two minutes on two CPU cores. Of the
-    # values tried, these reach the lowest loss in that time (bench/recipes). It does not compile,
+    # values tried, these reach the lowest loss in that time (bench/recipes). It is not compiled,
     # which would take another minute.
     "shakespeare": dict(
         data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=32,
-        n_layer=4, n_head=4, n_embd=64, compile=False,
+        n_layer=4, n_head=4, n_embd=64, compile="off",
         optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
         warmdown_steps=450, beta2=0.995,
         eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300,
@@ -504,59 +509,67 @@ PRESETS = {
 # fmt: on
 
 
-def choose_preset(preset: str) -> tuple[str, str]:
-    """The preset that --preset means, and the reason."""
-    if preset != "auto":
-        return preset, "as requested"
-    if holds_shards(Path(SHARDS_FOLDER)):
-        return "gpt2", f"{SHARDS_FOLDER}/ has shards; --preset shakespeare is the small run"
-    return "shakespeare", "needs no download; for gpt2, `python fineweb.py` makes the shards"
-
-
 def read_config(args: list[str] | None = None) -> TrainConfig:
-    """Reads the command line. A UserError names everything that is wrong with it."""
-    words = sys.argv[1:] if args is None else args
-    # The command line is read twice. The first time finds the flags on which the defaults of the
-    # second time depend. --help waits for the second time.
-    no_help = [word for word in words if word not in ("-h", "--help")]
-    given = parse_args(TrainConfig, no_help)
-    preset, _ = choose_preset(given.preset)
-    defaults = {"compile": devices.uses_cuda(given.device)} | PRESETS[preset]
-    if given.init != "scratch":
-        defaults |= dict.fromkeys(SHAPE, 0)  # 0 means not given: the weights have their own
-    if given.resume and given.preset == "auto":
-        defaults |= settings_of_run(given)
-    config = parse_args(TrainConfig, words, default=TrainConfig(**defaults))
+    """The settings of a run. The command line is `args`, or that of the process.
 
-    problems = find_problems(config)
+    Each value comes from the first of these that has it:
+    1. the flag on the command line,
+    2. with --resume, the settings of the run in --log-dir, if there is one,
+    3. the preset,
+    4. the default in TrainConfig.
+    A UserError names all values that are wrong, or that must not change on resume."""
+    words = sys.argv[1:] if args is None else args
+    # The command line is read twice. The first time is for the flags on which 2 and 3 depend. The
+    # second time the values of 2, 3 and 4 are the defaults, so flags that are given replace them.
+    given = parse_args(TrainConfig, words, allow_help=False)
+    # What the run in --log-dir has stored of its settings and of its script, or None.
+    before = read_run(given.log_dir) if given.resume else None
+    if before:
+        # Only the same script may go on, by its name or its content. Else this is a UserError.
+        forks.check_same_script(before, GPT, f"--resume: {given.log_dir}")
+        names = asdict(given).keys() - {"log_dir", "resume", "plan"}
+        defaults = {name: value for name, value in before["config"].items() if name in names}
+    else:
+        preset = given.preset
+        if preset == "auto":
+            preset = "gpt2" if holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
+        defaults = {"preset": preset, **PRESETS[preset]}
+        if given.init != "scratch":
+            defaults |= dict.fromkeys(SHAPE, 0)
+    config = parse_args(TrainConfig, words, default=TrainConfig(**defaults))
+    if config.preset == "auto":
+        config.preset = defaults["preset"]
+    for name in ("data", "init", "hellaswag_data"):
+        # An existing file or folder gets its absolute path. The run may be resumed from elsewhere.
+        setattr(config, name, absolute(getattr(config, name)))
+
+    # No number may be negative, and these must not be 0.
+    above_0 = {"total_batch_size", "seq_len", "eval_tokens", "max_lr"}
+    if config.init == "scratch":
+        above_0.update(SHAPE)
+    problems = range_problems(config, above_0)
+    if config.n_head > 0 and config.n_embd % config.n_head:
+        problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
+    if config.seed >= 2**32:
+        problems.append(f"--seed {config.seed}: must be below 2**32")
+    if config.beta2 >= 1:
+        problems.append(f"--beta2 {config.beta2}: must be below 1")
+    if config.eval_every and config.eval_tokens < config.seq_len:
+        problems.append(f"--eval-tokens {config.eval_tokens}: less than --seq-len {config.seq_len}")
+    if config.min_lr > config.max_lr:
+        problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
+    for name in MUST_NOT_CHANGE if before else ():
+        value = getattr(config, name)
+        if value != defaults.get(name, value):
+            was = f"{flag(name)} {value}: the run in {config.log_dir} has {defaults[name]}"
+            problems.append(f"{was}, which --resume cannot change")
     if problems:
         raise UserError("; ".join(problems))
     return config
 
 
-def find_problems(config: TrainConfig) -> list[str]:
-    """What is wrong with the values of the flags."""
-    at_least_1 = {"total_batch_size", "seq_len", "eval_tokens"}
-    if config.init == "scratch":
-        at_least_1.update(SHAPE)
-    problems = range_problems(config, at_least_1)  # no other number may be negative
-    if config.init == "scratch" and config.n_head > 0 and config.n_embd % config.n_head:
-        problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
-    if config.beta2 >= 1:
-        problems.append(f"--beta2 {config.beta2}: must be below 1")
-    if config.eval_every and config.eval_tokens < config.seq_len:
-        problems.append(f"--eval-tokens {config.eval_tokens}: less than --seq-len {config.seq_len}")
-    if config.numbers > 2**16:
-        problems.append(f"--numbers {config.numbers}: must be at most 65536, as uint16 has no more")
-    if config.max_lr == 0:
-        problems.append("--max-lr 0: must be above 0")
-    if config.min_lr > config.max_lr:
-        problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
-    return problems
-
-
 # --------------------------------------------------------------------------------------------------
-# Optimizers and learning rate. Muon is in support/muon.py.
+# Optimizers and learning rate
 
 
 def configure_optimizers(
@@ -564,53 +577,46 @@ def configure_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """AdamW. With --optimizer muon, Muon takes over the linear layers inside the blocks.
 
-    To train some parameters at another rate, make a group with its own `lr`. The schedule scales it
-    as it scales the others. `dtype` is the precision of the run's matrix products."""
+    `dtype` is the precision of the model's matrix products."""
     optimizers = []
-    parameters = list(model.parameters())
+    by_muon = set()
     if config.optimizer == "muon":
-        # All linear layers but routers, which a fork with a mixture of experts may have.
-        by_muon = {  # a set of tensors, which compares them by identity
-            layer.weight
-            for name, layer in model.h.named_modules()
-            if isinstance(layer, nn.Linear) and not name.endswith("router")
-        }
-        matrices = [p for p in parameters if p in by_muon]
-        parameters = [p for p in parameters if p not in by_muon]
-        # Muon scales its updates to the size of AdamW's, so that both share max_lr.
-        # It computes in bfloat16 if the run does. The range of float16 is too small for it.
+        by_muon = {m.weight for m in model.h.modules() if isinstance(m, nn.Linear)}
+        matrices = [p for p in model.parameters() if p in by_muon]
+        # Its updates are as large as AdamW's, so both have the same learning rate. It computes in
+        # bfloat16 if the model does. The range of float16 is too small for it.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
-    # Matrices and embeddings decay. Biases and LayerNorms do not.
-    decayed = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    others = [p for p in model.parameters() if p not in by_muon]
+    # Matrices and embeddings decay. Biases and LayerNorms have one dimension and do not decay.
     groups = [
-        {"params": [p for p in parameters if p in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p not in decayed], "weight_decay": 0.0},
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
-    betas = (0.9, config.beta2)  # GPT-3 has 0.9 and 0.95 (Brown et al. 2020, appendix B)
-    # fused: one kernel for all parameters, on a CPU several times as fast as a loop over them
+    betas = (0.9, config.beta2)
+    # With fused=True one kernel updates all parameters, instead of a loop over them.
     optimizers.append(torch.optim.AdamW(groups, config.max_lr, betas, eps=1e-8, fused=True))
     return optimizers
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
-    """The learning rate of an update. It rises to max_lr in the warm-up, then falls to min_lr.
-    From max_steps on it is min_lr.
+    """The learning rate of a step. It rises to max_lr in the warm-up, then falls to min_lr.
 
-    cosine is GPT-3's schedule (Brown et al. 2020, appendix B). wsd stays at max_lr until its
-    warm-down, so until then a run can be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
-    if step >= config.max_steps:
-        return config.min_lr
+    With the schedule cosine it falls from there on (GPT-3, Brown et al. 2020, appendix B). With wsd
+    it stays at max_lr and falls linearly in the last warmdown_steps. Until then the run can still
+    be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
-    after_warmup = max(config.max_steps - config.warmup_steps, 1)  # steps
-    # height is 1 at max_lr and 0 at min_lr.
-    if config.schedule == "wsd":
-        warmdown = max(min(config.warmdown_steps, after_warmup), 1)
-        height = min((config.max_steps - step) / warmdown, 1.0)
+    if step >= config.max_steps:
+        return config.min_lr
+    steps_after_warmup = config.max_steps - config.warmup_steps
+    if config.schedule == "cosine":
+        progress = (step - config.warmup_steps) / steps_after_warmup  # from 0 to 1
+        height = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
     else:
-        progress = (step - config.warmup_steps) / after_warmup  # from 0 to 1
-        height = 0.5 * (1 + math.cos(math.pi * progress))
+        steps_left = config.max_steps - step
+        warmdown_steps = min(config.warmdown_steps, steps_after_warmup)
+        height = 1.0 if steps_left >= warmdown_steps else steps_left / warmdown_steps
     return config.min_lr + height * (config.max_lr - config.min_lr)
 
 
@@ -621,106 +627,111 @@ def get_lr(step: int, config: TrainConfig) -> float:
 @torch.no_grad()
 def validation_loss(
     model: GPT, sequences: np.ndarray, B: int, ranks: Ranks, autocast: torch.autocast
-) -> float:
+) -> float | None:
     """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them.
 
-    Neither B nor the number of ranks changes the result."""
-    losses = torch.zeros(math.ceil(len(sequences) / B), device=ranks.device)  # of each batch
-    # Each rank gets every world_size-th batch from share(). If one rank has received a stop signal,
-    # share() raises Stopped on all of them.
-    for start in ranks.share(range(0, len(sequences), B)):
-        rows = sequences[start : start + B]
+    It is None if a rank has been asked to stop."""
+    N = len(sequences)
+    losses = []
+    for first in range(0, N, ranks.world_size * B):  # B sequences for each rank
+        if ranks.any(stop_requested()):
+            return None
+        rows = sequences[first + ranks.rank * B :][:B]
         n = len(rows)
-        # The last batch is filled up to the shape that is compiled. The added rows do not count.
-        rows = np.pad(rows.astype(np.int64), ((0, B - n), (0, 0)))
-        tokens = torch.from_numpy(rows).to(ranks.device)  # (B, T + 1)
-        x = tokens[:, :-1]
-        y = tokens[:, 1:].clone()  # x has some of the same memory
-        y[n:] = -100
+        if n == 0:  # The last round has no more sequences for this rank.
+            break
+        # The last batch may be smaller. Rows of zeros give it the shape for which the model was
+        # compiled, and their targets of -100 do not count.
+        tokens = torch.zeros(B, sequences.shape[1], dtype=torch.int64)
+        tokens[:n] = torch.from_numpy(rows)
+        targets = tokens[:, 1:].clone()
+        targets[n:] = -100
         with autocast:
-            losses[start // B] = n * model(x, y)  # the sum of the n sequences' losses
-    # Reading a loss waits for the device, so all are read at the end.
-    total = sum(losses.tolist())
-    return ranks.sum(total) / len(sequences)
+            loss = model(tokens[:, :-1].to(ranks.device), targets.to(ranks.device))
+        losses.append(n * loss)  # The sum of the losses of n sequences.
+    total = sum(loss.item() for loss in losses)  # At the end, since .item() waits for the GPU.
+    return ranks.sum(total) / N
 
 
-def print_samples(model: GPT, prompt: list[int], ranks: Ranks, autocast: torch.autocast) -> None:
+def print_samples(
+    model: GPT, tokenizer: Tokenizer, prompt: list[int], ranks: Ranks, autocast: torch.autocast
+) -> None:
     """Prints two continuations of the tokens of a prompt from each rank."""
-    # Samples have random numbers of their own, so they do not change how training goes on.
     generator = torch.Generator(device=ranks.device)
-    generator.manual_seed(42 + ranks.rank)
-    idx = torch.tensor([prompt] * 2, device=ranks.device)
-    try:
-        with autocast:
-            idx = model.generate(idx, 64, generator=generator)
-    except RunError as error:  # The model has diverged, which will end the run in an update.
-        print_line(f"rank {ranks.rank}: no samples: {error}")
-        return
-    which_rank = f"rank {ranks.rank} " if ranks.world_size > 1 else ""
+    generator.manual_seed(42 + ranks.rank)  # each rank prints other samples
+    idx = torch.tensor([prompt, prompt], device=ranks.device)
+    with autocast:
+        idx = model.generate(idx, 64, generator=generator)
     for i, tokens in enumerate(idx.tolist()):
-        text = indent(printable(tokens, model.tokenizer), "  ")
-        print_line(f"{which_rank}sample {i}:\n{text}")
+        name = f"rank {ranks.rank} sample {i}" if ranks.world_size > 1 else f"sample {i}"
+        print_line(f"{name}:\n{indent(printable(tokens, tokenizer), '  ')}")
 
 
 class Evaluations:
     """Validation loss, HellaSwag and samples, each at its own steps and after the last one."""
 
     def __init__(
-        self, config: TrainConfig, model: GPT, B: int, ranks: Ranks, autocast: torch.autocast
+        self,
+        config: TrainConfig,
+        model: GPT,
+        tokenizer: Tokenizer,
+        B: int,
+        ranks: Ranks,
+        autocast: torch.autocast,
     ):
         self.config = config
         self.model = model
+        self.tokenizer = tokenizer
         self.B = B
         self.ranks = ranks
         self.autocast = autocast
-        self.tasks = []
-        self.text_size = None
-        self.results = {}  # the latest value of each evaluation
+        first_tokens = [0]  # of validation
         if config.eval_every:
             T = config.seq_len
-            V = model.config.vocab_size
-            loader = DataLoaderLite(config.data, "val", 1, T, shuffle=False, vocab_size=V)
+            loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)
             N = min(config.eval_tokens // T, loader.sequences_per_epoch)
-            self.sequences = loader.read(itertools.islice(loader.places(), N))  # (N, T + 1)
-            # The bytes and characters of its text, for losses that do not depend on the tokenizer.
-            # None if the data are numbers.
-            self.text_size = text_size(self.sequences[:, 1:].ravel(), model.tokenizer)
+            self.sequences = loader.read(0, N)  # (N, T + 1)
+            # How many bytes and characters the validation text has. Losses per byte or character
+            # can be compared between tokenizers. None if the tokens are words.
+            self.text_size = text_size(self.sequences[:, 1:].ravel(), tokenizer)
+            first_tokens = self.sequences[0, :8].tolist()
+        # If the tokens are words, and those of the prompt are not among them, this prints a line,
+        # and samples go on from the first words of validation.
+        prompt = config.sample_prompt or "\n"
+        self.prompt = encode_prompt(prompt, tokenizer, otherwise=first_tokens)
         if config.hellaswag_every:
-            # Cut to fit into the model's context.
-            self.tasks = hellaswag.load_tasks(config.hellaswag_data, model, ranks)
-        # What samples continue. If the data are numbers, it is the first ones of validation.
-        if model.tokenizer:
-            self.prompt = model.tokenizer.encode_ordinary(config.sample_prompt or "\n")
-        else:
-            self.prompt = self.sequences[0, :8].tolist() if config.eval_every else [0]
+            # Downloads the tasks once. If that fails, it prints a warning and returns [].
+            self.tasks = hellaswag.load_tasks(config.hellaswag_data, model, tokenizer, ranks)
 
-    def run(self, step: int, log: Callable[..., None]) -> None:
-        """Makes the evaluations that are due after `step` updates, and logs their results."""
+    def run(self, step: int) -> dict[str, float] | None:
+        """Makes and prints the evaluations that are due after `step` updates.
+
+        Returns their results by the names that log.txt has. Returns None if a rank has been asked
+        to stop. Then they are repeated when the run is resumed."""
         config, model, ranks, autocast = self.config, self.model, self.ranks, self.autocast
         results = {}
-        model.eval()  # turns off dropout, which a fork may have
+        model.eval()
         if is_due(config.eval_every, step, config):
             loss = validation_loss(model, self.sequences, self.B, ranks, autocast)
-            results = {"val": loss}
+            if loss is None:
+                return None
+            results["val"] = loss
+            line = f"step {step:5d} validation loss {loss:.4f}"
             if self.text_size:
                 results["bpb"] = self.text_size.bits_per_byte(loss)
-        with uncompiled(config):
-            if results:  # A fork may have made a mistake that the loss does not show.
-                warn_of_wrong_losses(model, self.sequences[0], autocast)
-            if self.tasks and is_due(config.hellaswag_every, step, config):
-                results["hella"] = hellaswag.accuracy(model, self.tasks, ranks, autocast)
-            self.results |= results
-            if results:
-                print_evaluations(step, results, self.text_size)
-                log(step, **results)
-            if step > 0 and is_due(config.sample_every, step, config):
-                print_samples(model, self.prompt, ranks, autocast)
-        model.train()
-
-
-def uncompiled(config: TrainConfig) -> contextlib.AbstractContextManager[object]:
-    """Within it a compiled model runs uncompiled, since each new length would be compiled again."""
-    return torch.compiler.set_stance("force_eager") if config.compile else contextlib.nullcontext()
+                line += f", {self.text_size.nats_per_character(loss):.4f} per character"
+            print0(line)
+        # From here on the inputs have many lengths. Compiling for each would take longer than this.
+        with torch.compiler.set_stance("force_eager"):
+            if is_due(config.hellaswag_every, step, config) and self.tasks:
+                accuracy = hellaswag.accuracy(model, self.tokenizer, self.tasks, ranks, autocast)
+                if accuracy is None:
+                    return None
+                results["hella"] = accuracy
+                print0(f"step {step:5d} HellaSwag {accuracy:.4f}")
+            if is_due(config.sample_every, step, config) and step > 0:
+                print_samples(model, self.tokenizer, self.prompt, ranks, autocast)
+        return results
 
 
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
@@ -732,314 +743,268 @@ def is_due(every: int, step: int, config: TrainConfig) -> bool:
 # Training
 
 
-def new_model(config: TrainConfig, initial: str = "", checkpoint: Path | None = None) -> GPT:
-    """The model to train: that of a checkpoint, or of --init, or a new one.
+def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None) -> GPTConfig:
+    """The shape of the model to train. `weights` is a folder with a model, or None.
 
-    `initial` is what find_start() has found for --init. Without it, this looks for itself. A given
-    model has its own shape, which is entered in `config`."""
-    # The fields of GPTConfig that are flags: SHAPE, and what a fork may have added.
-    names = [field.name for field in fields(GPTConfig) if hasattr(config, field.name)]
-    shape = {name: getattr(config, name) for name in SHAPE}
-    added = {name: getattr(config, name) for name in names if name not in SHAPE}
-    tokenizer = open_tokenizer(Path(config.data), config.numbers)  # None for numbers
-    if checkpoint is None and config.init == "scratch":
-        if tokenizer != get_tokenizer():  # not GPT-2's, which GPT has by itself
-            added["vocab_size"] = config.numbers or tokenizer.n_vocab
-        model = GPT(GPTConfig(block_size=config.seq_len, **shape, **added))
-        if tokenizer != get_tokenizer():
-            model.tokenizer = tokenizer
-    else:
-        weights = checkpoint or initial or config.init
-        try:
-            other_code = "accept"
-            if checkpoint:
-                other_code = "adapt" if config.changed_code else "refuse"
-            model = GPT.from_pretrained(weights, other_code, **added)
-        except huggingface.OtherCode as error:
-            remedy = "--changed-code goes on with this code" if checkpoint else "use its own code"
-            raise UserError(f"{error}; {remedy}") from None
-        for name, wanted in shape.items():
-            found = getattr(model.config, name)
-            if wanted not in (0, found):  # 0 means not given
-                raise UserError(f"{flag(name)} {wanted}: the model {weights} has {found}")
-            setattr(config, name, found)
-        V = model.config.vocab_size
-        same = model.tokenizer == tokenizer and config.numbers in (0, V)
-        # Nothing is known of a tokenizer that the code of a fork has made.
-        if not same and isinstance(model.tokenizer, Tokenizer | None):
-            wanted = f"--numbers {config.numbers}" if config.numbers else f"--data {config.data}"
-            problem = f"has {V} tokens, which are not those of {wanted}"
-            remedy = (
-                "make shards in an --out with its vocab.json and merges.txt (GPT-2's need none)"
-            )
-            name = "--resume" if checkpoint else "--init"
-            raise UserError(f"{name}: {weights} {problem}; {remedy}")
-    T = model.config.block_size
-    if config.seq_len > T:
-        raise UserError(f"--seq-len {config.seq_len}: the context of --init {config.init} is {T}")
-    return model
-
-
-def sequences_before(step: int, config: TrainConfig) -> int:
-    """The number of sequences that all ranks together have read before a step.
-
-    choose_micro_batch() has checked that a step has a whole number of them."""
-    return step * (config.total_batch_size // config.seq_len)
-
-
-def choose_execution(model: GPT, config: TrainConfig) -> None:
-    """Compiles a model, or lets it compute blocks twice to save memory, as the settings say."""
-    if config.compile:
-        # All blocks share their code, and torch compiles it once, though it is called for each. But
-        # if the blocks of a fork differ in a number, such as a window, it compiles for each block.
-        # By default it does so 8 times, and runs further ones uncompiled. So both of its limits
-        # grow with the number of blocks, with room for several modes.
-        torch._dynamo.config.recompile_limit = 16 * len(model.h)
-        torch._dynamo.config.accumulated_recompile_limit = 256 + 16 * len(model.h)
-        for part in [*model.h, model.loss]:
-            # All batches have the same shape, so none of its sizes is dynamic.
-            compiled = torch.compile(type(part).forward, dynamic=False)
-            # MethodType makes it a method of this part. So in a deep copy of the model, such as a
-            # moving average of the weights, it is a method of the copied part.
-            part.forward = MethodType(compiled, part)
-    if config.low_memory:
-        # torch.utils.checkpoint: a block keeps only its input, and is computed again for its
-        # backward pass.
-        for block in model.h:
-            block.forward = partial(recompute, block.forward, use_reentrant=False)
-
-
-def wrap_in_ddp(model: GPT, B: int, T: int, ranks: Ranks, autocast: torch.autocast) -> nn.Module:
-    """The model in DDP, which averages the gradients of the ranks. One rank alone needs no DDP."""
-    if ranks.world_size == 1:
-        return model
-    torch._dynamo.config.optimize_ddp = False  # keeps DDP from splitting compiled blocks
-    ddp_model = DistributedDataParallel(
-        model,
-        device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # gradients take memory once, not twice
-    )
-    # In its first two passes DDP chooses in which order it sums gradients. This makes two passes
-    # over zeros, and clears the gradients, so that a resumed run has the same order as before.
-    settle_buckets(ddp_model, B, T, autocast)
-    return ddp_model
+    A UserError if the settings ask for a shape or for tokens that given weights do not have."""
+    shape = {
+        "block_size": config.seq_len,
+        "vocab_size": tokenizer.n_vocab,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.n_embd,
+    }
+    if weights:
+        huggingface.check_same_tokenizer(weights, tokenizer, config.data)
+        shape = huggingface.read_shape(weights)
+        for name in SHAPE:
+            if getattr(config, name) not in (0, shape[name]):
+                asked = f"{flag(name)} {getattr(config, name)}"
+                raise UserError(f"{asked}: {config.init} has {shape[name]}")
+        if config.seq_len > shape["block_size"]:
+            problem = f"the context of {config.init} is {shape['block_size']}"
+            raise UserError(f"--seq-len {config.seq_len}: {problem}")
+    # If you add a field to GPTConfig, give it its value here, with any weights or none.
+    return GPTConfig(**shape)
 
 
 def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
-    """Trains a model. Every rank calls this. Returns the exit status."""
-    # ---- Where to start: from a checkpoint with --resume, otherwise from new or given weights
-    may_change = {field.name for field in fields(RunConfig)}
-    if config.init != "scratch":
-        may_change.update(SHAPE)  # new_model() compares these flags with the weights instead
-    # Without a checkpoint find_start() returns None, {}, and --init. If the checkpoint has another
-    # value of a setting that must not change, it raises UserError.
-    checkpoint, saved, initial = run.find_start(may_change)
-    step = first_step = saved.get("step", 0)  # updates so far
-    torch.manual_seed(config.seed)
-    model = new_model(config, initial, checkpoint)
-    if config.save_every and ranks.rank == 0:
-        # A fork whose checkpoints could not be loaded is an error now, rather than in hours.
-        huggingface.check_that_checkpoints_load(model, resumed=checkpoint is not None)
-
-    # ---- The precision of matrix products. On a CPU it may depend on a measurement, so rank 0
-    # chooses for all. `device_line` says which device and precision, and why.
-    N = model.num_parameters()
-    precision, device_line = ranks.on_rank_0(
-        devices.choose_precision, config.dtype, ranks.device, N, saved.get("dtype")
-    )
-    # autocast would keep a 16-bit copy of all weights, which --low-memory saves.
-    dtype, autocast = devices.use_precision(precision, ranks.device, cache=not config.low_memory)
-
-    # ---- Sequences per micro-step on each rank (B). A resumed run keeps its B if that fits.
-    B = plan.choose_micro_batch(config, model, ranks, dtype, before=saved.get("B", 0))
-    config.micro_batch_size = B  # for run.json
+    """Trains a model. Every rank calls this. Returns the exit status of the process."""
+    rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
     T = config.seq_len
-    model.to(ranks.device)
-    torch.manual_seed(config.seed + 1 + ranks.rank)  # ranks must not share a fork's dropout masks
 
-    # ---- Data, optimizers, and what else a checkpoint holds besides the weights
+    # ---- The model has the weights of a checkpoint, or those of --init, or random ones
+    checkpoint = None
+    saved = {}  # what save() below has stored
+    if config.resume:
+        checkpoint = run.find_checkpoint()  # the newest that is intact, or None
+    if checkpoint:
+        saved = checkpoints.read_training_state(checkpoint)
+    step = saved.get("step", 0)  # number of updates so far
+    weights = checkpoint
+    if checkpoint is None and config.init != "scratch":
+        weights = huggingface.find_model(config.init)
+    tokenizer = open_tokenizer(config.data)
+    torch.manual_seed(config.seed)
+    model = GPT(model_config(config, tokenizer, weights))
+    if weights:
+        model.load_weights(weights)
+
+    # ---- Precision, compiling, and whether to save memory
+    # device_line is printed. It says which precision is used, on which device, and why.
+    precision, device_line = ranks.on_rank_0(
+        devices.choose_precision,
+        config.dtype,
+        device,
+        model.num_parameters(),
+        saved.get("precision"),
+    )
+    dtype = devices.dtype_of(precision)  # torch.float32 for tf32, otherwise as the name says
+    if device.type == "cuda" and precision != "float32":
+        torch.set_float32_matmul_precision("high")  # TF32 for products that stay in float32
+    compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+    if compiled:
+        # Tries to compile something. If that fails, auto prints a line, and on is a UserError.
+        compiled = devices.can_compile(ranks, required=config.compile == "on")
+    if compiled:
+        # All blocks run the same code, which is compiled once. To compile the model as a whole
+        # takes longer, and steps are hardly faster.
+        for part in [*model.h, model.lm_head]:
+            part.forward = torch.compile(part.forward, dynamic=False)  # all batches have one shape
+    if config.low_memory:
+        # A block keeps only its input, and computes the rest again in the backward pass.
+        for block in model.h:
+            block.forward = partial(
+                torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
+            )
+    elif device.type == "cpu":
+        devices.keep_freed_memory()  # of tensors, for new ones, which is faster but takes more
+    autocast = torch.autocast(
+        device.type,
+        dtype=dtype,
+        enabled=dtype != torch.float32,
+        cache_enabled=not config.low_memory,  # keeps the weights in this precision, too
+    )
+
+    # ---- Micro-batches of B sequences that fit into the memory, and how many a rank has per step
+    B, micro_steps = choose_micro_batch(
+        config, model, ranks, dtype, compiled, before=saved.get("B", 0)
+    )
+    model.to(device)
+
+    # ---- Data, optimizers, evaluations
     loader = DataLoaderLite(
         config.data,
         "train",
         B,
         T,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
+        rank=rank,
+        world_size=world_size,
         seed=config.seed,
         shuffle=config.shuffle,
-        device=ranks.device,
-        vocab_size=model.config.vocab_size,
+        device=device,
     )
-    evaluations = Evaluations(config, model, B, ranks, autocast)
     optimizers = configure_optimizers(model, config, dtype)
-    # The scaler keeps small float16 gradients from becoming 0. Other precisions need none.
-    scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
-    progress = Progress(config, model, ranks, precision)  # times steps, and counts tokens
-    parts = {
-        "progress": progress,
-        "optimizers": OptimizerStates(optimizers, model, config.changed_code),
-        "scaler": scaler,
-        "random": RandomStates(ranks),
-    }
+    # The scaler keeps small float16 gradients from becoming 0. Otherwise it does nothing.
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    evaluations = Evaluations(config, model, tokenizer, B, ranks, autocast)
+    progress = Progress(config, model, ranks, precision)  # measures the speed
+
+    # ---- What a checkpoint has besides the weights: how it is restored, and how it is saved
     if checkpoint:
-        load_parts(parts, saved["parts"], config.changed_code)
         if saved["shards"] != loader.lengths:
             raise UserError(f"--resume: {config.data} has shards of other names or lengths now")
-    loader.go_to(sequences_before(step, config))
-    # Each group of parameters has a multiple of the schedule's learning rate. The multiple is that
-    # of configure_optimizers(), since checkpoints have no learning rates.
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    multiples = [group["lr"] / config.max_lr for group in groups]  # 1, unless a fork has others
+        loader.go_to(step * config.total_batch_size // T)
+        # A UserError if they are other optimizers, or have other parameters.
+        checkpoints.load_optimizers(saved["optimizers"], optimizers, model)
+        if saved["scaler"]:  # {} if it was not float16
+            scaler.load_state_dict(saved["scaler"])
+        progress.training_seconds = saved["training_seconds"]
 
-    # ---- All checks are done, so the folder of the run may change
-    facts = {"dtype": precision, "B": B, "shards": loader.lengths}
-    software = devices.gpu_software(ranks.device)  # versions that matter for speed
-    # Renames the folder of an earlier run, and writes run.json and a copy of this script.
-    V = model.config.vocab_size
-    run.begin(
-        model, step, device=device_line, dtype=precision, vocab_size=V, init=initial, **software
-    )
-    choose_execution(model, config)
-    ddp_model = wrap_in_ddp(model, B, T, ranks, autocast)
-    tokens_in_all = T * sequences_before(config.max_steps, config)
-    announce(config, device_line, model, optimizers, loader, progress, tokens_in_all, checkpoint)
-    collect_stop_signals()  # so that a run which is asked to stop can save first
-    if step < config.max_steps:
-        x, y = loader.next_batch()  # (B, T) each
+    def save(step: int, required: bool) -> None:
+        """Saves a checkpoint, if this step has none. A full disk ends the run if it is required,
+        and otherwise prints a line."""
+        state = {
+            "step": step,
+            "config": asdict(config),
+            **forks.script_entry(GPT),  # the name and the checksum of this file
+            "precision": precision,
+            "B": B,
+            "shards": loader.lengths,
+            "optimizers": checkpoints.optimizer_states(optimizers, model),
+            "scaler": scaler.state_dict(),
+            "training_seconds": progress.training_seconds,
+        }
+        run.save_checkpoint(model, tokenizer, state, required)
 
-    try:  # until a stop signal raises Stopped, in an evaluation or at the end of an iteration
-        while True:
-            # ---- Evaluate
-            evaluations.run(step, run.log)
-            if step == config.max_steps:
-                break
+    # ---- All is checked, so files may change. The folder of an earlier run is renamed, unless this
+    # resumes it. run.json and a copy of this script are written. Then come the first lines.
+    run.begin(model, step, weights, device=device_line, dtype=precision, micro_batch_size=B)
+    print_header(config, model, optimizers, loader, progress, device_line, compiled, checkpoint)
+    forks.warn_if_tokens_see_later_ones(model, autocast)
 
-            # ---- One update of the weights -------------------------------------------------------
-            began = time.perf_counter()
-            lr = get_lr(step, config)
-            for group, multiple in zip(groups, multiples, strict=True):
-                group["lr"] = multiple * lr
-            first = sequences_before(step, config)
-            sequences = sequences_before(step + 1, config) - first
-            micro_steps, rest = divmod(sequences, B * ranks.world_size)
-            if rest:  # as may happen in a fork with a growing batch
-                problem = f"step {step} has {sequences} sequences, not a multiple of B x ranks"
-                raise UserError(f"--micro-batch-size {B}: {problem}; lower it")
-            loss_sum = torch.zeros((), device=ranks.device)
-            tokens = 0  # on this rank
-            for micro_step in range(micro_steps):
-                # DDP averages the gradients over the ranks in the last micro-step alone. Without
-                # DDP this attribute has no effect.
-                ddp_model.require_backward_grad_sync = micro_step == micro_steps - 1
-                with autocast:
-                    micro_loss = ddp_model(x, y)
-                # The gradients of micro-steps add up. Each counts as its share of the mean loss.
-                scaler.scale(micro_loss / micro_steps).backward()
-                loss_sum += micro_loss.detach()  # .item() would wait for the device
-                tokens += y.numel()
-                if micro_step < micro_steps - 1:
-                    x, y = loader.next_batch()  # while a GPU still computes the gradients
-            # The next step's first batch is read here for the same reason. If it is damaged, the
-            # run ends after this step, and after its checkpoint if one is due.
-            damage = None
-            if step + 1 < config.max_steps:
-                try:
-                    x, y = loader.next_batch()
-                except UserError as error:
-                    damage = error
-            # Take the scaler's factor out of the gradients, then clip the norm of all together.
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            # All ranks learn the mean loss, and whether any of them has received a stop signal.
-            # From here on they have the same numbers, so they decide alike.
-            signal = torch.full_like(loss_sum, bool(received_signals))
-            total_loss, stop = ranks.sum_tensor(torch.stack([loss_sum, signal])).tolist()
-            loss = total_loss / (micro_steps * ranks.world_size)
-            norm = norm.item()
-            if math.isfinite(loss) and math.isfinite(norm):
-                # Not scaler.step(), since either all optimizers make a step or none does.
-                for optimizer in optimizers:
-                    optimizer.step()
-            elif math.isfinite(loss) and scaler.get_scale() > 1:
-                # A float16 gradient has overflowed, as happens from time to time, and the weights
-                # stay as they are. (Other precisions have a scale of 1.)
-                print0(f"step {step:5d} has overflowed in float16, so the weights stay as they are")
+    # ---- With several ranks, DDP averages their gradients
+    ddp_model = model
+    if world_size > 1:
+        torch._dynamo.config.optimize_ddp = False  # or DDP would split the compiled blocks
+        ddp_model = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,  # gradients stay in DDP's own buffers
+        )
+        # In its first passes DDP settles in which order it sums gradients. Two passes over zeros
+        # get this done before the first step, so that a resumed run sums in the same order.
+        settle_buckets(ddp_model, B, T, autocast)
+
+    collect_stop_signals()  # From here on Ctrl-C and SIGTERM only make stop_requested() true.
+    stop = False  # the same on all ranks
+    while True:
+        # ---- Evaluate
+        if not stop:
+            results = evaluations.run(step)
+            if results is None:
+                stop = True
             else:
-                # The model has diverged.
-                where = f"step {step}, on the sequences from {first} on"
-                problem = f"{where}: loss {loss}, norm {norm}; the weights are unchanged"
-                raise RunError(f"{problem}. Lower --max-lr; --resume goes on from a checkpoint")
-            scaler.update()  # a smaller factor if unscale_() found an overflow, at times a larger
-            # DDP keeps the gradients in buffers of its own, so they are set to zero in place.
-            model.zero_grad(set_to_none=ranks.world_size == 1)
-            # ---- End of the update ---------------------------------------------------------------
+                run.log(step, **results)
+        if stop or step == config.max_steps:
+            break
 
-            progress.end_step(step, began, tokens * ranks.world_size)
-            print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
-            run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
-            if step == first_step and config.save_every:
-                # A fork's optimizer may keep something that no checkpoint can hold. That is an
-                # error as soon as its state exists, and not at the first checkpoint.
-                parts["optimizers"].check_that_it_can_be_saved()
+        # ---- One update of the weights -----------------------------------------------------------
+        began = time.perf_counter()
+        lr = get_lr(step, config)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        # Random numbers, such as those of dropout, depend on the seed, the step and the rank.
+        torch.manual_seed(
+            int(np.random.SeedSequence([config.seed, step, rank]).generate_state(1)[0])
+        )
+        model.train()
+        loss_sum = torch.zeros((), device=device)
+        for micro_step in range(micro_steps):
+            x, y = loader.next_batch()  # (B, T) each
+            # DDP averages the gradients over the ranks only in the last micro-step. Without DDP
+            # this attribute has no effect.
+            ddp_model.require_backward_grad_sync = micro_step == micro_steps - 1
+            with autocast:
+                micro_loss = ddp_model(x, y)
+            # The gradients of micro-steps add up, so each counts as its share of the mean.
+            scaler.scale(micro_loss / micro_steps).backward()
+            loss_sum += micro_loss.detach()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        # One exchange tells all ranks the sum of their losses, and how many were asked to stop. It
+        # is the first line of a step that waits for the GPU.
+        stops = torch.full_like(loss_sum, float(stop_requested()))
+        loss_sum, stops = ranks.sum_tensor(torch.stack([loss_sum, stops])).tolist()
+        loss = loss_sum / (micro_steps * world_size)
+        norm = norm.item()
+        # In float16 the gradients overflow from time to time. Then the weights stay as they are,
+        # and the scaler lowers its scale. If the scale is 1, as always in other precisions, the
+        # model has diverged.
+        overflow = not math.isfinite(norm)
+        if not math.isfinite(loss) or (overflow and scaler.get_scale() <= 1):
+            problem = f"step {step}: the loss is {loss} and the norm of the gradients {norm}"
+            remedy = "lower --max-lr; --resume goes on from a checkpoint"
+            raise RunError(f"{problem}, so the model has diverged; {remedy}")
+        if overflow:
+            print0(f"step {step:5d} skipped: the norm of the gradients is {norm}")
+        else:
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+        scaler.update()
+        # DDP's buffers stay, so their gradients become 0. Without DDP they are freed.
+        model.zero_grad(set_to_none=world_size == 1)
+        # ---- End of the update -------------------------------------------------------------------
 
-            # ---- Save, before the next evaluation, which may fail
-            step += 1
-            if is_due(config.save_every, step, config):
-                run.save(model, step, parts, facts)  # a folder step_000600/ in Hugging Face format
-            if stop:
-                raise Stopped
-            if damage:
-                raise damage
-    except Stopped:
+        # On a GPU the optimizer may still be at work, which counts as part of the next step.
+        progress.end_step(step, began)
+        print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
+        run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
+        step += 1
+        stop = stops > 0
+        if is_due(config.save_every, step, config):
+            save(step, required=step == config.max_steps)
+
+    # ---- The end, after a signal or after the last step
+    if stop:
         hint = "nothing is saved"
         if config.save_every:
-            # It does nothing if this step is saved. A full disk ends the run here.
-            run.save(model, step, parts, facts, required=True)
+            save(step, required=True)
             hint = f"--resume --log-dir {config.log_dir} continues"
         print0(f"stopped by a signal after {step} updates; {hint}")
         return status_after_signal()
-
-    # ---- The last lines
     if config.eval_every:
-        print_validation(evaluations.results["val"], evaluations.text_size)
+        print_validation(results["val"], evaluations.text_size)
     print_cost(step, progress.training_seconds)
     if config.save_every:
-        run.finish(model, step)  # draws curves.png, and says how to sample from the model
+        run.finish(model, step)  # draws curves.png, and prints how to sample from the model
     return 0
 
 
 def main(args: list[str] | None = None) -> int:
     """Reads the command line and trains. Returns the exit status."""
     config = read_config(args)
+    hint = (
+        "; for GPT-2, `python fineweb.py` makes the data" if config.preset == "shakespeare" else ""
+    )
+    print0(f"preset: {config.preset}{hint}")
     if config.plan:
-        with torch.device("meta"):  # tensors without memory, on which a step can be tried
-            model = new_model(config)
-        plan.print_plan(config, model, sequences_before(config.max_steps, config) * config.seq_len)
+        weights = huggingface.find_model(config.init) if config.init != "scratch" else None
+        with torch.device("meta"):  # tensors without memory
+            model = GPT(model_config(config, open_tokenizer(config.data), weights))
+        plan.print_plan(config, model)
         return 0
-    ranks = Ranks.start(config.device, config.deterministic)
-    preset, reason = choose_preset(config.preset)
-    print0(f"preset: {preset} ({reason})")
-    config.preset = preset  # for run.json
-    if ranks.device.type == "cpu" and not config.low_memory:
-        # The process keeps freed memory for new tensors. Steps take less time, and more memory.
-        devices.keep_freed_memory()
-    run = RunFolder(config, ranks)
+    ranks = Ranks.start(config.device, config.deterministic)  # joins torchrun's process group
     try:
-        with run:  # keeps other runs out of the folder
+        with RunFolder(config, ranks) as run:  # keeps other runs out of the folder
             status = train(config, ranks, run)
     except RuntimeError as error:
-        # Out of memory and a lost rank become one line. Any other error is a bug, and keeps its
-        # traceback.
-        explained = explain(error, str(ranks.device), config.micro_batch_size, run.saved_step)
-        if explained is error:
-            raise
-        raise explained from None
-    finally:
-        torch.set_float32_matmul_precision("highest")  # torch's default, which train() may change
-    if dist.is_initialized():
-        # Not before train() has returned: while there is a DDP model, this may hang.
-        dist.destroy_process_group()
+        if is_out_of_memory(error):
+            error.add_note("--micro-batch-size with a smaller number takes less, or --low-memory")
+        raise
+    ranks.leave()
     return status
 
 

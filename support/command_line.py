@@ -20,24 +20,30 @@ def flag(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def range_problems(config: "TrainConfig", at_least_1: set[str]) -> list[str]:
+def range_problems(config: "TrainConfig", above_0: set[str]) -> list[str]:
     """What is wrong with the numbers of a TrainConfig: negative, not a number, or far too large."""
     problems = []
     for name, default in asdict(type(config)()).items():
         value = getattr(config, name)
         if isinstance(value, int | float) and default >= 0:  # a fork's may be negative
-            minimum = 1 if name in at_least_1 else 0
-            if not minimum <= value < 2**63:  # this is also true of nan
-                problems.append(f"{flag(name)} {value}: must be at least {minimum}, below 2**63")
+            if not 0 <= value < 2**63:  # this is also true of nan
+                problems.append(f"{flag(name)} {value}: must be at least 0, below 2**63")
+            elif value == 0 and name in above_0:
+                problems.append(f"{flag(name)} {value}: must be above 0")
     return problems
 
 
-def parse_args(config_class: type, args: Sequence[str] | None = None, **options: Any) -> Any:
+def parse_args(
+    config_class: type, args: Sequence[str] | None = None, allow_help: bool = True, **options: Any
+) -> Any:
     """Reads the command line (`args`, or sys.argv[1:]) into `config_class`.
 
-    `options` go to tyro, which itself reports a wrong flag and exits with status 2."""
+    `options` go to tyro, which itself reports a wrong flag and exits with status 2. Without
+    `allow_help` --help is ignored."""
     import tyro
 
+    if not allow_help:
+        args = [word for word in args or sys.argv[1:] if word not in ("-h", "--help")]
     rank0 = os.environ.get("RANK", "0") == "0"
     # console_outputs=False still prints some errors
     with contextlib.redirect_stderr(sys.stderr if rank0 else io.StringIO()):
@@ -78,6 +84,11 @@ def shown(value: Any) -> str:
     with contextlib.suppress(ValueError, TypeError):
         return str(Path(value).relative_to(Path.cwd()))
     return str(value)
+
+
+def absolute(path: str) -> str:
+    """The absolute path of a file or a folder that exists. Any other text stays as it is."""
+    return str(Path(path).absolute()) if path and Path(path).exists() else path
 
 
 def few(names: Iterable[str]) -> str:

@@ -7,11 +7,15 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from support.command_line import warn
-from support.errors_and_signals import UserError
+from support.command_line import print0, warn
+from support.errors_and_signals import UserError, first_line
+
+if TYPE_CHECKING:
+    from support.ranks import Ranks
 
 
 def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torch.device:
@@ -75,6 +79,27 @@ def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
         if built_for < capability and built_for[0] == capability[0] and suffix != "a":
             return True
     return False
+
+
+def can_compile(ranks: "Ranks", required: bool) -> bool:
+    """True if torch.compile works for the device, as rank 0 has tried. Else it prints a line.
+
+    If it is required, that is a UserError."""
+    problem = ranks.on_rank_0(compiler_problem, ranks.device)
+    if problem and required:
+        raise UserError(f"--compile on: torch has no compiler here ({problem}); use --compile off")
+    if problem:
+        print0(f"not compiled, which is slower: torch has no compiler here ({problem})")
+    return not problem
+
+
+def compiler_problem(device: torch.device) -> str:
+    """What torch says if it cannot compile something small, or ""."""
+    try:
+        torch.compile(lambda x: x.exp() + 1)(torch.ones(8, device=device))
+    except Exception as error:  # of torch, Triton or a C++ compiler: no common base
+        return first_line(error)
+    return ""
 
 
 def keep_freed_memory() -> None:
@@ -170,18 +195,21 @@ def has_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def use_precision(
-    precision: str, device: torch.device, cache: bool = True
-) -> tuple[torch.dtype, torch.autocast]:
-    """(the dtype of matrix products, an autocast to it) in one of float32, tf32, bfloat16, float16.
+def dtype_of(precision: str) -> torch.dtype:
+    """The dtype of matrix products in one of float32, tf32, bfloat16, float16."""
+    return torch.float32 if precision == "tf32" else getattr(torch, precision)
+
+
+def use_precision(precision: str, device: torch.device, keep_copies: bool = True) -> torch.autocast:
+    """A context in which matrix products are computed in one of float32, tf32, bfloat16, float16.
 
     With all but float32, a CUDA GPU may use TF32 for products that stay in float32, from here on.
-    cache: keep the 16-bit copy of a weight until autocast ends."""
-    dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
+    keep_copies: keep the 16-bit copy of a weight until autocast ends, which takes memory."""
+    dtype = dtype_of(precision)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
     enabled = dtype != torch.float32
-    return dtype, torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=cache)
+    return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=keep_copies)
 
 
 # Dense 16-bit TFLOP/s with float32 accumulation, by torch.cuda.get_device_name without the vendor.
@@ -221,8 +249,8 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
         if peak:
             return peak / 2 if precision == "tf32" else peak, "data sheet"
     n = 4096 if device.type == "cuda" else 1024
-    dtype, _ = use_precision(precision, device)
-    return matmul_flops(device, dtype, n), f"measured, {n} x {n} product"
+    use_precision(precision, device)
+    return matmul_flops(device, dtype_of(precision), n), f"measured, {n} x {n} product"
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, n: int = 1024) -> float:

@@ -58,34 +58,37 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def explain(
-    error: Exception, device: str = "", B: int = 0, saved_step: int | None = None
-) -> Exception:
+def is_out_of_memory(error: Exception) -> bool:
+    """True for torch's errors that mean it."""
+    if "torch" not in sys.modules:
+        return False
+    import torch  # not at the top, since fineweb.py needs no torch
+
+    said = any(text in str(error) for text in OUT_OF_MEMORY) and "NCCL" not in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and said)
+
+
+def explain(error: Exception) -> Exception:
     """Turns an error of the operating system or of torch into a UserError or a RunError.
 
-    Any other error is a bug, and returned as it is, perhaps with a hint below its traceback.
-    `device` is where it happened, and B the sequences per micro-batch, or 0 if that is not known.
-    saved_step is the step of the newest checkpoint."""
+    Any other error is a bug, and returned as it is, perhaps with a hint below its traceback."""
     if isinstance(error, OSError) and error.errno in SYSTEM_ERRORS:
         name = f"{error.filename}: " if error.filename else ""
         return UserError(f"{name}{error.strerror}{SYSTEM_ERRORS[error.errno]}")
-    if not device or not isinstance(error, RuntimeError):
+    if "torch" not in sys.modules or not isinstance(error, RuntimeError):
         return error
-    import torch  # not at the top, since fineweb.py needs no torch
+    import torch
 
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         if received_signals:  # Ctrl-C also ends the compiler that torch has started.
-            start = f"step {saved_step}" if saved_step else "the beginning"
             problem = "stopped by a signal while torch was compiling"
-            return RunError(f"{problem}: --resume continues from {start}, later updates are lost")
-        compiler = "g++" if device == "cpu" else "gcc"
-        remedy = f"`apt install {compiler} python3-dev` may help."
-        error.add_note(f"torch.compile has failed. {remedy} --no-compile trains without it.")
+            return RunError(f"{problem}: --resume continues from the newest checkpoint")
+        remedy = "`apt install g++ python3-dev` may help."
+        error.add_note(f"torch.compile has failed. {remedy} --compile off trains without it.")
         return error
-    full = any(text in str(error) for text in OUT_OF_MEMORY) and "NCCL" not in str(error)
-    if full or isinstance(error, torch.OutOfMemoryError):
-        smaller = f"--micro-batch-size {B // 2} or " if B > 1 else ""
-        return UserError(f"out of memory on {device}: try {smaller}--low-memory")
+    if is_out_of_memory(error):
+        remedies = getattr(error, "__notes__", ["a smaller batch takes less"])
+        return UserError(f"out of memory ({first_line(error)}); {'; '.join(remedies)}")
     # NCCL and gloo name themselves, at least by the path of their source file.
     if isinstance(error, torch.distributed.DistError) or re.search("NCCL|gloo", str(error)):
         remedy = "probably since another rank has ended: see its error, or torchrun's report"
@@ -99,11 +102,6 @@ def explain(
 # They are SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal closes), and SIGUSR1, which Slurm can send
 # before a time limit. Evaluations, which may take longer, end early. A signal may reach only some
 # of the ranks, so they tell each other in every update and in every round of an evaluation.
-
-
-class Stopped(Exception):
-    """The run was asked to stop. It is raised on all ranks at the same place."""
-
 
 # The stop signals that this process has received. Global, as signal handlers are.
 received_signals: list[int] = []
@@ -130,6 +128,11 @@ def collect_stop_signals() -> None:
             numbers.append(signal.SIGHUP)
     for number in numbers:
         signal.signal(number, note)
+
+
+def stop_requested() -> bool:
+    """True once this process has received a stop signal."""
+    return bool(received_signals)
 
 
 def status_after_signal() -> int:

@@ -1,11 +1,11 @@
 """The processes of a run (torchrun's ranks): how they start, and what they exchange.
 
-The gradients are exchanged by DDP, in train_gpt2.py."""
+The gradients are exchanged by torch's DDP."""
 
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,13 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support.command_line import print0, shown
 from support.devices import choose_device
-from support.errors_and_signals import (
-    Stopped,
-    UserError,
-    explain,
-    first_line,
-    received_signals,
-)
+from support.errors_and_signals import UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -51,13 +45,7 @@ class Ranks:
             command = f"torchrun --standalone --nproc_per_node={gpus} {script}"
             print0(f"note: this uses one of {gpus} GPUs; `{command}` uses all of them")
         if "RANK" in os.environ:
-            try:
-                join_process_group(rank, world_size, chosen)
-            except RuntimeError as error:
-                explained = explain(error, str(chosen))
-                if explained is error:  # a bug, which keeps its traceback
-                    raise
-                raise explained from None
+            join_process_group(rank, world_size, chosen)
         return cls(rank, world_size, chosen, local_rank)
 
     def gather(self, value: Any) -> list[Any]:
@@ -78,6 +66,11 @@ class Ranks:
         """The sum of `value` over the ranks, in rank order and float64."""
         return sum(self.gather(value))
 
+    def leave(self) -> None:
+        """Leaves the process group, if there is one. While there is a DDP model, this may hang."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     def any(self, value: Any) -> bool:
         """True if `value` is true on any rank."""
         if self.world_size == 1:
@@ -90,15 +83,6 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
-
-    def share(self, items: Sequence[Any]) -> Iterator[Any]:
-        """Yields this rank's share of the items, one of every world_size. All ranks must call it.
-
-        Once any rank has received a stop signal, it raises Stopped on all in the same round."""
-        for start in range(0, len(items), self.world_size):
-            if self.any(received_signals):
-                raise Stopped
-            yield from items[start + self.rank : start + self.rank + 1]
 
 
 def torchrun_ranks() -> tuple[int, int, int]:
@@ -151,11 +135,9 @@ def settle_buckets(
     settle it: the first triggers the rebuilding, the second fills the new buckets."""
     device = next(ddp_model.parameters()).device
     x = torch.zeros(B, T, dtype=torch.int64, device=device)
-    gpu = [device.index] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpu):  # dropout in a fork must not advance the training RNG
-        for _ in range(2):
-            ddp_model.zero_grad(set_to_none=True)
-            with autocast:
-                loss = ddp_model(x, x.clone())  # two tensors, or torch.compile makes another graph
-            loss.backward()
+    for _ in range(2):
+        ddp_model.zero_grad(set_to_none=True)
+        with autocast:
+            loss = ddp_model(x, x.clone())  # two tensors, or torch.compile makes another graph
+        loss.backward()
     ddp_model.zero_grad(set_to_none=False)

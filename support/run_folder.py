@@ -8,27 +8,29 @@ found or do nothing. The formats are in log_txt.py, run_json.py and checkpoints.
 
 import contextlib
 import shlex
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support import checkpoints, fingerprint, huggingface, log_txt, model_code, run_json
+from support import checkpoints, forks, log_txt, run_json
 from support.checkpoints import checkpoint_path, list_checkpoints, step_of
-from support.command_line import flag, print0, shown, warn
+from support.command_line import print0, shown, warn
+from support.devices import gpu_software
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import ROOT, fsync, locked, remove
 from support.ranks import Ranks
 
 if TYPE_CHECKING:
+    from support.tokenizer import Tokenizer
     from train_gpt2 import GPT, TrainConfig
 
 
 class RunFolder:
     """`with RunFolder(config, ranks) as run:` keeps other runs out of the folder.
 
-    First come find_start() and begin(), then log() and save() as the run goes on, and finish() at
-    its end."""
+    First come find_checkpoint() and begin(), then log() and save_checkpoint() as the run goes on,
+    and finish() at its end."""
 
     def __init__(self, config: "TrainConfig", ranks: Ranks):
         self.config = config
@@ -37,8 +39,8 @@ class RunFolder:
         self.locks = contextlib.ExitStack()
         self.entries: list[dict[str, Any]] = []  # of run.json
         self.trackers: list[Any] = []
-        self.start: Path | None = None  # the checkpoint that this start resumes from
         self.saved_step: int | None = None  # the step of the newest intact checkpoint
+        self.resumed_step: int | None = None  # of the one from which this process goes on
         self.logged: dict[str, int] = {}  # stream: the step of its latest value
         self.val_losses: dict[int, float] = {}  # step: validation loss
         self.log_failed = False  # a full disk has lost lines
@@ -58,43 +60,24 @@ class RunFolder:
         problem = f"{self.path}: another run uses it; choose another --log-dir"
         self.locks.enter_context(locked(self.path, problem))
 
-    def find_start(self, may_change: set[str]) -> tuple[Path | None, dict[str, Any], str]:
-        """With --resume, (the newest intact checkpoint, its state, --init). Otherwise, or if there
-        is none, (None, {}, --init). If --init is the folder of a run, it is a checkpoint there.
-
-        UserError if the folder holds a run with other settings. Only those that are named in
-        `may_change` may differ."""
-        init = self.ranks.on_rank_0(huggingface.newest_checkpoint, self.config.init)
-        if not self.config.resume:
-            return None, {}, init
-        saved, before = {}, {}  # before: the settings of the run
+    def find_checkpoint(self) -> Path | None:
+        """The newest intact checkpoint, as rank 0 has verified it. None if there is none."""
         checkpoint = self.ranks.on_rank_0(checkpoints.find_checkpoint, self.path)
         if checkpoint is not None:
-            saved = checkpoints.read_training_state(checkpoint)
-            before = saved["config"]
-            self.start = checkpoint
-            self.saved_step = saved["step"]
-        else:  # it may have been stopped before its first checkpoint
-            for entry in self.ranks.on_rank_0(run_json.run_entries, self.path)[-1:]:
-                before = entry["config"]
-                init = entry.get("init", init)  # the checkpoint that the first start has found
-        changed = ", ".join(differences(before, self.config, may_change))
-        if changed:
-            problem = f"{self.path} holds another run ({changed})"
-            remedy = "leave out --preset and what differs, or choose another --log-dir"
-            raise UserError(f"--resume: {problem}; {remedy}")
-        if saved and self.saved_step > self.config.max_steps:
-            problem = f"is beyond --max-steps {self.config.max_steps}"
-            raise UserError(f"{checkpoint} {problem}: raise it, or choose another --log-dir")
-        return checkpoint, saved, init
+            self.saved_step = self.resumed_step = step_of(checkpoint)
+            if self.saved_step > self.config.max_steps:
+                problem = f"is beyond --max-steps {self.config.max_steps}"
+                raise UserError(f"{checkpoint} {problem}: raise it, or choose another --log-dir")
+        return checkpoint
 
-    def begin(self, model: "GPT", step: int, **about: Any) -> None:
-        """Prepares the folder for a start at `step`, and records it in run.json.
+    def begin(self, model: "GPT", step: int, weights: Path | None, **about: Any) -> None:
+        """Prepares the folder for a start at `step`, with the weights of a folder or random ones.
 
-        about: what else run.json is to say of this start."""
+        An earlier run's folder is renamed, unless this run resumes it. Writes run.json, which
+        describes this start, also by what `about` has, and a copy of the script."""
         if self.ranks.rank > 0:
             return
-        self.script, source = model_code.source_of(type(model))
+        self.script, source = forks.script_of(type(model))
         holds_run = (self.path / "run.json").exists() or list_checkpoints(self.path)
         used = holds_run or (self.path / "log.txt").exists()  # of another program
         aside = self.rename_earlier() if used and not (self.config.resume and holds_run) else None
@@ -103,9 +86,13 @@ class RunFolder:
                 remove(remainder)
         try:
             earlier = run_json.run_entries(self.path)
+            about |= gpu_software(self.ranks.device)
             about |= dict(step=step, world_size=self.ranks.world_size)
-            about |= self.fingerprints(model)
-            self.entries = [*earlier, run_json.new_entry(asdict(self.config), self.script, **about)]
+            about |= dict(vocab_size=model.config.vocab_size)
+            about["init"] = shown(weights) if weights else "scratch"
+            about |= forks.script_entry(type(model))
+            entry = run_json.new_entry(asdict(self.config), self.script) | about
+            self.entries = [*earlier, entry]
             if self.config.tensorboard or self.config.wandb:
                 from support.trackers import start_trackers
 
@@ -124,20 +111,6 @@ class RunFolder:
         self.val_losses = dict(zip(steps, losses, strict=True))
         if kept:
             self.track(step, kept)  # TensorBoard drops what it has of this step
-
-    def fingerprints(self, model: "GPT") -> dict[str, list[float]]:
-        """That of this code, if it has one, and that of the checkpoint's code if it is another."""
-        if not self.config.save_every:  # it takes a second, and no checkpoint needs it
-            return {}
-        found = {}
-        here, _ = fingerprint.fingerprint(type(model), model.config)
-        if here is not None:
-            found["fingerprint"] = here
-        if self.start is not None:
-            before = huggingface.read_config(self.start).get("fingerprint")
-            if before is not None and not (here and fingerprint.same(here, before)):
-                found["fingerprint_before"] = before
-        return found
 
     def rename_earlier(self) -> Path:
         """Renames the folder of an earlier run, with all that is in it, and makes a new one.
@@ -185,41 +158,38 @@ class RunFolder:
         for tracker in self.trackers:
             tracker(step, values)
 
-    def save(
-        self,
-        model: "GPT",
-        step: int,
-        parts: dict[str, Any],
-        facts: dict[str, Any],
-        required: bool = False,
+    def save_checkpoint(
+        self, model: "GPT", tokenizer: "Tokenizer", state: dict[str, Any], required: bool
     ) -> None:
         """Writes a checkpoint, unless there is one of this step. It appears whole or not at all.
 
-        `parts` have state_dict(). `facts` are what else a resumed run must know. A full disk leaves
-        earlier checkpoints intact. Then this prints an error line, or raises UserError if the
-        checkpoint is required or is that of the last step."""
-        states = {name: part.state_dict() for name, part in parts.items()}
-        if self.saved_step == step:
+        A full disk leaves earlier checkpoints intact. Then this prints an error line, or raises
+        UserError if the checkpoint is required."""
+        if self.saved_step == state["step"]:
             return
-        state = {"step": step, "config": asdict(self.config), **facts, "parts": states}
-        problem = self.ranks.on_rank_0(self._save, model, step, state)
-        if problem and (required or step == self.config.max_steps):
+        problem = self.ranks.on_rank_0(self._save, model, tokenizer, state)
+        if problem and required:
             raise UserError(f"{problem}: free some space; --resume continues")
         if problem and self.ranks.rank == 0:
             warn(problem, "error")
         if not problem:
-            self.saved_step = step
+            self.saved_step = state["step"]
             self.clean_up()
 
-    def _save(self, model: "GPT", step: int, state: dict[str, Any]) -> str:
+    def _save(self, model: "GPT", tokenizer: "Tokenizer", state: dict[str, Any]) -> str:
         with contextlib.suppress(OSError):  # a log that can't be flushed must not end the run
             fsync(self.path / "log.txt")  # on disk it must not end before the checkpoint
-        is_gpt2 = fingerprint.is_gpt2(type(model), model.config)
-        tokens = state["parts"]["progress"]["tokens"]
+        step = state["step"]
+        tokens = step * self.config.total_batch_size
+        is_gpt2 = forks.is_gpt2(model)
         context = model.config.block_size
         card = checkpoints.model_card(self.entries[-1], context, step, tokens, is_gpt2)
-        folder = checkpoint_path(self.path, step)
-        return checkpoints.write_checkpoint(folder, model.save_pretrained, state, card)
+        return checkpoints.write_checkpoint(
+            checkpoint_path(self.path, step),
+            lambda partial: model.save_pretrained(partial, tokenizer),
+            state,
+            card,
+        )
 
     def best(self) -> tuple[int | None, float]:
         """(step, validation loss) of the best checkpoint, of equal ones the latest; (None, inf) if
@@ -234,8 +204,8 @@ class RunFolder:
         if self.ranks.rank > 0:
             return
         best, _ = self.best()
-        keep, keep_every = self.config.keep_checkpoints, self.config.keep_every
-        checkpoints.prune_checkpoints(self.path, self.saved_step, best, keep, keep_every)
+        keep = self.config.keep_checkpoints
+        checkpoints.prune_checkpoints(self.path, self.saved_step, keep, {best, self.resumed_step})
         log = self.path / "log.txt"
         if not log.exists() or log.stat().st_size == 0:  # stopped before the first update
             return
@@ -257,9 +227,9 @@ class RunFolder:
             return  # no checkpoint
         checkpoint = checkpoint_path(self.path, step)
         kind = "in Hugging Face format"
-        fork = not fingerprint.is_gpt2(type(model), model.config)
+        fork = not forks.is_gpt2(model)
         if fork:
-            kind = "a fork's: docs/trained-model.md says how other programs open it"
+            kind = f"no GPT-2 any more (gpt2-repro-fork), so only {self.script.name} opens it"
         print0(f"model: {checkpoint}/, {kind}")
         best, loss = self.best()
         if best not in (None, step):
@@ -267,37 +237,22 @@ class RunFolder:
             advice = f"if {last:.4f} at the end is clearly more, train for fewer steps"
             print0(f"best: {self.path}/step_{best:06d}/, validation loss {loss:.4f}; {advice}")
         command = ["python", shown(ROOT / "sample.py"), str(self.path)]
-        if model.tokenizer is None:
-            command.append("0 1 2")  # numbers that it continues
-        elif self.config.sample_prompt:  # without one, sample.py asks for it
+        if self.config.sample_prompt:  # without one, sample.py asks for it
             command.append(self.config.sample_prompt)
-        raw = huggingface.read_config(checkpoint)
-        if fork and self.script and model_code.find_code(checkpoint, raw) != self.script:
+        if self.script and self.script != ROOT / "train_gpt2.py":
             command += ["--code", shown(self.script)]
-        if "fingerprint" not in raw:  # it may need this precision
+        if fork:  # it may need this precision
             command += ["--dtype", self.entries[-1]["dtype"]]
         print0(f"sample: {shlex.join(command)}")
 
 
-def settings_of_run(config: "TrainConfig") -> dict[str, Any]:
-    """The settings of the run in --log-dir, if there is one. It goes on with them, unless a flag
-    says otherwise. The micro-batch is chosen anew."""
-    entries = run_json.run_entries(config.log_dir)
-    before = entries[-1]["config"] if entries else {}
-    of_a_start = {"log_dir", "resume", "changed_code", "plan", "micro_batch_size"}
-    names = {field.name for field in fields(config)} - of_a_start
-    return {name: value for name, value in before.items() if name in names}
+def read_run(log_dir: str) -> dict[str, Any] | None:
+    """What the run in a folder has stored of its settings ("config") and of its script.
 
-
-def differences(before: dict[str, Any], config: "TrainConfig", may_change: set[str]) -> list[str]:
-    """The settings of a run before that differ now, except those in may_change.
-
-    before: {} or the run's settings; one that it lacks, as a fork may have added it, counts as its
-    default."""
-    now = asdict(config)
-    found = []
-    for name, value in (before and asdict(type(config)()) | before).items():
-        if name not in may_change and shown(value) != shown(now.get(name)):
-            was = f"was {value}" if name in before else f"is new, so it counts as {value}"
-            found.append(f"{flag(name)} {was}, is {now.get(name, 'no flag of this code')}")
-    return found
+    Its newest checkpoint has them, with absolute paths. Before its first one, run.json has them.
+    None if there is no run."""
+    stored = checkpoints.newest_settings(Path(log_dir))
+    if stored is None:
+        entries = run_json.run_entries(log_dir)
+        stored = entries[-1] if entries else None
+    return stored

@@ -3,7 +3,6 @@
 run.json is a list with one entry for the start of the run, and one for each time it was resumed."""
 
 import contextlib
-import hashlib
 import json
 import subprocess
 import sys
@@ -38,11 +37,9 @@ def copy_script(
     log_dir: Path, entries: list[dict[str, Any]], script: Path | None, source: bytes
 ) -> None:
     """Writes run.json, and a copy of the script that runs into the log folder, under its name."""
-    if script is None:
-        write_entries(log_dir, entries)
-        return
-    entries[-1] |= {"script": script.name, "script_sha256": hashlib.sha256(source).hexdigest()}
     write_entries(log_dir, entries)
+    if script is None:
+        return
     copy = log_dir / script.name
     if copy.exists() and sha256(copy) not in [entry.get("script_sha256") for entry in entries]:
         print0(f"{copy} is not a run's copy: it stays, and this run's script is not kept there")

@@ -1,7 +1,7 @@
 """Shards of tokens, and .txt files, as the data loader reads them. Does not import torch.
 
 A shard is a 1-D array of uint16 tokens in which every document begins with <|endoftext|>. It is
-named NAME_train_000001.npy, or .bin in llm.c's format. Its folder has the two files of a vocabulary
+named NAME_train_000001.npy, or .bin in llm.c's format. Its folder has the files of a vocabulary
 (tokenizer.py), unless the tokens are GPT-2's."""
 
 import codecs
@@ -114,24 +114,21 @@ def holds_shards(folder: Path) -> bool:
         return True
 
 
-def open_tokenizer(data: Path, numbers: int = 0) -> Tokenizer | None:
+def open_tokenizer(data: str | Path) -> Tokenizer:
     """The tokenizer of the shards in a folder and its subfolders. That of a .txt file is GPT-2's.
 
-    A subfolder without a vocabulary has that of `data`. None if they are `numbers` without text."""
+    A subfolder without a vocabulary has that of `data`."""
+    data = Path(data)
     folders = {data}
     if data.is_dir():
         shards = [path for split in ("train", "val") for path in find_shards(data, split)]
         folders = {path.parent for path in shards} or folders
-    if numbers:
-        if data.is_file() or any(map(holds_vocabulary, {data, *folders})):
-            raise UserError(f"--numbers {numbers}: {data} is text; leave out --numbers")
-        return None
     found = {}
     for folder in folders:
         found[folder] = get_tokenizer(folder if holds_vocabulary(folder) else data)
         if found[folder].checksum != vocabulary_of_shards(folder, found[folder]):
             problem = "merges.txt and vocab.json are not those that its shards were made with"
-            raise UserError(f"{folder}: {problem}; restore the two files")
+            raise UserError(f"{folder}: {problem}; restore them")
     if len({*found.values()}) > 1:
         raise UserError(f"{data}: its subfolders have different vocabularies; train on one of them")
     return found[folder]
@@ -149,8 +146,11 @@ def vocabulary_of_shards(folder: Path, otherwise: Tokenizer) -> str:
         raise UserError(f"{path}: damaged; restore it, or move it away") from None
 
 
-def open_split(data: Path, split: str, vocab_size: int) -> tuple[list[Path], list[np.ndarray]]:
-    """(files, the tokens of each) of a split of a folder or a .txt file."""
+def open_split(
+    data: str | Path, split: str, vocab_size: int
+) -> tuple[list[Path], list[np.ndarray]]:
+    """(files, the tokens of each) of a split of a folder of shards, or of a .txt file alone."""
+    data = Path(data)
     if data.suffix == ".txt" and data.is_file():
         return [data], [tokenize_text(data, split)]
     if not data.exists():

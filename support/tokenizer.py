@@ -1,7 +1,9 @@
-"""Tokenizers like GPT-2's, made from the two files of a vocabulary. Does not import torch.
+"""Tokenizers, made from the files of a vocabulary. Does not import torch.
 
-`vocab.json` has the number of each token, and `merges.txt` the pairs of tokens that are joined, the
-first pair first. Both write each byte as one printable character. GPT-2's are in support/gpt2/."""
+Two files make a tokenizer like GPT-2's: `vocab.json` has the number of each token, and `merges.txt`
+the pairs of tokens that are joined, the first pair first. Both write each byte as one printable
+character. GPT-2's are in support/gpt2/. transformers may save both as one `tokenizer.json`. A
+`vocab.json` alone is a vocabulary of words, for data that are no ordinary text."""
 
 import functools
 import hashlib
@@ -17,6 +19,7 @@ import numpy as np
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's split of text into words
 
+from support.command_line import print0
 from support.errors_and_signals import UserError
 
 GPT2 = Path(__file__).parent / "gpt2"
@@ -35,7 +38,7 @@ PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this leng
 LEARN_CHARS = 20_000_000  # a vocabulary is learned from at most so many characters
 
 
-class Tokenizer(tiktoken.Encoding):
+class BPETokenizer(tiktoken.Encoding):
     """tiktoken's Encoding: encode_ordinary(text), decode(tokens), n_vocab, eot_token and others.
 
     It joins two tokens if together they are the text of a token, and begins with the lowest number.
@@ -69,16 +72,65 @@ class Tokenizer(tiktoken.Encoding):
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tokenizer) and self.checksum == other.checksum
+        return isinstance(other, BPETokenizer) and self.checksum == other.checksum
 
     def __hash__(self) -> int:
         return hash(self.checksum)
 
-    def __deepcopy__(self, memo: Any) -> "Tokenizer":
-        return self  # It never changes, so copies of a model can share it.
+
+class WordTokenizer:
+    """A vocabulary of words for data that are no ordinary text: numbers, moves, notes, letters of
+    DNA. A token is a word, and their text is the words with spaces between them.
+
+    It has the methods of a BPETokenizer that this project calls."""
+
+    def __init__(self, vocab: str):
+        """The content of vocab.json, {word: its number}. ValueError if it is not like that."""
+        self.files = {"vocab.json": vocab}
+        self.numbers: dict[str, int] = json.loads(vocab)
+        self.checksum = hashlib.sha256(
+            json.dumps(self.numbers, sort_keys=True).encode()
+        ).hexdigest()
+        self.n_vocab = len(self.numbers)
+        if sorted(self.numbers.values()) != [*range(self.n_vocab)] or not self.numbers:
+            raise ValueError("the words are not numbered from 0 on")
+        self.words = sorted(self.numbers, key=self.numbers.__getitem__)
+        if any(word.split() != [word] for word in self.words):
+            raise ValueError("a word contains a space, or nothing")
+        self.eot_token = self.numbers.get(END)  # None if no word ends a document
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WordTokenizer) and self.checksum == other.checksum
+
+    def __hash__(self) -> int:
+        return hash(self.checksum)
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        words = text.split()
+        for word in words:
+            if word not in self.numbers:
+                examples = " ".join(self.words[:3])
+                problem = f"{word!r} is not one of the {self.n_vocab} words of the vocabulary"
+                raise UserError(f"text {text[:60]!r}: {problem}, which begin with `{examples}`")
+        return [self.numbers[word] for word in words]
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return self.encode_ordinary(text)
+
+    def encode_to_numpy(self, text: str, **_: Any) -> np.ndarray:
+        return np.array(self.encode_ordinary(text), np.uint32)
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(self.words[token] for token in tokens)
+
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        return f"{self.words[token]} ".encode()
 
 
-make_tokenizer = functools.cache(Tokenizer)  # once for each content of the files
+Tokenizer = BPETokenizer | WordTokenizer
+# Once for each content of the files.
+make_tokenizer = functools.cache(BPETokenizer)
+make_word_tokenizer = functools.cache(WordTokenizer)
 
 
 def holds_vocabulary(folder: Path) -> bool:
@@ -89,28 +141,34 @@ def holds_vocabulary(folder: Path) -> bool:
 def get_tokenizer(folder: str | Path = GPT2) -> Tokenizer:
     """The tokenizer of the shards or the model in a folder. Without a vocabulary it is GPT-2's."""
     home = Path(folder) if holds_vocabulary(Path(folder)) else GPT2
+    merges, vocab, both = (home / name for name in (*FILES, "tokenizer.json"))
     try:
-        if any((home / name).exists() for name in FILES):
-            files = [(home / name).read_text(encoding="utf-8") for name in FILES]
-        else:
-            files = from_tokenizer_json((home / "tokenizer.json").read_text(encoding="utf-8"))
-        return make_tokenizer(*files)
+        if merges.exists():
+            return make_tokenizer(*(file.read_text(encoding="utf-8") for file in (merges, vocab)))
+        if both.exists():
+            return from_tokenizer_json(both.read_text(encoding="utf-8"))
+        text = vocab.read_text(encoding="utf-8")
+        if CHARACTERS.keys() <= json.loads(text).keys():
+            raise ValueError("merges.txt is missing")
+        return make_word_tokenizer(text)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        problem = f"{' and '.join(FILES)} are not a vocabulary like GPT-2's"
-        raise UserError(f"{home}: {problem} ({cause}); restore both") from None
+        problem = "vocab.json and merges.txt are not a vocabulary like GPT-2's, nor of words"
+        raise UserError(f"{home}: {problem} ({cause}); restore them") from None
 
 
-def from_tokenizer_json(text: str) -> tuple[str, str]:
-    """The two files from the one in which transformers may save a tokenizer."""
+def from_tokenizer_json(text: str) -> Tokenizer:
+    """The tokenizer from the one file in which transformers may save it."""
     saved = json.loads(text)
+    if saved["model"]["type"] == "WordLevel":
+        return make_word_tokenizer(json.dumps(saved["model"]["vocab"]))
     as_gpt2 = dict(type="ByteLevel", add_prefix_space=False, use_regex=True)
     splits = {key: saved["pre_tokenizer"].get(key) for key in as_gpt2}
     if splits != as_gpt2 or saved["normalizer"]:
         raise ValueError("tokenizer.json does not split a text as GPT-2 does")
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in saved["model"]["merges"]]
     added = {token["content"]: token["id"] for token in saved["added_tokens"]}
-    return "\n".join([*pairs, ""]), json.dumps(saved["model"]["vocab"] | added)
+    return make_tokenizer("\n".join([*pairs, ""]), json.dumps(saved["model"]["vocab"] | added))
 
 
 def spread(texts: Iterable[str]) -> list[str]:
@@ -147,12 +205,36 @@ def learn_vocabulary(texts: list[str], size: int) -> tuple[str, str]:
     return "\n".join(["#version: 0.2", *pairs, ""]), json.dumps(numbers)
 
 
-def printable(tokens: list[int], tokenizer: tiktoken.Encoding | None) -> str:
-    """The text of tokens, with control characters replaced by spaces; without a tokenizer, the
-    numbers that they are."""
-    if tokenizer is None:
-        return " ".join(map(str, tokens))
-    text = "\n".join(tokenizer.decode(tokens).splitlines())
+def encode_prompt(
+    prompt: str, tokenizer: Tokenizer, otherwise: list[int] | None = None
+) -> list[int]:
+    """The tokens of a prompt. An empty one becomes <|endoftext|>, where a document begins.
+
+    If the vocabulary is of words and lacks one, this prints a line and returns `otherwise`. Without
+    `otherwise` it is a UserError."""
+    try:
+        tokens = tokenizer.encode(prompt, allowed_special="all")
+    except UserError as error:
+        if otherwise is None:
+            raise
+        print0(f"note: samples continue a text of the data: {error}")
+        return otherwise
+    return tokens or otherwise or [tokenizer.eot_token or 0]
+
+
+def text_bytes(tokens: list[int], tokenizer: Tokenizer) -> bytes:
+    """The text of tokens in UTF-8. A token beyond the vocabulary, which a model with more logits
+    may sample, becomes the character \ufffd."""
+    unknown = "\ufffd".encode()
+    size = tokenizer.n_vocab
+    return b"".join(
+        tokenizer.decode_single_token_bytes(token) if token < size else unknown for token in tokens
+    )
+
+
+def printable(tokens: list[int], tokenizer: Tokenizer) -> str:
+    """The text of tokens, with control characters replaced by spaces."""
+    text = "\n".join(text_bytes(tokens, tokenizer).decode(errors="replace").splitlines())
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 
 
@@ -170,9 +252,10 @@ class TextSize(NamedTuple):
         return loss * self.tokens / self.characters
 
 
-def text_size(tokens: np.ndarray, tokenizer: tiktoken.Encoding | None) -> TextSize | None:
-    """The size of the text of `tokens`, 1-D. None without a tokenizer, since they are no text."""
-    if tokenizer is None:
+def text_size(tokens: np.ndarray, tokenizer: Tokenizer) -> TextSize | None:
+    """The size of the text of `tokens`, 1-D. None if they are words, which stand for something
+    else than their letters."""
+    if isinstance(tokenizer, WordTokenizer):
         return None
     counts = np.bincount(tokens, minlength=tokenizer.n_vocab)[: tokenizer.n_vocab]
     bytes_per_token, chars_per_token = token_sizes(tokenizer)
@@ -180,16 +263,17 @@ def text_size(tokens: np.ndarray, tokenizer: tiktoken.Encoding | None) -> TextSi
 
 
 @functools.cache
-def token_sizes(tokenizer: tiktoken.Encoding) -> tuple[list[int], list[int]]:
+def token_sizes(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """(bytes, characters) of the text of each token. That which separates documents has none."""
     texts = [tokenizer.decode_single_token_bytes(token) for token in range(tokenizer.n_vocab)]
-    texts[tokenizer.eot_token] = b""
+    if tokenizer.eot_token is not None:
+        texts[tokenizer.eot_token] = b""
     # In UTF-8 a character is one byte that isn't 0b10…, then any number that are.
     chars_per_token = [sum(byte & 0xC0 != 0x80 for byte in text) for text in texts]
     return [len(text) for text in texts], chars_per_token
 
 
-def encode(text: str, tokenizer: tiktoken.Encoding) -> Iterator[np.ndarray]:
+def encode(text: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """tiktoken's encode_ordinary(text) as uint32 arrays, one per piece of a long text.
 
     Pieces bound memory. Without them, a million spaces in a row overflow tiktoken's stack."""

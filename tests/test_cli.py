@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import train_gpt2
 from support.errors_and_signals import RunError, UserError
+from support.tokenizer import get_tokenizer
 from tests.conftest import RANK, ROOT, error_line, run_script, tiny, train, words
 from train_gpt2 import GPT, GPTConfig
 
@@ -102,7 +103,7 @@ def test_a_wrong_flag_is_tyros_message_from_one_rank(capsys, monkeypatch):
 
 def test_any_stdout_will_do(tmp_path, monkeypatch):
     """None, if it is closed; a file that Windows opens in a code page, without U+FFFD."""
-    GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(tmp_path)
+    GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(tmp_path, get_tokenizer())
     with open(tmp_path / "out", "w", encoding="cp1252") as file:
         for stdout in (None, file):
             monkeypatch.setattr(sys, "stdout", stdout)

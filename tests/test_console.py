@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
+from support.tokenizer import get_tokenizer
 from tests.conftest import losses, numbers, train
-from train_gpt2 import get_tokenizer
 
 resource = pytest.importorskip("resource", reason="Windows has none")
 

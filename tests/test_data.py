@@ -26,6 +26,11 @@ def write_shards(folder: Path, lengths: list[int], split: str = "train") -> list
     return arrays
 
 
+def room(lengths: list[int], T: int, shuffle: bool = True, **_: object) -> bool:
+    """True if there is a sequence, wherever below T an epoch begins."""
+    return max(lengths) >= (2 * T if shuffle else T + 1)
+
+
 def epochs(
     folder: Path | str, lengths: list[int], T: int, count: int, **options
 ) -> tuple[list[np.ndarray], np.ndarray]:
@@ -33,7 +38,7 @@ def epochs(
 
     There are none if all shards are too short."""
     arrays = write_shards(Path(folder), lengths)
-    if max(lengths) <= T:
+    if not room(lengths, T, **options):
         with pytest.raises(UserError, match=str(sum(lengths))):
             DataLoaderLite(folder, "train", 1, T, **options)
         return arrays, np.empty((count, 0, T + 1), int)
@@ -51,8 +56,7 @@ Ts = st.integers(1, 9)
 @given(shard_sets, Ts, st.integers(0, 9))
 @settings(max_examples=120, deadline=None)
 def test_an_epoch_reads_each_shard_once(lengths, T, seed):
-    """No token is an input twice, and few are left out. All shards begin at the same token, if they
-    are long enough."""
+    """No token is an input twice, and few are left out. All shards begin at the same token."""
     with tempfile.TemporaryDirectory() as folder:
         arrays, sequences = epochs(folder, lengths, T, 3, seed=seed)
     first = {int(array[0]): len(array) for array in arrays}
@@ -70,31 +74,29 @@ def test_an_epoch_reads_each_shard_once(lengths, T, seed):
         begins = set()
         for key, found in starts.items():
             assert len(found) * T > first[key] - 2 * T, "2 T or more tokens are left out"
-            assert bool(found) == (first[key] > T), "there is room for one sequence"
+            assert bool(found) == (first[key] >= 2 * T), "there is room for one sequence"
             if found:
                 expected = range(min(found), min(found) + T * len(found), T)
                 assert sorted(found) == list(expected), "a token twice, or a gap"
-            if first[key] >= 2 * T:
                 begins |= {min(found)}
         assert len(begins) <= 1 and all(begin < T for begin in begins)
 
 
-@given(Ts, st.integers(0, 9))
-@settings(max_examples=30, deadline=None)
-def test_t_epochs_begin_at_t_different_tokens(T, seed):
+@given(st.integers(0, 9))
+@settings(max_examples=10, deadline=None)
+def test_epochs_begin_at_all_tokens_below_t(seed):
     with tempfile.TemporaryDirectory() as folder:
-        _, sequences = epochs(folder, [4 * T], T, 2 * T, seed=seed)
+        _, sequences = epochs(folder, [16], 4, 80, seed=seed)
     begins = sequences.min(axis=(1, 2)).tolist()
-    assert sorted(begins[:T]) == list(range(T)) and begins[T:] == begins[:T]
+    assert {*begins} == {0, 1, 2, 3} and min(map(begins.count, begins)) > 4
 
 
 @given(st.integers(20, 60), st.integers(2, 9), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_the_next_epoch_has_other_sequences_in_another_order(n, T, seed):
+def test_the_next_epoch_has_another_order(n, T, seed):
     with tempfile.TemporaryDirectory() as folder:
         _, sequences = epochs(folder, [n * T + T // 2], T, 4, seed=seed)
     for before, after in zip(sequences[:-1, :, 0], sequences[1:, :, 0], strict=True):
-        assert set(before) != set(after), "the same cuts"
         ranks = [np.argsort(np.argsort(row)).tolist() for row in (before, after)]
         assert ranks[0] != ranks[1], "the same order"
 
@@ -116,7 +118,7 @@ def test_without_shuffle_it_reads_in_order_and_joins_nothing(lengths, T):
 @settings(max_examples=60, deadline=None)
 def test_ranks_together_see_what_one_resumed_process_sees(lengths, B, T, world_size, shuffle):
     """So a step has the same tokens for every division into ranks, B and micro-steps."""
-    if max(lengths) <= T:
+    if not room(lengths, T, shuffle):
         return
     with tempfile.TemporaryDirectory() as folder:
         write_shards(Path(folder), lengths)
@@ -140,11 +142,13 @@ def test_the_order_depends_on_the_seed_alone(tmp_path):
     """If it changed, every resumed run would silently see other data."""
 
     def read(seed):
-        return epochs(tmp_path, [50] * 6, 4, 2, seed=seed)[1][:, :, 0].tolist()
+        # another folder each time, since a thread of the loader before reads ahead
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return epochs(folder, [50] * 6, 4, 2, seed=seed)[1][:, :, 0].tolist()
 
     first, second = read(1)
     assert read(1) == [first, second] and read(2)[0] != first
-    assert first[:8] == [114, 142, 134, 126, 106, 138, 122, 110]
+    assert first[:8] == [61, 89, 81, 73, 93, 53, 85, 69]
     shards = [[start // 50 for start in epoch[::11]] for epoch in (first, second)]
     assert sorted(shards[0]) == [0, 1, 2, 3, 4, 5] and shards[0] != shards[1]
 

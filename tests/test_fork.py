@@ -16,6 +16,7 @@ import hellaswag
 import sample
 import train_gpt2
 from support.errors_and_signals import UserError
+from support.tokenizer import get_tokenizer
 from tests.conftest import (
     ROOT,
     changes_of_the_page,
@@ -28,7 +29,7 @@ from tests.conftest import (
     write_fork,
 )
 from tests.torture import assert_same
-from train_gpt2 import GPT, GPTConfig, get_tokenizer
+from train_gpt2 import GPT, GPTConfig
 
 TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"
 CHANGES = changes_of_the_page()

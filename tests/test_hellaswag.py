@@ -19,8 +19,9 @@ import hellaswag
 from hellaswag import main
 from support.errors_and_signals import UserError
 from support.ranks import Ranks
+from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, logits_of, losses, read_log, train, train_on_ranks
-from train_gpt2 import GPT, GPTConfig, get_tokenizer
+from train_gpt2 import GPT, GPTConfig
 
 TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"  # written for these tests
 EXAMPLES = [json.loads(line) for line in TASKS.read_text(encoding="utf-8").splitlines()]
@@ -216,7 +217,7 @@ def test_an_ending_that_the_context_cannot_hold_is_one_line(tmp_path):
 
 def test_training_evaluates_with_the_context_of_the_model(text, tmp_path, capsys):
     """A GPT-2 with a context of 160, fine-tuned on sequences of 16 tokens, as the script scores."""
-    GPT(GPTConfig(160, 50257, 1, 1, 8)).save_pretrained(tmp_path / "model")
+    GPT(GPTConfig(160, 50257, 1, 1, 8)).save_pretrained(tmp_path / "model", get_tokenizer())
     args = ["--init", tmp_path / "model", "--max-steps 1 --save-every 1 --hellaswag-every 1"]
     train(*args, "--hellaswag-data", TASKS, "--data", text, "--log-dir", tmp_path / "log")
     evaluate(tmp_path / "log")

@@ -12,8 +12,9 @@ import torch
 import fineweb
 import hellaswag
 import sample
+from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, TINY, numbers, train, words
-from train_gpt2 import GPT, GPTConfig, get_tokenizer
+from train_gpt2 import GPT, GPTConfig
 
 
 def code_cells(path):

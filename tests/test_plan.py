@@ -6,6 +6,7 @@ import pytest
 
 import train_gpt2
 from support.errors_and_signals import UserError
+from support.tokenizer import get_tokenizer
 from tests.conftest import (
     numbers,
     posix,
@@ -72,7 +73,7 @@ def test_plan_prints_and_does_not_train(plan, tmp_path, monkeypatch):
     for part in ("124,439,808", "9,999,745,024", "19,073", "8.544e+18"):
         assert part in shown, part
     assert not list(tmp_path.iterdir())
-    GPT(GPTConfig(64, 50257, 1, 2, 8)).save_pretrained(tmp_path / "model")
+    GPT(GPTConfig(64, 50257, 1, 2, 8)).save_pretrained(tmp_path / "model", get_tokenizer())
     shown = plan("--preset shakespeare --init", tmp_path / "model", "--log-dir log")
     assert f"{(50257 + 64 + 12 * 8 + 13 + 2) * 8:,} " in " ".join(shown.values())
     assert not (tmp_path / "log").exists()

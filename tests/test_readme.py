@@ -39,7 +39,6 @@ NOT_RUN = {  # how a command begins -> why it is not run
     "python train_rotary.py": "is a fork; tests/test_fork.py trains it",
     "python sample.py log --code": "of that fork",
     "lm_eval ": "not installed; docs/trained-model.md says where it was run",
-    "PYTHONPATH=. lm_eval ": "opens a fork; tests/test_modeling_fork.py does",
     "vllm ": "needs a GPU",
     "hf ": "needs the Hub",
     "python convert_hf_to_gguf.py": "part of llama.cpp; docs/trained-model.md says where",

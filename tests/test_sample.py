@@ -10,8 +10,9 @@ import torch
 
 import sample
 from support.errors_and_signals import UserError
+from support.tokenizer import get_tokenizer
 from tests.conftest import words
-from train_gpt2 import GPT, GPTConfig, get_tokenizer
+from train_gpt2 import GPT, GPTConfig
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def log_dir(tmp_path_factory):
         torch.manual_seed(seed)
         model = GPT(GPTConfig(24, 50257, 1, 2, 32))
         torch.nn.init.normal_(model.wte.weight, std=0.3)  # one token is clearly likeliest
-        model.save_pretrained(folder / f"step_{step:06d}")
+        model.save_pretrained(folder / f"step_{step:06d}", get_tokenizer())
     return folder
 
 
@@ -74,11 +75,11 @@ def test_each_option_acts(log_dir, capsys):
 
 
 def test_what_is_not_a_gpt2_is_one_line(of_another_program, capsys):
-    """It names the line of transformers. Other tokens than GPT-2's would be read wrongly."""
+    """Other tokens than GPT-2's would be read wrongly."""
     path = of_another_program / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"model_type": "llama"}))
-    with pytest.raises(UserError, match=r"llama.*transformers\.pipeline"):
+    with pytest.raises(UserError, match="llama"):
         sample.main(words(of_another_program, "a --device cpu"))
     path.write_text(json.dumps(config))
     tokens = json.loads((of_another_program / "vocab.json").read_text())
@@ -98,6 +99,7 @@ def test_text_streams_by_whole_characters_up_to_the_end_of_the_document(
         return torch.cat([idx, torch.tensor([[next(tokens)]])], dim=1)
 
     monkeypatch.setattr(GPT, "generate", generate)
+    monkeypatch.setattr(sample, "load_gpt_class", lambda code: GPT)
     sample.main(words(log_dir, "<|endoftext|>So", "--device cpu"))
     assert capsys.readouterr().out == "Sonaïve 東京 🙂\n"
 

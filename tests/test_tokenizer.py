@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.errors_and_signals import UserError
+from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, posix
-from train_gpt2 import GPT, DataLoaderLite, GPTConfig, get_tokenizer
+from train_gpt2 import GPT, DataLoaderLite, GPTConfig
 
 EOT = 50256
 

@@ -15,8 +15,9 @@ import hellaswag
 import sample
 from support import tokenizer
 from support.errors_and_signals import UserError
+from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, import_file, losses, posix, read_log, train, words
-from train_gpt2 import GPT, GPTConfig, get_tokenizer
+from train_gpt2 import GPT, GPTConfig
 
 TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"
 EVALUATED = "--eval-every 2 --save-every 2 --sample-every 2 --hellaswag-every 2 --hellaswag-data"
