@@ -377,17 +377,17 @@ class DataLoaderLite:
 
     def order_of(self, epoch: int) -> np.ndarray:
         """Where the sequences of an epoch begin, in the order in which they are read."""
-        def shuffled(n: int, random: np.random.PCG64) -> np.ndarray:
-            if not self.shuffle:
-                return np.arange(n)
-            return random.random_raw(n).argsort(kind="stable")
-
-        skips = shuffled(self.T, np.random.PCG64(self.seed))
-        random = np.random.PCG64((self.seed, epoch))
+        first_cut = 0
+        permutation = np.arange
+        if self.shuffle:
+            # All versions of NumPy draw the same numbers from RandomState.
+            random = np.random.RandomState([self.seed, epoch])
+            first_cut = random.randint(self.T)
+            permutation = random.permutation
         begins = []
-        for shard in shuffled(len(self.shards), random):
-            begin = self.offsets[shard] + (skips[epoch % self.T] if self.shuffle else 0)
-            begins.append(begin + shuffled(self.counts[shard], random) * self.T)
+        for shard in permutation(len(self.shards)):
+            numbers = permutation(self.counts[shard])  # of the sequences in this shard
+            begins.append(self.offsets[shard] + first_cut + numbers * self.T)
         return np.concatenate(begins)
 
 
@@ -577,7 +577,8 @@ def configure_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """AdamW. With --optimizer muon, Muon takes over the linear layers inside the blocks.
 
-    `dtype` is the precision of the model's matrix products."""
+    At each step train() sets the learning rate of all groups to that of get_lr(). `dtype` is the
+    precision of the model's matrix products."""
     optimizers = []
     by_muon = set()
     if config.optimizer == "muon":

@@ -53,7 +53,7 @@ TINY = words(
     "--preset shakespeare",
     *SHAPE,
     "--seq-len 16 --total-batch-size 128",
-    "--micro-batch-size 2 --device cpu --dtype float32 --no-compile --optimizer adamw",
+    "--micro-batch-size 2 --device cpu --dtype float32 --compile off --optimizer adamw",
     "--schedule cosine --warmup-steps 2 --max-lr 5e-3 --min-lr 5e-4 --beta2 0.95",
     "--eval-tokens 128 --eval-every 0 --sample-every 0 --save-every 0 --sample-prompt ROMEO:",
 )
