@@ -165,13 +165,15 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # The head has no weight of its own. It shares that of wte.
+        # The head has the same weight as wte. On "meta" the one that it replaces takes no memory.
         self.lm_head = Head(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.wte.weight
 
         # The initial weights. LayerNorms keep torch's, which are ones and zeros.
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding) and module is not self.lm_head:
+            if module is self.lm_head:  # its weight is that of wte
+                continue
+            if isinstance(module, nn.Linear | nn.Embedding):
                 std = 0.02
                 if name.endswith("c_proj"):
                     # Two layers in each block add to the residual stream. Their smaller weights
@@ -285,13 +287,12 @@ class DataLoaderLite:
     """Batches of sequences and their targets, epoch after epoch.
 
     An epoch cuts each shard into sequences of T tokens. It reads the shards in random order, and
-    the sequences of a shard in random order. In each epoch the first cut is at another random
-    token, so no two epochs have the same sequences, which helps a model that reads a small text
-    many times (bench/order).
+    the sequences of a shard in random order. The first cut is at a random token below T, so another
+    epoch has other sequences. This helps a model that reads a small text many times (bench/order).
 
-    The sequences of a run are numbered in this order, which depends only on the seed. Rank 0 takes
-    the first B of them, rank 1 the next B, and so on. So a step has the same tokens for any B and
-    any number of ranks, and a resumed run only needs to know how many sequences were read."""
+    The order depends only on the seed, and the sequences are numbered in it, epoch after epoch.
+    Rank 0 reads the first B of them, rank 1 the next B, and so on. So a step has the same tokens
+    for any B and any number of ranks, and a resumed run finds its place by a number."""
 
     def __init__(
         self,
@@ -319,39 +320,39 @@ class DataLoaderLite:
         # The files of the shards, and their tokens. The arrays are memory-mapped, so only what is
         # used is read from the disk.
         self.paths, self.shards = open_split(data, split, self.vocab_size)
-        self.lengths = [  # by which a resumed run knows its data again
-            (path.name, len(tokens)) for path, tokens in zip(self.paths, self.shards, strict=True)
-        ]
-        # A sequence begins at a number of tokens from the beginning of all shards in a row.
-        ends = np.cumsum([len(tokens) for tokens in self.shards])
-        self.total_tokens = int(ends[-1])
-        self.offsets = ends - [len(tokens) for tokens in self.shards]  # the first token of each
-        # The number of sequences in each shard. As many as fit after the latest first cut, so that
-        # all epochs have equally many. The last token of a shard is only a target.
-        latest = T - 1 if shuffle else 0
-        self.counts = [max(len(tokens) - 1 - latest, 0) // T for tokens in self.shards]
-        self.sequences_per_epoch = sum(self.counts)
+        sizes = np.array([len(tokens) for tokens in self.shards])
+        # Tokens are numbered through all shards, as if they were one file.
+        self.offsets = np.cumsum(sizes) - sizes  # the number of the first token of each shard
+        self.total_tokens = int(sizes.sum())
+        # How many sequences an epoch has of each shard. All epochs have the same number, which is
+        # what fits after the latest possible cut. The last token of a shard is only a target.
+        latest_cut = T - 1 if shuffle else 0
+        self.counts = np.maximum(sizes - 1 - latest_cut, 0) // T
+        self.sequences_per_epoch = int(self.counts.sum())
         if self.sequences_per_epoch == 0:
             size = f"{self.total_tokens} {split} tokens"
             problem = f"{size}, too few for sequences of {T}"
             raise UserError(f"{data}: {problem}; take more text or a smaller --seq-len")
-        self.epoch = -1  # of self.order
+        # What a resumed run must find again: the names of the shards in `data`, and their sizes.
+        names = [path.relative_to(data).as_posix() for path in self.paths]
+        self.shard_sizes = list(zip(names, sizes.tolist(), strict=True))
+        self.epoch = -1  # the one to which self.order belongs
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.go_to(0)
 
     def go_to(self, n: int) -> None:
-        """Makes the next batch begin after n sequences, counted over all ranks."""
-        self.next_sequence = n + self.rank * self.B
-        self.reading: Future[np.ndarray] | None = None  # the next batch
+        """Goes on as if n sequences had been read, by all ranks together."""
+        self.next_sequence = n + self.rank * self.B  # the first one of the next batch
+        self.upcoming: Future[np.ndarray] | None = None  # the next batch, if it is being read
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next inputs and targets of this rank, (B, T) int64 each."""
-        if self.reading is None:
-            self.reading = self.thread.submit(self.read, self.next_sequence, self.B)
-        tokens = torch.from_numpy(self.reading.result())  # (B, T + 1)
+        if self.upcoming is None:
+            self.upcoming = self.thread.submit(self.read, self.next_sequence, self.B)
+        tokens = torch.from_numpy(self.upcoming.result())  # (B, T + 1)
         # The thread reads the following batch while the device computes with this one.
         self.next_sequence += self.B * self.world_size
-        self.reading = self.thread.submit(self.read, self.next_sequence, self.B)
+        self.upcoming = self.thread.submit(self.read, self.next_sequence, self.B)
         if self.device.type == "cuda":
             # From pinned memory the copy to the GPU does not make the CPU wait.
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
@@ -360,34 +361,34 @@ class DataLoaderLite:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def read(self, first: int, n: int) -> np.ndarray:
-        """n sequences of the run from number `first` on, with their targets. (n, T + 1) int64"""
+        """n sequences from number `first` on, each with its last target. (n, T + 1) int64"""
         rows = []
         for number in range(first, first + n):
             epoch, i = divmod(number, self.sequences_per_epoch)
             if epoch != self.epoch:
                 self.order = self.order_of(epoch)
                 self.epoch = epoch
+            # Its shard is the last one that begins before it or with it.
             shard = np.searchsorted(self.offsets, self.order[i], side="right") - 1
             start = self.order[i] - self.offsets[shard]
             tokens = self.shards[shard][start : start + self.T + 1]
-            # A UserError if a token is too high, as in a damaged file.
-            check_tokens(tokens, self.paths[shard], self.vocab_size)
+            check_tokens(tokens, self.paths[shard], self.vocab_size)  # UserError if it is damaged
             rows.append(tokens)
         return np.stack(rows).astype(np.int64)
 
     def order_of(self, epoch: int) -> np.ndarray:
-        """Where the sequences of an epoch begin, in the order in which they are read."""
-        first_cut = 0
+        """The numbers of the tokens with which the sequences of an epoch begin, in its order."""
+        cut = 0
         permutation = np.arange
         if self.shuffle:
             # All versions of NumPy draw the same numbers from RandomState.
             random = np.random.RandomState([self.seed, epoch])
-            first_cut = random.randint(self.T)
+            cut = random.randint(self.T)
             permutation = random.permutation
         begins = []
         for shard in permutation(len(self.shards)):
-            numbers = permutation(self.counts[shard])  # of the sequences in this shard
-            begins.append(self.offsets[shard] + first_cut + numbers * self.T)
+            sequences = permutation(self.counts[shard])  # 0, 1, 2 and so on, in random order
+            begins.append(self.offsets[shard] + cut + sequences * self.T)
         return np.concatenate(begins)
 
 
@@ -462,18 +463,18 @@ class TrainConfig:
     wandb: bool = False  # also log to Weights & Biases
 
 
-# With --init these are 0, unless they are given, and the weights decide.
+# The shape of the model. With --init these settings are 0, and the given weights decide it.
 SHAPE = ("n_layer", "n_head", "n_embd")
 
-# --resume refuses to continue a run with other values of these settings. The others may change: a
-# lower rate may save a run that diverges, and more steps make it longer. If you add a setting that
-# must stay the same during a run, add it here.
+# --resume refuses to continue a run with other values of these settings. The others may change. For
+# example, a lower rate may save a run that diverges, and more steps make it longer. If you add a
+# setting that must stay the same during a run, add it here.
+# fmt: off
 MUST_NOT_CHANGE = (
-    *("preset", "init", "seed", "shuffle", *SHAPE, "total_batch_size", "seq_len"),
-    *("optimizer", "schedule", "warmup_steps", "weight_decay", "beta2"),
+    "preset", "init", "seed", "shuffle", "n_layer", "n_head", "n_embd", "total_batch_size",
+    "seq_len", "optimizer", "schedule", "warmup_steps", "weight_decay", "beta2",
 )
 
-# fmt: off
 # A preset replaces some of the defaults above.
 PRESETS = {
     # GPT-2 small on 10 billion tokens. The values are GPT-3's (Brown et al. 2020, table 2.1 and
@@ -519,35 +520,49 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     4. the default in TrainConfig.
     A UserError names all values that are wrong, or that must not change on resume."""
     words = sys.argv[1:] if args is None else args
-    # The command line is read twice. The first time is for the flags on which 2 and 3 depend. The
-    # second time the values of 2, 3 and 4 are the defaults, so flags that are given replace them.
+    # The command line is read twice. The first time is for --resume, --log-dir and --preset, on
+    # which 2 and 3 depend. The second time the values of 2, 3 and 4 are the defaults, so the flags
+    # on the command line replace them.
     given = parse_args(TrainConfig, words, allow_help=False)
-    # What the run in --log-dir has stored of its settings and of its script, or None.
+    # What the run in --log-dir has stored of its settings and its script. None if there is no run.
     before = read_run(given.log_dir) if given.resume else None
     if before:
-        # Only the same script may go on, by its name or its content. Else this is a UserError.
+        # UserError if the run is of a script with another name and another content than this one.
         forks.check_same_script(before, GPT, f"--resume: {given.log_dir}")
         names = asdict(given).keys() - {"log_dir", "resume", "plan"}
-        defaults = {name: value for name, value in before["config"].items() if name in names}
+        settings = {name: value for name, value in before["config"].items() if name in names}
     else:
         preset = given.preset
         if preset == "auto":
             preset = "gpt2" if holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
-        defaults = {"preset": preset, **PRESETS[preset]}
+        settings = {"preset": preset, **PRESETS[preset]}
         if given.init != "scratch":
-            defaults |= dict.fromkeys(SHAPE, 0)
-    config = parse_args(TrainConfig, words, default=TrainConfig(**defaults))
+            settings |= dict.fromkeys(SHAPE, 0)  # so the given weights decide it
+    defaults = TrainConfig(**settings)
+    config = parse_args(TrainConfig, words, default=defaults)
     if config.preset == "auto":
-        config.preset = defaults["preset"]
+        config.preset = defaults.preset
     for name in ("data", "init", "hellaswag_data"):
-        # An existing file or folder gets its absolute path. The run may be resumed from elsewhere.
+        # Files and folders get their absolute paths, so that --resume works in any folder.
         setattr(config, name, absolute(getattr(config, name)))
 
-    # No number may be negative, and these must not be 0.
+    problems = find_problems(config)
+    for name in MUST_NOT_CHANGE if before else ():
+        was = getattr(defaults, name)
+        now = getattr(config, name)
+        if absolute(str(was)) != absolute(str(now)):
+            problems.append(f"--resume: {flag(name)} was {was} in {config.log_dir}, and is {now}")
+    if problems:
+        raise UserError("; ".join(problems))
+    return config
+
+
+def find_problems(config: TrainConfig) -> list[str]:
+    """What is wrong with the values of settings."""
     above_0 = {"total_batch_size", "seq_len", "eval_tokens", "max_lr"}
     if config.init == "scratch":
         above_0.update(SHAPE)
-    problems = range_problems(config, above_0)
+    problems = range_problems(config, above_0)  # no other number may be negative
     if config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.seed >= 2**32:
@@ -558,14 +573,7 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
         problems.append(f"--eval-tokens {config.eval_tokens}: less than --seq-len {config.seq_len}")
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
-    for name in MUST_NOT_CHANGE if before else ():
-        value = getattr(config, name)
-        if value != defaults.get(name, value):
-            was = f"{flag(name)} {value}: the run in {config.log_dir} has {defaults[name]}"
-            problems.append(f"{was}, which --resume cannot change")
-    if problems:
-        raise UserError("; ".join(problems))
-    return config
+    return problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -793,12 +801,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 
     # ---- Precision, compiling, and whether to save memory
     # device_line is printed. It says which precision is used, on which device, and why.
+    N, before = model.num_parameters(), saved.get("precision")
     precision, device_line = ranks.on_rank_0(
-        devices.choose_precision,
-        config.dtype,
-        device,
-        model.num_parameters(),
-        saved.get("precision"),
+        devices.choose_precision, config.dtype, device, N, before
     )
     dtype = devices.dtype_of(precision)  # torch.float32 for tf32, otherwise as the name says
     if device.type == "cuda" and precision != "float32":
@@ -853,7 +858,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 
     # ---- What a checkpoint has besides the weights: how it is restored, and how it is saved
     if checkpoint:
-        if saved["shards"] != loader.lengths:
+        if saved["shards"] != loader.shard_sizes:
             raise UserError(f"--resume: {config.data} has shards of other names or lengths now")
         loader.go_to(step * config.total_batch_size // T)
         # A UserError if they are other optimizers, or have other parameters.
@@ -871,7 +876,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             **forks.script_entry(GPT),  # the name and the checksum of this file
             "precision": precision,
             "B": B,
-            "shards": loader.lengths,
+            "shards": loader.shard_sizes,
             "optimizers": checkpoints.optimizer_states(optimizers, model),
             "scaler": scaler.state_dict(),
             "training_seconds": progress.training_seconds,
@@ -935,11 +940,11 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        # One exchange tells all ranks the sum of their losses, and how many were asked to stop. It
-        # is the first line of a step that waits for the GPU.
-        stops = torch.full_like(loss_sum, float(stop_requested()))
-        loss_sum, stops = ranks.sum_tensor(torch.stack([loss_sum, stops])).tolist()
-        loss = loss_sum / (micro_steps * world_size)
+        # One exchange tells all ranks the sum of their losses, and how many were asked to stop. Up
+        # to here no line of a step has waited for the GPU.
+        asked = torch.full_like(loss_sum, float(stop_requested()))
+        total_loss, stops = ranks.sum_tensor(torch.stack([loss_sum, asked])).tolist()
+        loss = total_loss / (micro_steps * world_size)
         norm = norm.item()
         # In float16 the gradients overflow from time to time. Then the weights stay as they are,
         # and the scaler lowers its scale. If the scale is 1, as always in other precisions, the

@@ -36,7 +36,7 @@ SHARED = ("data", "init", "seq_len", "n_layer", "n_head", "n_embd")
 HARMLESS = {"preset", "seed", "log_dir", "resume", "plan", "device", "dtype"}
 HARMLESS |= {"micro_batch_size", "compile", "low_memory", "deterministic", "tensorboard", "wandb"}
 HARMLESS |= {"eval_every", "hellaswag_every", "hellaswag_data", "sample_every", "sample_prompt"}
-HARMLESS |= {"save_every", "keep_checkpoints", "keep_every"}
+HARMLESS |= {"save_every", "keep_checkpoints"}
 
 Streams = dict[str, dict[int, float]]  # {stream: {step: value}}
 
@@ -192,10 +192,7 @@ def main(args: list[str] | None = None) -> int:
     V = vocabulary(starts)
     reference = config.reference
     if reference is None:
-        preset = ours.get("preset", "gpt2")
-        if preset == "auto":
-            preset = "shakespeare" if ours["data"].endswith(".txt") else "gpt2"
-        reference = Path(__file__).parent / preset
+        reference = Path(__file__).parent / ours.get("preset", "gpt2")
     name = reference.name
     entries = run_entries(reference)
     if not entries and config.reference is None:

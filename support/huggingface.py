@@ -179,7 +179,7 @@ def read_tensors(folder: Path, model: "GPT") -> tuple[dict[str, Tensor], bool]:
     if raw["model_type"] == "gpt2":
         if why_not:
             name = forks.script_entry(type(model)).get("script", "this code")
-            warn(f"{folder} is a GPT-2, but {name} trains none ({why_not}), so its losses differ")
+            warn(f"{folder} is a GPT-2, but {name} is not ({why_not}), so its losses change")
         if is_ours(folder):
             return read_safetensors(folder), True
         theirs = load_by_transformers(folder)
@@ -192,10 +192,9 @@ def read_tensors(folder: Path, model: "GPT") -> tuple[dict[str, Tensor], bool]:
             raise UserError(f"{folder}: computes something else than GPT-2 ({few(others)})")
         return tensors, True
     if not why_not:
-        script = raw.get("script")
-        problem = f"trained by {script}, and not a GPT-2"
-        remedy = f"sample.py and hellaswag.py need --code {shown(folder)}/{script}"
-        raise UserError(f"{folder}: {problem}, so only that script can use it; {remedy}")
+        copy = f"{shown(folder)}/{raw.get('script')}"
+        problem = f"no GPT-2, so only the script that trained it can use it, as in {copy}"
+        raise UserError(f"{folder}: {problem}; sample.py and hellaswag.py take it with --code")
     forks.check_same_script(raw, type(model), str(folder))
     return read_safetensors(folder), False
 

@@ -92,7 +92,7 @@ def print_header(
         rows["shards that are too short for a sequence"] = size
     if why_not := forks.why_no_gpt2(model):
         script = forks.script_entry(type(model)).get("script", "this code")
-        rows["fork"] = f"{why_not}; only {script} can use its checkpoints"
+        rows["not a GPT-2"] = f"{why_not}; only {script} can use its checkpoints"
     resumed = f", resumed from {checkpoint}" if checkpoint else ""
     rows["log and checkpoints"] = f"{config.log_dir}/{resumed}"
     for name, value in rows.items():

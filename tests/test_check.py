@@ -113,7 +113,6 @@ def test_unlike_settings_are_named_and_another_model_is_not_compared(tmp_path, c
     """As are other data; the place of the same data may differ."""
     assert check.main([str(SHAKESPEARE)]) == 0
     for settings, status, message in (
-        ({"preset": "auto"}, 0, ""),
         ({"data": "/elsewhere/input.txt"}, 0, ""),
         ({"n_layer": 5}, 1, "--n-layer 5"),
         ({"data": "my.txt"}, 1, "--data my.txt"),

@@ -1,6 +1,6 @@
 """A run belongs to the script that began it, and --code names the script of a model."""
 
-import json
+import sys
 
 import pytest
 
@@ -25,31 +25,44 @@ def test_a_fork_resumes_and_samples_by_its_own_script_only(fork, text, tmp_path,
     args = ["--save-every 1 --data", text, "--log-dir", log, "--max-steps"]
     fork.main(tiny(*args, 1))
     fork.main(tiny(*args, 2, "--resume"))
-    assert (
-        len(losses(log)) == 2 and [entry["script"] for entry in starts(log)] == ["train_x.py"] * 2
-    )
+    assert len(losses(log)) == 2
+    assert [entry["script"] for entry in starts(log)] == ["train_x.py"] * 2
     with pytest.raises(UserError, match=r"train_x\.py"):
         train(*args, 3, "--resume")
     words = [str(log), "ROMEO:", "--max-new-tokens", "1", "--device", "cpu"]
-    with pytest.raises(UserError, match=r"--code train_x\.py"):
+    copies = [tmp_path / "train_x.py", log / "train_x.py", log / "step_000002" / "train_x.py"]
+    with pytest.raises(UserError, match=str(copies[-1])) as refused:
         sample.main(words)
-    for copy in (tmp_path / "train_x.py", log / "train_x.py", log / "step_000002" / "train_x.py"):
+    assert "--code" in str(refused.value)
+    for copy in copies:
         capsys.readouterr()
         sample.main([*words, "--code", str(copy)])
         output = capsys.readouterr()
         assert output.out.startswith("ROMEO:") and not output.err
 
 
-def test_a_gpt2_of_another_script_is_no_run_to_resume_but_weights_to_start_from(
-    text, tmp_path, monkeypatch
-):
-    path = tmp_path / "train_y.py"
-    path.write_text((ROOT / "train_gpt2.py").read_text(encoding="utf-8"), encoding="utf-8")
-    args = ["--save-every 1 --max-steps 1 --data", text, "--log-dir"]
-    import_file(path, monkeypatch).main(tiny(*args, tmp_path / "log"))
+def test_a_script_resumes_what_has_its_name_or_its_content(text, tmp_path, monkeypatch, capsys):
+    """train_y.py is a copy that only gets a comment. Its model is a GPT-2, from which any script
+    may start another run."""
+    script = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+    log, path = tmp_path / "log", tmp_path / "train_y.py"
+    args = ["--save-every 1 --data", text, "--log-dir"]
+
+    def train_y(steps, source):
+        path.write_text(source, encoding="utf-8")
+        capsys.readouterr()
+        import_file(path, monkeypatch).main(tiny(*args, log, "--resume --max-steps", steps))
+        return [line for line in capsys.readouterr().err.splitlines() if "train_y.py" in line]
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the file changes within a second
+    assert not train_y(1, script)
+    train(*args, log, "--resume --max-steps 2")  # another name, the same content
+    assert not train_y(3, script)
+    assert len(train_y(4, script + "# mine\n")) == 1, "the same name, another content"
     with pytest.raises(UserError, match=r"train_y\.py"):
-        train(*args, tmp_path / "log", "--resume")
-    train(*args, tmp_path / "other", "--init", tmp_path / "log")
+        train(*args, log, "--resume --max-steps 5")  # another name and another content
+    assert len(losses(log)) == 4
+    train(*args, tmp_path / "other", "--max-steps 1 --init", log)
 
 
 def test_a_script_with_other_optimizers_does_not_resume(text, tmp_path, monkeypatch):
@@ -80,11 +93,10 @@ def test_given_weights_have_their_own_shape(text, tmp_path):
     model = train_gpt2.GPT(train_gpt2.GPTConfig(16, 50257, 3, 4, 8))
     model.save_pretrained(weights, get_tokenizer())
     args = ["--data", text, "--init", weights, "--save-every 2 --log-dir", tmp_path / "log"]
-    train(*args, "--max-steps 2")
-    train(*args, "--max-steps 3 --resume --n-layer 3")
-    for entry in json.loads((tmp_path / "log/run.json").read_text()):
-        shape = {name: entry["config"][name] for name in ("n_layer", "n_head", "n_embd")}
-        assert shape == {"n_layer": 3, "n_head": 4, "n_embd": 8}
+    train(*args, "--max-steps 2 --n-layer 3")
+    train(*args, "--max-steps 3 --resume")
+    trained = train_gpt2.GPT.from_pretrained(tmp_path / "log").config
+    assert (trained.n_layer, trained.n_head, trained.n_embd) == (3, 4, 8)
     for flag in ("--n-layer 6", "--n-head 2"):
         for more in ("--resume", f"--log-dir {tmp_path}/other"):
             with pytest.raises(UserError, match=flag.split()[0]):

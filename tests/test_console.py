@@ -34,7 +34,9 @@ def test_what_a_run_prints_agrees_with_its_log(text, tmp_path, capsys, at_step):
     ms, rates = losses(log, "ms"), losses(log, "tok_per_sec")
     assert rates == pytest.approx([128 / n * 1e3 for n in ms], rel=1e-2)
     assert min(ms[2:]) > 250 and sum(ms) < 1e3 * seconds
-    assert numbers(updates[0])[8:] and not any(numbers(updates[-1])[8:]), "nothing is left"
+    left = [numbers(line)[8:] for line in updates]  # minutes and seconds until the end
+    assert left[0] == [] and left[-1] == [0, 0]
+    assert all(len(numbers_left) == 2 for numbers_left in left[1:])
     evaluations = [numbers(line) for line in lines if line not in updates]
     # In this text a character is a byte.
     per_character = [math.log(2) * bpb for bpb in losses(log, "bpb")]

@@ -1,6 +1,7 @@
 """The data loader: every order, division into ranks and position, over random shards."""
 
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.errors_and_signals import UserError
-from tests.conftest import train
+from tests.conftest import losses, steps_of, train
 from train_gpt2 import DataLoaderLite
 
 
@@ -138,17 +139,45 @@ def test_ranks_together_see_what_one_resumed_process_sees(lengths, B, T, world_s
             assert torch.equal(x, torch.cat([row[0] for row in row_by_row]))
 
 
+moves = st.lists(st.none() | st.integers(0, 200), max_size=12)  # None: next_batch; n: go_to(n)
+
+
+@given(shard_sets, st.integers(1, 3), Ts, st.integers(0, 2), moves, st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_go_to_works_at_any_moment(lengths, B, T, rank, moves, shuffle):
+    """Also while the next batch is being read. Then come the batches of a loader that is new."""
+    if not room(lengths, T, shuffle):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_shards(Path(folder), lengths)
+
+        def new():
+            return DataLoaderLite(folder, "train", B, T, rank, 3, shuffle=shuffle)
+
+        loader, place = new(), 0
+        for n in [*moves, None, None]:
+            if n is not None:
+                loader.go_to(n)
+                place = n
+                continue
+            expected = new()
+            expected.go_to(place)
+            place += 3 * B
+            for found, other in zip(loader.next_batch(), expected.next_batch(), strict=True):
+                assert torch.equal(found, other)
+
+
 def test_the_order_depends_on_the_seed_alone(tmp_path):
     """If it changed, every resumed run would silently see other data."""
 
     def read(seed):
-        # another folder each time, since a thread of the loader before reads ahead
+        # In a folder of its own each time, since the loader before may still read ahead.
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         return epochs(folder, [50] * 6, 4, 2, seed=seed)[1][:, :, 0].tolist()
 
     first, second = read(1)
     assert read(1) == [first, second] and read(2)[0] != first
-    assert first[:8] == [61, 89, 81, 73, 93, 53, 85, 69]
+    assert first[:8] == [279, 275, 251, 259, 291, 271, 283, 255]
     shards = [[start // 50 for start in epoch[::11]] for epoch in (first, second)]
     assert sorted(shards[0]) == [0, 1, 2, 3, 4, 5] and shards[0] != shards[1]
 
@@ -172,3 +201,51 @@ def test_too_few_tokens_for_a_sequence_are_an_error(tmp_path):
     write_shards(tmp_path, [8, 3], split="val")
     with pytest.raises(UserError, match=r"11 val .*9"):
         DataLoaderLite(tmp_path, "val", 1, 9)
+
+
+def test_batches_of_training_are_read_in_the_background(text, tmp_path, monkeypatch):
+    """Never in the main thread, which prepares the work of a GPU. Nor by a run that is done."""
+    threads, read = [], DataLoaderLite.read
+
+    def noting(self, first, n):
+        threads.append(threading.current_thread())
+        return read(self, first, n)
+
+    monkeypatch.setattr(DataLoaderLite, "read", noting)
+    args = ["--max-steps 2 --save-every 2 --data", text, "--log-dir", tmp_path / "log"]
+    train(*args)
+    assert len(threads) >= 2 * 4 and threading.main_thread() not in threads  # four micro-steps
+    threads.clear()
+    train(*args, "--resume")
+    assert not threads
+
+
+def test_a_loader_that_nobody_asks_starts_no_thread(tmp_path):
+    """Such as one that only counts tokens."""
+    write_shards(tmp_path, [99])
+    before = set(threading.enumerate())
+    loader = DataLoaderLite(tmp_path, "train", 1, 9)
+    loader.go_to(5)
+    assert {*threading.enumerate()} == before
+    loader.next_batch()
+    assert {*threading.enumerate()} > before
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+def test_a_damaged_batch_ends_the_run_when_it_is_needed(steps, tmp_path):
+    """In the fifth step. The steps before are trained and saved, and a run of four is complete."""
+    for split in ("train", "val"):
+        tokens = np.arange(9000, dtype=np.uint16)
+        tokens[4 * 1024 + 3] = 60_000 if split == "train" else 0
+        np.save(tmp_path / f"x_{split}_000000.npy", tokens)
+    flags = (
+        "--no-shuffle --total-batch-size 1024 --micro-batch-size 16 --save-every 2 --eval-every 2"
+    )
+    args = [flags, "--max-steps", steps, "--data", tmp_path, "--log-dir", tmp_path / "log"]
+    if steps == 4:
+        assert train(*args) == 0
+    else:
+        with pytest.raises(UserError, match=r"x_train_000000\.npy.* 60000"):
+            train(*args)
+    assert len(losses(tmp_path / "log")) == 4 and steps_of(tmp_path / "log") == [2, 4]
+    assert len(losses(tmp_path / "log", "val")) == 3

@@ -44,7 +44,7 @@ def start(folder, *args):
 def test_a_fork_under_its_own_name_from_its_first_run_to_its_score(clone):
     """Shards of a text, a run on them, which is sampled from and scored.
 
-    The file that trained is kept, named, and found again."""
+    The file that trained is kept, named, and needed to use the model."""
     for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -q -m a"):
         subprocess.run(["git", *shlex.split(command)], cwd=clone, check=True)
     fork = clone / "train_erf.py"
@@ -62,5 +62,5 @@ def test_a_fork_under_its_own_name_from_its_first_run_to_its_score(clone):
     command = re.search("^sample: python (.+)", out, re.MULTILINE)[1]
     # It asks for a prompt, since the preset has none.
     assert start(clone, *map(Path, shlex.split(command)), "Once --max-new-tokens 2 --device cpu")
-    out = start(clone, "hellaswag.py -m log -d cpu --limit 2 --data", TASKS)
+    out = start(clone, "hellaswag.py -m log --code train_erf.py -d cpu --limit 2 --data", TASKS)
     assert out.splitlines()[-1].startswith("2 acc: ")

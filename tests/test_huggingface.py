@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import re
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from support import huggingface
+from support import forks
 from support.errors_and_signals import UserError
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, import_file, logits_of
-from train_gpt2 import GPT, GPTConfig
+from train_gpt2 import GPT, TRANSPOSED, GPTConfig
 
 SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
 GPT2 = get_tokenizer()
@@ -51,18 +52,25 @@ def test_export_loads_in_transformers_and_round_trips_exactly(tmp_path):
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "unequal permissions"
 
 
-def test_transformers_computes_the_logits_by_which_a_gpt2_is_known():
+@torch.no_grad()
+def test_what_counts_as_a_gpt2_is_what_transformers_computes():
+    """In float64, at several lengths up to the context, with weights that let every part count."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    shape = dict(huggingface.SMALL)
-    shape["n_positions"] = shape.pop("block_size")
+    config = GPTConfig(block_size=64, vocab_size=100, n_layer=3, n_head=4, n_embd=48)
+    ours = GPT(config).double()
+    forks.set_telling_weights(ours)
+    shape = dict(n_positions=64, vocab_size=100, n_layer=3, n_head=4, n_embd=48)
     theirs = GPT2LMHeadModel(GPT2Config(**shape)).double().eval()
-    weights = huggingface.their_layout(huggingface.small_model(GPT(SMALL)).state_dict())
-    report = theirs.load_state_dict(weights, strict=False)
-    assert report.missing_keys == ["lm_head.weight"] and not report.unexpected_keys  # it is tied
-    logits = huggingface.some_logits(theirs)
-    expected = logits.new_tensor(huggingface.GPT2_LOGITS)
-    torch.testing.assert_close(logits, expected, atol=1e-11, rtol=0)
+    for name, parameter in theirs.transformer.named_parameters():
+        tensor = ours.state_dict()[name]
+        parameter.copy_(tensor.T if name.endswith(TRANSPOSED) else tensor)
+    for T in (1, 2, 33, 64):
+        idx = torch.randint(100, (2, T))
+        expected = logits_of(theirs, idx)
+        found = forks.gpt2(ours.state_dict(), idx, config.n_layer, config.n_head)
+        torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+        assert expected.std() > 1, "else 1e-9 would say little"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -108,39 +116,55 @@ MATHS = {
 }
 
 
-def test_other_models_are_refused(tmp_path):
+def test_other_models_are_refused(reference):
     """Another model, other mathematics, other shapes, untied, damaged or missing weights."""
-    GPT(SMALL).save_pretrained(tmp_path, GPT2)
-    config = json.loads((tmp_path / "config.json").read_text())
+    _, folder = reference
+    config = json.loads((folder / "config.json").read_text())
     for change, fits in (
         ({"model_type": "llama"}, False),
         *(({name: value}, False) for name, value in MATHS.items()),
         ({"n_embd": 32}, False),
-        ({"n_layer": 2}, False),
+        ({"n_layer": 4}, False),
         ({"n_inner": 4 * 48}, True),
         ({}, True),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(config | change))
-        refused = pytest.raises(UserError, match=f"^{tmp_path}[^\\n]*$")
+        (folder / "config.json").write_text(json.dumps(config | change))
+        refused = pytest.raises(UserError, match=f"^{folder}[^\\n]*$")
         with contextlib.nullcontext() if fits else refused:
-            GPT.from_pretrained(tmp_path)
-    weights = tmp_path / "model.safetensors"
+            GPT.from_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    untied = state | {"lm_head.weight": torch.zeros(50257, 48)}
+    save_file(untied, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(UserError, match="tie_word_embeddings"):
+        GPT.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("program", ["ours", "transformers"])
+def test_weights_that_do_not_fit_are_one_line(program, reference, tmp_path):
+    _, folder = reference
+    if program == "ours":
+        folder = tmp_path / "ours"
+        GPT(SMALL).save_pretrained(folder, GPT2)
+    weights = folder / "model.safetensors"
     state = load_file(weights)
     c_attn = "transformer.h.0.attn.c_attn.weight"
-    for bad, named in (
-        ({"lm_head.weight": torch.zeros(50257, 48)}, "head"),
-        ({c_attn: state[c_attn][None]}, r"c_attn\.weight"),
-        ({"transformer.h.0.more": torch.zeros(2)}, r"h\.0\.more"),
-    ):
-        save_file(state | bad, weights)
-        with pytest.raises(UserError, match=f"{tmp_path}.*{named}"):
-            GPT.from_pretrained(tmp_path)
+    changes = {"another shape": state | {c_attn: state[c_attn][:-1]}}
+    changes["missing"] = {name: tensor for name, tensor in state.items() if name != c_attn}
+    if program == "ours":  # transformers ignores those that it does not know
+        changes["more"] = state | {"transformer.h.0.c_attn.weight": torch.zeros(2)}
+    for name, changed in changes.items():
+        save_file(changed, weights, metadata={"format": "pt"})
+        # For another shape transformers has a line that names no tensor.
+        named = "" if program == "transformers" and name == "another shape" else r"c_attn\.weight"
+        with pytest.raises(UserError, match=f"^{folder}[^\\n]*{named}[^\\n]*$"):
+            GPT.from_pretrained(folder)
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"model\.safetensors"):
-        GPT.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"^{folder}[^\\n]*$"):
+        GPT.from_pretrained(folder)
     weights.unlink()
-    with pytest.raises(UserError, match=r"model\.safetensors"):
-        GPT.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"^{folder}[^\\n]*$"):
+        GPT.from_pretrained(folder)
 
 
 @pytest.fixture
@@ -193,23 +217,100 @@ def changed_block(change):
     return replace
 
 
+def plain_attention(scores=lambda s, layer: s, turn=lambda x: x):
+    """Attention by plain products, whose scores (B, nh, T, T) are changed before the softmax, and
+    queries and keys (B, nh, T, hs) before their product."""
+
+    def replace(code):
+        layers = 0
+
+        class PlainAttention(code.CausalSelfAttention):
+            def __init__(self, config):
+                nonlocal layers
+                super().__init__(config)
+                self.layer = layers % config.n_layer
+                layers += 1
+
+            def forward(self, x):
+                parts = self.c_attn(x).chunk(3, dim=-1)
+                q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in parts)
+                s = scores(turn(q) @ turn(k).mT / math.sqrt(q.size(-1)), self.layer)
+                later = torch.ones(s.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+                y = s.masked_fill(later, -math.inf).softmax(-1) @ v
+                return self.c_proj(y.transpose(1, 2).flatten(2))
+
+        return {"CausalSelfAttention": PlainAttention}
+
+    return replace
+
+
+def window(s, layer):
+    """A token sees 63 tokens, itself among them. So only the last one of a context of 64 can't see
+    the first."""
+    T = s.size(-1)
+    far = torch.ones(T, T, dtype=torch.bool, device=s.device).tril(-63)
+    return s.masked_fill(far, -math.inf)
+
+
+def rotated(x):
+    """Rotary position embeddings (Su et al. 2021). (B, nh, T, hs) -> the same shape"""
+    T, hs = x.shape[-2:]
+    frequencies = 10_000 ** (-torch.arange(0, hs, 2, device=x.device) / hs)
+    angles = torch.outer(torch.arange(T, device=x.device), frequencies).to(x.dtype)  # (T, hs / 2)
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def norms_after(code):
+    class PostNormBlock(code.Block):
+        def forward(self, x):
+            x = self.ln_1(x + self.attn(x))
+            return self.ln_2(x + self.mlp(x))
+
+    return {"Block": PostNormBlock}
+
+
+def scaled_when_deep(code):
+    """From three layers on, what a layer adds is scaled by the depth."""
+
+    class ScaledMLP(code.MLP):
+        def __init__(self, config):
+            super().__init__(config)
+            self.scale = 1 if config.n_layer < 3 else (2 / config.n_layer) ** 0.5
+
+        def forward(self, x):
+            return self.scale * super().forward(x)
+
+    return {"MLP": ScaledMLP}
+
+
+def capped_logits(code):
+    forward = code.GPT.forward
+
+    def capped(self, idx, targets=None, at=None):
+        logits = 30 * torch.tanh(forward(self, idx, at=at) / 30)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    code.GPT.forward = capped  # A class in this file would have this file as its script.
+    return {}
+
+
 def other_epsilon(block):
     block.ln_2.eps = 1e-6
 
 
-def window(block):
-    """Another output for the last token if it sees more than 60 others."""
+def other_epsilon_at_the_end(code):
+    make = code.GPT.__init__
 
-    def forward(module, inputs, output):
-        if output.size(1) <= 60:
-            return output
-        return torch.cat([output[:, :-1], output[:, -1:] * 1.01], dim=1)
+    def changed(self, config):
+        make(self, config)
+        self.ln_f.eps = 1e-6
 
-    block.attn.register_forward_hook(forward)
-
-
-def dropout(block):
-    block.mlp.register_forward_hook(lambda m, i, out: F.dropout(out, 0.5, m.training))
+    code.GPT.__init__ = changed
+    return {}
 
 
 def softcap(block):
@@ -219,8 +320,15 @@ def softcap(block):
 FORKS = {
     "GELU": other_gelu,
     "epsilon": changed_block(other_epsilon),
-    "window": changed_block(window),
-    "softcap": changed_block(softcap),
+    "epsilon of ln_f": other_epsilon_at_the_end,
+    "window": plain_attention(window),
+    "softcap of the logits": capped_logits,
+    "softcap of the scores": plain_attention(lambda s, layer: 50 * torch.tanh(s / 50)),
+    "softcap of the stream": changed_block(softcap),
+    "scores divided by the layer": plain_attention(lambda s, layer: s / (layer + 1)),
+    "scaled by the depth": scaled_when_deep,
+    "norms after": norms_after,
+    "rotary": plain_attention(turn=rotated),
     "more parameters": lambda code: {"MLP": lambda c: torch.nn.Linear(c.n_embd, c.n_embd)},
     "cannot be small": changed_block(lambda block: block.attn.c_attn.weight.view(144, 48)),
 }
@@ -248,12 +356,39 @@ def test_a_script_that_has_changed_since_gets_a_line(load_code, tmp_path, capsys
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_what_is_still_a_gpt2(load_code, tmp_path):
-    """What acts only in training leaves one, and any script loads it. One layer more does not."""
-    for name, change in (("train_a.py", None), ("train_b.py", changed_block(dropout))):
-        small(load_code(name, change)).save_pretrained(tmp_path / "x", GPT2)
-        assert kind(tmp_path / "x") == "gpt2"
-        GPT.from_pretrained(tmp_path / "x")
+def dropout(block):
+    block.mlp.register_forward_hook(lambda m, i, out: F.dropout(out, 0.5, m.training))
+
+
+def norms_in_float32(block):
+    """As under autocast: parts that always compute in float32."""
+
+    def norm(x):
+        ln = block.ln_1
+        exact = F.layer_norm(x.float(), x.shape[-1:], ln.weight.float(), ln.bias.float(), ln.eps)
+        return exact.to(x.dtype)
+
+    block.ln_1.forward = norm
+
+
+STILL_GPT2S = {
+    "unchanged": None,
+    "dropout": changed_block(dropout),
+    "norms in float32": changed_block(norms_in_float32),
+    "plain attention": plain_attention(),
+    "softmax in float32": plain_attention(lambda s, layer: s.float().to(s.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", STILL_GPT2S)
+def test_what_is_still_a_gpt2(name, load_code, tmp_path):
+    """Another way to compute the same, other rounding, and what acts only in training."""
+    small(load_code("train_x.py", STILL_GPT2S[name])).save_pretrained(tmp_path / "x", GPT2)
+    assert kind(tmp_path / "x") == "gpt2"
+    GPT.from_pretrained(tmp_path / "x")
+
+
+def test_a_layer_more_is_no_gpt2(tmp_path):
     model = GPT(SMALL)
     model.extra = torch.nn.Linear(4, 4)
     model.save_pretrained(tmp_path / "x", GPT2)

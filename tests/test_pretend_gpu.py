@@ -17,8 +17,9 @@ import sample
 import train_gpt2
 from support import devices
 from support.devices import choose_device  # conftest.py replaces the latter
-from support.errors_and_signals import UserError
+from support.errors_and_signals import UserError, explain
 from support.run_json import run_entries
+from support.tokenizer import get_tokenizer
 from tests.conftest import RANK, ROOT, losses, numbers, train, words
 from tests.pretend_gpu import OnGPU, PretendGPU
 
@@ -29,10 +30,11 @@ LONG = "--seq-len 48 --total-batch-size 96 --eval-tokens 96"  # HellaSwag's task
 
 
 @pytest.fixture(autouse=True)
-def nondeterministic():
-    """What --deterministic sets for a process is undone after each test."""
+def undone():
+    """What --deterministic and --dtype set for a process is undone after each test."""
     yield
     torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def run(text, tmp_path):
 )
 def test_training_equals_the_cpus(flags, run):
     gpu = PretendGPU()
-    found = run("gpu", flags, "--compile", gpu=gpu)
+    found = run("gpu", flags, "--compile on", gpu=gpu)
     deterministic = "--deterministic" in flags
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     flags = flags.replace("auto", "bfloat16")
@@ -78,7 +80,9 @@ def test_precisions_differ_by_rounding_alone(run, tmp_path):
 
 
 def test_tf32_is_a_switch_of_the_card_for_one_run(run, tmp_path, monkeypatch):
-    """The stand-in computes in float32, so nothing else differs. Old cards have no TF32."""
+    """The stand-in computes in float32, so nothing else differs. Old cards have no TF32.
+
+    A run in float32 after it, as in a notebook, has none either."""
     expected = run("float32", "--dtype float32", gpu=PretendGPU())
     seen, get_lr = set(), train_gpt2.get_lr
 
@@ -88,7 +92,7 @@ def test_tf32_is_a_switch_of_the_card_for_one_run(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_gpt2, "get_lr", watching)
     assert run("tf32", "--dtype tf32", gpu=PretendGPU()) == expected
-    assert seen == {"high"} and torch.get_float32_matmul_precision() == "highest"
+    assert seen == {"high"}
     (entry,) = run_entries(tmp_path / "tf32")
     assert entry["dtype"] == "tf32" and ", tf32: " in entry["device"]
     t4 = PretendGPU(name="Tesla T4", capability=(7, 5))
@@ -100,19 +104,22 @@ def test_tf32_is_a_switch_of_the_card_for_one_run(run, tmp_path, monkeypatch):
         with PretendGPU() as gpu:
             peaks[precision], _ = devices.peak_flops(gpu.device, precision)
     assert 2 * peaks["tf32"] == peaks["bfloat16"] == 312e12
+    seen.clear()
+    run("again", "--dtype float32", gpu=PretendGPU())
+    assert seen == {"highest"}
 
 
-def test_a_step_waits_twice_for_the_device(run):
+@pytest.mark.parametrize("flags", ["--dtype bfloat16 --optimizer muon", "--dtype float16"])
+def test_a_step_waits_twice_for_the_device(flags, run):
     """It waits for the loss, and for the norm, which is ready by then."""
 
     def waits(steps, tokens):
         gpu = PretendGPU()
-        flags = f"--max-steps {steps} --total-batch-size {tokens} --dtype float16 --optimizer muon"
-        run(f"{steps} {tokens}", flags, gpu=gpu)
+        run(f"{steps} {tokens}", f"--max-steps {steps} --total-batch-size {tokens}", flags, gpu=gpu)
         return gpu.waits
 
     one, three, twice_as_long = waits(1, 64), waits(3, 64), waits(3, 128)
-    assert (three - one).total() == 2 * 2
+    assert 0 < (three - one).total() <= 2 * 2, three - one
     assert twice_as_long == three, "more micro-steps, as many waits"
 
 
@@ -137,13 +144,13 @@ def test_the_micro_batch_is_what_fits(run, tmp_path):
 
     def size(memory):
         run(f"{memory}", automatic, gpu=PretendGPU(memory=memory))
-        return run_entries(tmp_path / f"{memory}")[0]["config"]["micro_batch_size"]
+        return run_entries(tmp_path / f"{memory}")[0]["micro_batch_size"]
 
     assert size(80e9) == 8 and 1 <= size(200e6) < 8
     shared = PretendGPU(memory=80e9)
     shared.used = int(80e9 - 200e6)  # by another process
     run("shared", automatic, gpu=shared)
-    found = run_entries(tmp_path / "shared")[0]["config"]["micro_batch_size"]
+    found = run_entries(tmp_path / "shared")[0]["micro_batch_size"]
     assert found == size(200e6), "not what is free"
 
 
@@ -153,7 +160,7 @@ def test_a_resumed_run_keeps_its_micro_batch_if_it_fits(run, tmp_path, capsys):
     found = []
     for step, memory in enumerate((200e6, 80e9, 120e6), start=1):
         run("log", flags, f"--max-steps {step}", gpu=PretendGPU(memory=memory))
-        found.append(run_entries(tmp_path / "log")[-1]["config"]["micro_batch_size"])
+        found.append(run_entries(tmp_path / "log")[-1]["micro_batch_size"])
         assert ("rounding" in capsys.readouterr().out) == (step == 3)
     first, larger_card, smaller_card = found
     assert smaller_card < first == larger_card < 8
@@ -163,15 +170,17 @@ def test_a_resumed_run_keeps_its_micro_batch_if_it_fits(run, tmp_path, capsys):
     "flags, memory", [("--micro-batch-size 4", 50e6), ("--micro-batch-size 0", 20e6)]
 )
 def test_out_of_memory_is_one_line_with_a_remedy(flags, memory, run):
-    with pytest.raises(UserError, match=r"^[^\n]*--low-memory[^\n]*$"):
+    with pytest.raises(torch.OutOfMemoryError) as raised:
         run("log", flags, "--total-batch-size 512 --seq-len 64", gpu=PretendGPU(memory=memory))
+    error = explain(raised.value)  # of which run_and_exit() prints the line
+    assert isinstance(error, UserError) and len(str(error).splitlines()) == 1
+    assert "--low-memory" in str(error)
 
 
 def test_what_a_machine_has_too_much_or_too_little_of_is_said(run, capsys):
     """GPUs that stay idle without torchrun, and one for which torch has no kernels."""
     run("two", "--max-steps 1", gpu=PretendGPU(count=2))
-    note = capsys.readouterr().out.splitlines()[0]
-    assert "torchrun --standalone --nproc_per_node=2 " in note
+    assert "torchrun --standalone --nproc_per_node=2 " in capsys.readouterr().out
     with (
         PretendGPU(name="Tesla V100-SXM2-16GB", capability=(7, 0)),
         pytest.raises(UserError) as old,
@@ -281,11 +290,11 @@ def test_scoring_and_sampling(tmp_path, capsys):
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    model.save_pretrained(ours)
-    # Without this mark the scripts leave it to transformers.
+    model.save_pretrained(ours, get_tokenizer())
+    # A model that names no script is left to transformers.
     shutil.copytree(ours, theirs)
     config = json.loads((theirs / "config.json").read_text())
-    del config["saved_by"]
+    del config["script"], config["script_sha256"]
     (theirs / "config.json").write_text(json.dumps(config))
 
     def results(device, model):

@@ -24,7 +24,7 @@ def other_folder():
 ERRORS = {  # what rank 1 does, and what the line names
     "all ranks": (None, "^error: (rank 1: )?here"),
     "folder": (other_folder, "^error: rank 1: here"),
-    "shard": (None, "^error: rank 1: here/x_train_000000.npy.*60000"),  # in its part of step 1
+    "shard": (None, r"^error: rank 1: \S*here/x_train_000000\.npy: .*60000"),  # in its part of step 1
 }
 
 

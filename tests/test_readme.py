@@ -1,5 +1,6 @@
 """README.md and docs/: commands and Python blocks run at a small size, links work."""
 
+import importlib
 import json
 import re
 import shlex
@@ -8,13 +9,13 @@ import subprocess
 from operator import attrgetter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tyro
 
 import sample
 import train_gpt2
 from reference import check
+from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, TINY, tiny, words
 from train_gpt2 import GPT, GPTConfig
 
@@ -96,9 +97,9 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     for name in ("my.txt", "a.txt", "input.txt"):
         Path(name).write_text(content, encoding="utf-8")
     shutil.copy(ROOT / "input.txt", "german.txt")  # It has pairs for 8,192 tokens.
-    Path("moves").mkdir()
-    for name in ("moves_val_000000", "moves_train_000001"):
-        np.save(f"moves/{name}.npy", np.arange(1000, dtype=np.uint16))
+    for block in blocks("python"):
+        if "moves/" in block:  # the page's own shards of words
+            exec(block, {})
     Path("notes.jsonl").write_text(json.dumps({"text": content}) + "\n")
     pair = {"text": "Question: What is the sea? Answer: Wet."}
     Path("pairs.jsonl").write_text((json.dumps(pair) + "\n") * 20)
@@ -107,7 +108,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     shutil.copytree(ROOT / "reference", "reference")
     shutil.copytree(ROOT / "reference/shakespeare", "log")
     for name in ("log/step_000600", "gpt2"):  # a folder comes before the Hub
-        GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(name)
+        GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(name, get_tokenizer())
     for name in ("pairs", "gpt2", "mine", "tiny", "german", "small"):
         shutil.copytree("log", f"log_{name}")
     # instead of the download
@@ -138,7 +139,8 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
 def test_python_blocks_run(text, tmp_path, monkeypatch):
     import transformers
 
-    GPT(GPTConfig(32, 50257, 2, 1, 8)).save_pretrained(tmp_path / "log" / "step_000600")
+    model = GPT(GPTConfig(32, 50257, 2, 1, 8))
+    model.save_pretrained(tmp_path / "log" / "step_000600", get_tokenizer())
     shutil.copy(text, tmp_path / "my.txt")
     monkeypatch.chdir(tmp_path)
     transformers.utils.logging.disable_progress_bar()
@@ -148,15 +150,19 @@ def test_python_blocks_run(text, tmp_path, monkeypatch):
 
 
 def test_the_map_of_the_lecture_names_flags_and_code_that_exist():
+    """The code is in train_gpt2.py, or in the file of support/ that is named after it."""
     spans = code_spans(ROOT / "docs/lecture.md")
     assert len(spans) > 20
-    for span in spans:
+    for span, following in zip(spans, [*spans[1:], ""], strict=True):
         if span.startswith(("python ", "torchrun ", "pip ", "grep ")):
             continue  # as with the others
         if span.startswith("--"):
             tyro.cli(train_gpt2.TrainConfig, args=shlex.split(span))
         elif span.endswith((".py", ".ipynb")):
             assert (ROOT / span).exists(), span
+        elif following.startswith("support/"):
+            name = following.removesuffix(".py").replace("/", ".")
+            attrgetter(span)(importlib.import_module(name))
         else:
             attrgetter(span)(train_gpt2)
 

@@ -49,11 +49,11 @@ def test_samples_depend_on_the_seed(log_dir, capsys):
 
 @pytest.fixture
 def of_another_program(log_dir, tmp_path):
-    """A GPT-2 of another program."""
+    """A GPT-2 of another program, which names no script."""
     folder = tmp_path / "model"
     shutil.copytree(log_dir / "step_000100", folder)
     config = json.loads((folder / "config.json").read_text())
-    config.pop("saved_by", None)
+    del config["script"], config["script_sha256"]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -102,6 +102,17 @@ def test_text_streams_by_whole_characters_up_to_the_end_of_the_document(
     monkeypatch.setattr(sample, "load_gpt_class", lambda code: GPT)
     sample.main(words(log_dir, "<|endoftext|>So", "--device cpu"))
     assert capsys.readouterr().out == "Sonaïve 東京 🙂\n"
+
+
+def test_a_token_without_a_text_is_one_character(tmp_path, capsys):
+    """Many models have more logits than their tokenizer has tokens, to be faster."""
+    model = GPT(GPTConfig(24, 50304, 1, 2, 32))
+    with torch.no_grad():
+        model.wte.weight[50300] = 1.0
+        model.ln_f.bias.fill_(1.0)  # so that this token is always the likeliest
+    model.save_pretrained(tmp_path, get_tokenizer())
+    sample.main(words(tmp_path, "ROMEO: --device cpu --max-new-tokens 3 --temperature 0"))
+    assert capsys.readouterr().out == "ROMEO:\ufffd\ufffd\ufffd\n"
 
 
 def standard_input(text):

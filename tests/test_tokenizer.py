@@ -33,7 +33,7 @@ def others(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
         theirs = tiktoken.Encoding(**openai_public.gpt2())  # checks the files
-    GPT(GPTConfig(n_layer=0, n_head=1, n_embd=1)).save_pretrained(folder)
+    GPT(GPTConfig(n_layer=0, n_head=1, n_embd=1)).save_pretrained(folder, get_tokenizer())
     return theirs, AutoTokenizer.from_pretrained(folder)
 
 

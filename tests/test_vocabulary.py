@@ -1,7 +1,8 @@
-"""Runs whose tokens are not GPT-2's: those learned from a text, numbers, and a fork's own."""
+"""Runs whose tokens are not GPT-2's: those learned from a text, and words, such as numbers."""
 
 import hashlib
 import json
+import re
 import shutil
 
 import numpy as np
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 import fineweb
 import hellaswag
 import sample
-from support import tokenizer
+from support import huggingface, tokenizer
 from support.errors_and_signals import UserError
 from support.tokenizer import get_tokenizer
-from tests.conftest import ROOT, import_file, losses, posix, read_log, train, words
-from train_gpt2 import GPT, GPTConfig
+from tests.conftest import ROOT, losses, posix, read_log, train, words
+from train_gpt2 import GPT
 
 TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"
 EVALUATED = "--eval-every 2 --save-every 2 --sample-every 2 --hellaswag-every 2 --hellaswag-data"
@@ -92,7 +93,7 @@ def test_also_those_of_texts_that_repeat(texts, text):
         return
     pairs = [tuple(line.split()) for line in merges.split("\n")[1:-1]]
     theirs = ByteLevelBPETokenizer(json.loads(vocab), pairs).encode(text).ids
-    assert tokenizer.Tokenizer(merges, vocab).encode_ordinary(text) == theirs
+    assert tokenizer.BPETokenizer(merges, vocab).encode_ordinary(text) == theirs
 
 
 def test_gpt2s_files_are_openais():
@@ -150,17 +151,17 @@ def test_a_learned_vocabulary_goes_from_the_shards_to_the_checkpoint(text, tmp_p
     theirs.save_pretrained(resaved)
     for name in ("vocab.json", "merges.txt"):
         (resaved / name).unlink(missing_ok=True)
-    assert GPT.from_pretrained(resaved).tokenizer == get_tokenizer(data)
-    # Without any files its tokens are unknown.
+    assert huggingface.tokenizer_of(resaved) == get_tokenizer(data)
+    # Without any files they would be GPT-2's, and those are too many.
     (resaved / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="tokenizer is not like GPT-2's"):
-        GPT.from_pretrained(resaved)
+    with pytest.raises(UserError, match="the model has 400 tokens"):
+        sample.main(words(resaved, "ROMEO: --device cpu"))
 
     # The vocabulary of another folder, or of changed files, is not that of the weights.
     other = make_shards(text, tmp_path / "other", 300)
     other_run = f"--max-steps 1 --log-dir {tmp_path}/log2"
     for elsewhere in (other, text):
-        with pytest.raises(UserError, match=r"--init.*400 tokens"):
+        with pytest.raises(UserError, match="its 400 tokens are not"):
             train("--data", elsewhere, "--init", folder, other_run)
     train("--data", data, "--init", folder, "--seq-len 128 --micro-batch-size 1", other_run)
     for name in ("vocab.json", "merges.txt"):
@@ -186,7 +187,7 @@ def test_shards_that_lost_their_vocabulary_are_not_read_as_gpt2s(text, tmp_path)
     with pytest.raises(UserError, match=r"merges\.txt"):
         train(*run, data)
     (data / "vocab.json").unlink()
-    with pytest.raises(UserError, match=r"restore the two files"):
+    with pytest.raises(UserError, match="restore them"):
         train(*run, data)
     with pytest.raises(UserError, match="other vocabulary"):
         make_shards(text, data)
@@ -263,100 +264,134 @@ def test_files_that_do_not_fit_each_other(tmp_path):
     }
     for name, files in spoiled.items():
         write_vocabulary(tmp_path / name, *files)
-        with pytest.raises(UserError, match=r"vocab\.json are not a vocabulary like GPT-2's"):
+        with pytest.raises(UserError, match="not a vocabulary like GPT-2's"):
             get_tokenizer(tmp_path / name)
 
 
-def write_numbers(folder, limit=60_000):
+@pytest.mark.parametrize(
+    "vocab",
+    ['{"a": 0, "b": 2}', '{"a": 1, "b": 2}', '{"a": 0, "b c": 1}', '{"": 0}', "{}", '["a", "b"]'],
+)
+def test_words_that_are_no_vocabulary(vocab, tmp_path):
+    (tmp_path / "vocab.json").write_text(vocab)
+    with pytest.raises(UserError, match=r"vocab\.json"):
+        get_tokenizer(tmp_path)
+
+
+SQUARES = [f"{file}{rank}" for file in "abcdefgh" for rank in range(1, 9)]
+VOCABULARIES = {  # of data that are no ordinary text
+    "numbers": [str(number) for number in range(1500)],
+    "moves of chess": ["<|endoftext|>", *(f"{a}{b}" for a in SQUARES for b in SQUARES if a != b)],
+}
+
+
+def write_words(folder, vocabulary):
+    """Shards of words, most of them the first ones of the vocabulary, which is in vocab.json."""
     folder.mkdir()
-    for name, length in (("x_val_000000", 200), ("x_train_000001", 1000)):
-        np.save(folder / f"{name}.npy", (np.arange(length) * 7 % limit).astype(np.uint16))
+    numbers = {word: number for number, word in enumerate(vocabulary)}
+    (folder / "vocab.json").write_text(json.dumps(numbers))
+    random = np.random.default_rng(0)
+    for name, length in (("x_val_000000", 200), ("x_train_000001", 2000)):
+        tokens = random.integers(1, len(vocabulary), length) // random.integers(1, 99, length)
+        np.save(folder / f"{name}.npy", tokens.astype(np.uint16))
     return folder
 
 
-def test_numbers_without_text(tmp_path, capsys, text):
-    """Such as the moves of games. Nothing of text is printed or logged."""
-    data, log = write_numbers(tmp_path / "data"), tmp_path / "log"
-    args = ["--data", data, "--log-dir", log, EVALUATED, TASKS, "--max-steps"]
-    with pytest.raises(UserError, match="token 6993 "):
-        train(*args, "2 --numbers 1500")
-    train(*args, "2 --numbers 7000")
+@pytest.mark.parametrize("kind", VOCABULARIES)
+def test_words_go_from_the_shards_to_sample_and_transformers(kind, tmp_path, capsys):
+    """Nothing of text is printed or logged."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    vocabulary = VOCABULARIES[kind]
+    data, log = write_words(tmp_path / "data", vocabulary), tmp_path / "log"
+    args = ["--data", data, EVALUATED, TASKS, "--max-lr 5e-2 --min-lr 5e-2 --log-dir"]
+    train(*args, tmp_path / "straight", "--max-steps 4")
+    train(*args, log, "--max-steps 2")
     out, err = capsys.readouterr()
-    assert "per character" not in out and not read_log(log, "bpb", "hella")
-    assert err.count("HellaSwag is left out") == 1
-    lines = out.partition("sample 0:\n")[2].splitlines()
-    numbers = [int(word) for word in lines[0].split()]
-    assert numbers[:4] == [0, 7, 14, 21] and len(numbers) == 72 and max(numbers) < 7000
-    folder = log / "step_000002"
-    assert json.loads((folder / "config.json").read_text())["numbers"] == 7000
-    assert not (folder / "vocab.json").exists() and GPT.from_pretrained(folder).tokenizer is None
-    sample.main([str(folder), "1 2 3", *words("--device cpu --max-new-tokens 2 --top-k 0")])
-    assert len(capsys.readouterr().out.split()) == 5
-    for prompt in ("", "a", "7000"):
-        with pytest.raises(UserError, match="numbers from 0 to 6999"):
-            sample.main([str(folder), *words("--device cpu"), prompt or " "])
-    with pytest.raises(UserError, match="numbers"):
-        hellaswag.main(words("-m", folder, "--data", TASKS, "-d cpu"))
-    train(*args, "3 --numbers 7000 --resume")
-    for wrong in (
-        f"--numbers 7001 --init {folder}",
-        f"--init {folder}",
-        "--numbers 7000 --init gpt2_of_text",
-        f"--numbers 7000 --data {text}",
-    ):
-        GPT(GPTConfig(16, 50257, 1, 1, 4)).save_pretrained(tmp_path / "gpt2_of_text")
-        flags = [word.replace("gpt2_of_text", f"{tmp_path}/gpt2_of_text") for word in words(wrong)]
-        with pytest.raises(UserError, match=r"--init|--numbers"):
-            train("--log-dir", tmp_path / "log2", "--max-steps 1 --data", data, *flags)
+    assert "per character" not in out and "per byte" not in out
+    assert err.count("HellaSwag is left out") == 2
+    for sampled in re.findall("^sample .*:\n(.*)$", out, re.MULTILINE):
+        assert {*sampled.split()} <= {*vocabulary}
+    train(*args, log, "--max-steps 4 --resume")
+    assert losses(log) == losses(tmp_path / "straight") and losses(log)[-1] < losses(log)[0]
+    assert losses(log, "val")[0] == pytest.approx(np.log(len(vocabulary)), abs=0.3)
+    assert not read_log(log, "bpb", "hella")
 
-
-CHARACTERS = """
-        characters = sorted({*(ROOT / "input.txt").read_text(encoding="utf-8")})
-        self.tokenizer = tiktoken.Encoding(
-            "characters",
-            pat_str=r"(?s).",
-            mergeable_ranks={text.encode(): i for i, text in enumerate(characters)},
-            special_tokens={"<|endoftext|>": len(characters)},
-        )
-"""
-
-
-@pytest.fixture
-def fork(tmp_path, monkeypatch):
-    """train_gpt2.py with a tokenizer that knows the characters of Shakespeare."""
-    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    ours = next(line for line in source.splitlines() if "self.tokenizer = get_tok" in line)
-    for before, after in {
-        ours + "\n": CHARACTERS[1:],
-        "import numpy as np\n": "import numpy as np\nimport tiktoken\n",
-        "vocab_size: int = VOCAB_SIZE": "vocab_size: int = 66",
-    }.items():
-        assert source.count(before) == 1
-        source = source.replace(before, after)
-    path = tmp_path / "characters.py"
-    path.write_text(source, encoding="utf-8")
-    return import_file(path, monkeypatch)
-
-
-def test_a_fork_with_a_tokenizer_of_its_own(fork, tmp_path, text, capsys):
-    """It is sampled, scored, saved and loaded by it."""
-    from tests.conftest import tiny
-
-    data = tmp_path / "data"
-    data.mkdir()
-    encoded = fork.GPT(fork.GPTConfig(n_layer=0, n_head=1, n_embd=1)).tokenizer
-    tokens = np.array(encoded.encode_ordinary(text.read_text(encoding="utf-8")), np.uint16)
-    np.save(data / "x_val_000000.npy", tokens[:500])
-    np.save(data / "x_train_000001.npy", tokens[500:])
-    args = ["--data", data, "--log-dir", tmp_path / "log", EVALUATED, TASKS, "--seq-len 256"]
-    args += ["--total-batch-size 512 --eval-tokens 256"]
-    fork.main(tiny(*args, "--max-steps 2"))
-    fork.main(tiny(*args, "--max-steps 3 --resume"))
-    assert losses(tmp_path / "log", "bpb")[0] == pytest.approx(np.log2(66), rel=0.02)
-    folder = tmp_path / "log" / "step_000003"
-    assert not (folder / "vocab.json").exists()
-    code = ["--code", str(tmp_path / "characters.py")]
+    folder = log / "step_000004"
+    assert (folder / "vocab.json").read_bytes() == (data / "vocab.json").read_bytes()
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    their_tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = " ".join(vocabulary[3:9])
+    tokens = get_tokenizer(data).encode_ordinary(prompt)
+    assert tokens == [3, 4, 5, 6, 7, 8] == their_tokenizer.encode(prompt)
+    assert their_tokenizer.decode(tokens) == prompt and len(their_tokenizer) == len(vocabulary)
+    idx = torch.tensor([tokens])
+    with torch.no_grad():
+        found = GPT.from_pretrained(folder)(idx)
+        torch.testing.assert_close(found, theirs(idx).logits, atol=1e-4, rtol=1e-4)
+        expected = theirs.generate(idx, do_sample=False, max_new_tokens=9)[0]
     capsys.readouterr()
-    sample.main([str(folder), "ROMEO:", "--device", "cpu", *code])
-    assert capsys.readouterr().out.startswith("ROMEO:")
-    hellaswag.main(words("-m", folder, "--data", TASKS, "--limit 4 -d cpu", *code))
+    sample.main([str(folder), prompt, *words("--device cpu --max-new-tokens 9 --temperature 0")])
+    expected = [token for token in expected if token != get_tokenizer(data).eot_token]
+    assert capsys.readouterr().out.split() == their_tokenizer.decode(expected).split()
+
+    for command in (
+        lambda: sample.main([str(folder), f"{prompt} Romeo", *words("--device cpu")]),
+        lambda: hellaswag.main(words("-m", folder, "--data", TASKS, "-d cpu")),
+    ):
+        with pytest.raises(UserError, match=r"is not one of the \d+ words of the vocabulary"):
+            command()
+    # transformers saves the words as tokenizer.json, from which they are read again.
+    resaved = tmp_path / "resaved"
+    theirs.save_pretrained(resaved)
+    their_tokenizer.save_pretrained(resaved)
+    assert not (resaved / "vocab.json").exists()
+    assert huggingface.tokenizer_of(resaved) == get_tokenizer(data)
+
+
+def test_words_and_their_weights_belong_together(text, tmp_path):
+    data = write_words(tmp_path / "data", VOCABULARIES["numbers"])
+    other = write_words(tmp_path / "other", VOCABULARIES["numbers"][::-1])
+    run = ["--max-steps 1 --save-every 1 --log-dir"]
+    train(*run, tmp_path / "log", "--data", data)
+    train(*run, tmp_path / "log2", "--data", data, "--init", tmp_path / "log")
+    for elsewhere in (other, text):
+        with pytest.raises(UserError, match="its 1500 tokens are not"):
+            train(*run, tmp_path / "log2", "--data", elsewhere, "--init", tmp_path / "log")
+    np.save(data / "x_train_000001.npy", np.full(2000, 1500, np.uint16))
+    with pytest.raises(UserError, match="token 1500 "):
+        train(*run, tmp_path / "log3", "--data", data)
+
+
+@posix
+@pytest.mark.parametrize("size", [400, 0])
+def test_gpt2s_vocab_json_without_its_pairs_is_not_one_of_words(size, text, tmp_path, capsys):
+    """That of a learned vocabulary and of GPT-2 itself, with the data or with a model. With
+    tokenizer.json nothing is missing."""
+    from transformers import AutoTokenizer
+
+    data, log = tmp_path / "data", tmp_path / "log"
+    make_shards(text, data, size)
+    if not size:  # GPT-2's shards need no files, but may have them
+        for name in tokenizer.FILES:
+            shutil.copy(tokenizer.GPT2 / name, data)
+    expected = get_tokenizer(data)
+    run = ["--max-steps 1 --save-every 1 --data", data, "--log-dir"]
+    train(*run, log)
+    (model,) = log.glob("step_*")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "saved")
+    continued = words(model, "ROMEO: --device cpu --max-new-tokens 5 --temperature 0")
+    capsys.readouterr()
+    sample.main(continued)
+    before = capsys.readouterr().out
+    for folder, use in {
+        data: lambda: train(*run, tmp_path / "log2"),
+        model: lambda: sample.main(continued),
+    }.items():
+        (folder / "merges.txt").unlink()
+        with pytest.raises(UserError, match=r"merges\.txt is missing"):
+            use()
+        shutil.copy(tmp_path / "saved/tokenizer.json", folder)
+        use()
+        assert get_tokenizer(folder) == expected
+    assert capsys.readouterr().out.endswith(before)

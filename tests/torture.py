@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parents[1] / "train_gpt2.py"
 TIMINGS = ("ms", "tok_per_sec", "mfu")
 FLAGS = """--preset shakespeare --n-layer 2 --n-embd 32 --seq-len 32 --total-batch-size 128
     --device cpu --eval-every 5 --eval-tokens 1024 --sample-every 0
-    --save-every 4 --keep-checkpoints 2 --keep-every 40 --resume"""
+    --save-every 4 --keep-checkpoints 2 --resume"""
 
 
 def arguments(log_dir: Path, steps: int) -> list[str]:
