@@ -116,7 +116,9 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
     """Trains in a plain loop with the changes up to `rung`."""
     changes = rungs_of(run)
     if rung not in changes:
-        raise UserError(f"--rung {rung}: not on this device, or needs -- --dtype or -- --compile on")
+        raise UserError(
+            f"--rung {rung}: not on this device, or needs -- --dtype or -- --compile on"
+        )
     changes = changes[: changes.index(rung) + 1]
     device = devices.choose_device(run.device)
     precisions = {"bf16": "bfloat16", "tf32": "tf32", "float32": "float32"}

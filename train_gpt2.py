@@ -9,13 +9,13 @@
 From top to bottom, this file has the model, the data loader, the settings, the optimizers, the
 evaluations, and the training loop. Files, processes and devices are handled in support/.
 
-To try an idea, copy this file to my_idea.py, in the same folder, and change the copy. You can stop
-a run, edit my_idea.py, and go on with --resume, but these edits have consequences:
-- If a parameter is added, removed, renamed or reshaped, older checkpoints cannot be loaded.
-- If an optimizer is replaced, or gets other parameters, older checkpoints cannot be resumed.
-- If the model computes something else than GPT-2, its checkpoints are not GPT-2s for Hugging Face.
-  Then sample.py and hellaswag.py need --code my_idea.py.
-- If you rename the file and change it, --resume takes it for another experiment and refuses.
+To try an idea, copy this file to my_idea.py in the same folder, and edit the copy. Such a copy is
+called a fork. You may also edit it between a stop and --resume. This is what edits can break:
+- If you add, remove, rename or reshape a parameter, earlier checkpoints no longer load.
+- If you replace an optimizer, or give it different tensors, earlier runs no longer resume.
+- If the model no longer computes the same as GPT-2, Hugging Face cannot load its checkpoints, and
+  sample.py and hellaswag.py need the flag --code my_idea.py.
+- If you both edit and rename the file, --resume refuses to continue a run of the old one.
 
 Terms: tokens are stored in files that are called shards. A step is one update of the weights, from
 total_batch_size tokens. The loss of step 0 is that of the initial weights. The processes that train
@@ -64,7 +64,7 @@ from support.progress import Progress, print_cost, print_header, print_validatio
 from support.ranks import Ranks, settle_buckets
 from support.run_folder import RunFolder, read_run
 from support.shards import check_tokens, holds_shards, open_split, open_tokenizer
-from support.tokenizer import Tokenizer, encode_prompt, printable, text_size
+from support.tokenizer import Tokenizer, encode_prompt, measure_text, printable
 
 # --------------------------------------------------------------------------------------------------
 # Model: section 2.3 of "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019)
@@ -132,7 +132,8 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The last layer. It computes the logits of the next token or, with targets, their loss."""
+    """The last layer. It computes the logits of the next token or, with targets, their loss. One
+    module does both, so that they are compiled together."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T, C) -> logits (B, T, V), or the mean cross-entropy over the targets (B, T).
@@ -140,18 +141,18 @@ class Head(nn.Linear):
         Targets of -100 do not count."""
         if targets is None:
             return F.linear(x, self.weight)
-        # The loss is computed from the same logits. But a GPU is slow at matrix products with odd
-        # sizes, such as 50,257. So it gets a copy of the weight with rows of zeros at its end, up
-        # to a multiple of 64. The bias gives their logits probability 0, so they change nothing.
+        # A GPU computes this product faster if V is a multiple of 64, and 50,257 is not. So rows of
+        # zeros are added to a copy of the weight, which costs little. A bias of -inf makes their
+        # probability 0, so the loss stays the same.
         V = self.weight.size(0)
-        added = -V % 64  # rows
+        added = 64 * math.ceil(V / 64) - V  # rows
         weight = F.pad(self.weight, (0, 0, 0, added))  # (V + added, C)
         bias = F.pad(x.new_zeros(V), (0, added), value=-math.inf)  # (V + added,)
         logits = F.linear(x.flatten(0, 1), weight, bias)  # (B * T, V + added)
         return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-100)
 
 
-# Hugging Face stores these weights as (in, out), and nn.Linear has them as (out, in).
+# Hugging Face's GPT-2 stores these weights as (in, out), while nn.Linear stores (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
@@ -165,7 +166,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # The head has the same weight as wte. On "meta" the one that it replaces takes no memory.
+        # The head shares the weight of wte. The device "meta" saves the memory of its own weight.
         self.lm_head = Head(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.wte.weight
 
@@ -174,7 +175,7 @@ class GPT(nn.Module):
             if module is self.lm_head:  # its weight is that of wte
                 continue
             if isinstance(module, nn.Linear | nn.Embedding):
-                std = 0.02
+                std = 0.02  # as in OpenAI's code
                 if name.endswith("c_proj"):
                     # Two layers in each block add to the residual stream. Their smaller weights
                     # keep its variance from growing with the depth (section 2.3 of the paper).
@@ -222,11 +223,11 @@ class GPT(nn.Module):
             window = idx[:, -self.config.block_size :]  # what fits into the context
             T = window.size(1)
             if idx.is_cuda:
-                # CUDA prepares its attention kernels for each new length, which takes time. So the
-                # length grows in steps of 64. No token sees the zeros that come after it.
+                # On a GPU the first pass with a new length is slow. So zeros are appended, up to a
+                # multiple of 64 tokens. No token attends to the zeros after it.
                 length = min(64 * math.ceil(T / 64), self.config.block_size)
                 window = F.pad(window, (0, length - T))
-            logits = self(window, at=(slice(None), T - 1))  # (B, V), those of the last token
+            logits = self(window, at=(slice(None), T - 1))  # (B, V), for the last token
             logits, candidates = (logits.float() / temperature).topk(k)  # (B, k) each
             p = logits.softmax(-1)
             if not p.isfinite().all():
@@ -254,23 +255,24 @@ class GPT(nn.Module):
         return model.eval()
 
     def load_weights(self, folder: Path) -> None:
-        """Loads the weights in a model's folder. A UserError if they are not for this model."""
-        tensors, is_gpt2 = huggingface.read_tensors(folder, self)  # also checks who trained them
-        if is_gpt2:  # from Hugging Face's names and layout
+        """Loads the weights from a model's folder. UserError if they do not fit this model, or if
+        they are not a GPT-2's and were trained by a different script."""
+        tensors, is_gpt2 = huggingface.read_tensors(folder, self)
+        if is_gpt2:  # Otherwise they have our names and layout already.
             tensors = {
                 name.removeprefix("transformer."): tensor.T if name.endswith(TRANSPOSED) else tensor
                 for name, tensor in tensors.items()
             }
             tensors["lm_head.weight"] = tensors["wte.weight"]
-        huggingface.load_tensors(self, tensors, folder)  # all of them must fit
+        huggingface.load_tensors(self, tensors, folder)
 
     def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-        """Writes the model as a GPT-2 of Hugging Face, with its tokenizer if one is given.
+        """Writes the model in the format of Hugging Face's GPT-2, and the tokenizer if given.
 
-        If the model has been changed and is no GPT-2 any more, its files do not claim to be one."""
+        If your changes make the model compute something else, it is marked as a fork instead."""
         tensors = self.state_dict()
-        is_gpt2 = forks.is_gpt2(self)  # compares a small model with a GPT-2
-        if is_gpt2:  # to Hugging Face's names and layout
+        is_gpt2 = forks.is_gpt2(self)  # whether a small copy computes the same logits as GPT-2
+        if is_gpt2:
             del tensors["lm_head.weight"]
             tensors = {
                 f"transformer.{name}": tensor.T if name.endswith(TRANSPOSED) else tensor
@@ -286,13 +288,14 @@ class GPT(nn.Module):
 class DataLoaderLite:
     """Batches of sequences and their targets, epoch after epoch.
 
-    An epoch cuts each shard into sequences of T tokens. It reads the shards in random order, and
-    the sequences of a shard in random order. The first cut is at a random token below T, so another
-    epoch has other sequences. This helps a model that reads a small text many times (bench/order).
+    In each epoch every shard is cut into sequences of T tokens. The shards are read in random
+    order, and so are the sequences within a shard. The first cut is after a random number of tokens
+    below T, so each epoch has different sequences. This helps a model that reads a small text many
+    times (bench/order).
 
-    The order depends only on the seed, and the sequences are numbered in it, epoch after epoch.
+    The order depends only on the seed. In this order the sequences are numbered, epoch after epoch.
     Rank 0 reads the first B of them, rank 1 the next B, and so on. So a step has the same tokens
-    for any B and any number of ranks, and a resumed run finds its place by a number."""
+    for any B and any number of ranks, and a resumed run only needs the number of the next one."""
 
     def __init__(
         self,
@@ -321,22 +324,25 @@ class DataLoaderLite:
         # used is read from the disk.
         self.paths, self.shards = open_split(data, split, self.vocab_size)
         sizes = np.array([len(tokens) for tokens in self.shards])
-        # Tokens are numbered through all shards, as if they were one file.
-        self.offsets = np.cumsum(sizes) - sizes  # the number of the first token of each shard
+        # A token's position counts all tokens before it, also those of earlier shards.
+        self.offsets = np.cumsum(sizes) - sizes  # the position of each shard's first token
         self.total_tokens = int(sizes.sum())
-        # How many sequences an epoch has of each shard. All epochs have the same number, which is
-        # what fits after the latest possible cut. The last token of a shard is only a target.
+        # The number of sequences per shard is the same in every epoch. It is what fits after the
+        # latest possible cut.
         latest_cut = T - 1 if shuffle else 0
-        self.counts = np.maximum(sizes - 1 - latest_cut, 0) // T
+        inputs = sizes - latest_cut - 1  # the last token of a shard is only a target
+        self.counts = np.maximum(inputs, 0) // T
         self.sequences_per_epoch = int(self.counts.sum())
         if self.sequences_per_epoch == 0:
             size = f"{self.total_tokens} {split} tokens"
             problem = f"{size}, too few for sequences of {T}"
             raise UserError(f"{data}: {problem}; take more text or a smaller --seq-len")
-        # What a resumed run must find again: the names of the shards in `data`, and their sizes.
+        # By their names within `data` and their sizes a resumed run checks that it has the same
+        # shards. (The name of a .txt file is ".".)
         names = [path.relative_to(data).as_posix() for path in self.paths]
         self.shard_sizes = list(zip(names, sizes.tolist(), strict=True))
-        self.epoch = -1  # the one to which self.order belongs
+        self.epoch = 0
+        self.order = self.order_of(0)  # of the sequences of self.epoch
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.go_to(0)
 
@@ -356,40 +362,44 @@ class DataLoaderLite:
         if self.device.type == "cuda":
             # From pinned memory the copy to the GPU does not make the CPU wait.
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
-        tokens = tokens.to(self.device)
+        else:
+            tokens = tokens.to(self.device)
         # The target of each token is the token after it.
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def read(self, first: int, n: int) -> np.ndarray:
-        """n sequences from number `first` on, each with its last target. (n, T + 1) int64"""
+        """The sequences number `first` to `first` + n - 1, each with the target of its last token.
+        (n, T + 1) int64
+
+        In training only the thread calls this."""
         rows = []
         for number in range(first, first + n):
             epoch, i = divmod(number, self.sequences_per_epoch)
             if epoch != self.epoch:
-                self.order = self.order_of(epoch)
                 self.epoch = epoch
-            # Its shard is the last one that begins before it or with it.
-            shard = np.searchsorted(self.offsets, self.order[i], side="right") - 1
-            start = self.order[i] - self.offsets[shard]
+                self.order = self.order_of(epoch)
+            position = self.order[i]
+            # The last shard whose offset is not above the position.
+            shard = np.searchsorted(self.offsets, position, side="right") - 1
+            start = position - self.offsets[shard]
             tokens = self.shards[shard][start : start + self.T + 1]
             check_tokens(tokens, self.paths[shard], self.vocab_size)  # UserError if it is damaged
             rows.append(tokens)
         return np.stack(rows).astype(np.int64)
 
     def order_of(self, epoch: int) -> np.ndarray:
-        """The numbers of the tokens with which the sequences of an epoch begin, in its order."""
-        cut = 0
-        permutation = np.arange
+        """The position of the first token of each sequence, in the order in which they are read."""
         if self.shuffle:
-            # All versions of NumPy draw the same numbers from RandomState.
+            # Every version of NumPy draws the same numbers from RandomState.
             random = np.random.RandomState([self.seed, epoch])
-            cut = random.randint(self.T)
-            permutation = random.permutation
-        begins = []
+            first_cut, permutation = random.randint(self.T), random.permutation
+        else:
+            first_cut, permutation = 0, np.arange
+        positions = []
         for shard in permutation(len(self.shards)):
             sequences = permutation(self.counts[shard])  # 0, 1, 2 and so on, in random order
-            begins.append(self.offsets[shard] + cut + sequences * self.T)
-        return np.concatenate(begins)
+            positions.append(self.offsets[shard] + first_cut + sequences * self.T)
+        return np.concatenate(positions)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -400,7 +410,7 @@ Preset = Literal["auto", "gpt2", "gpt2-fast", "gpt3", "small", "shakespeare"]
 Dtype = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
 
 
-# Each field is a flag of the command line: max_steps is --max-steps, and --help shows its comment.
+# The library tyro makes a flag of each field, such as --max-steps, with its comment as help text.
 @dataclass
 class TrainConfig:
     """The settings of a run. Flags replace the values of the preset."""
@@ -416,7 +426,7 @@ class TrainConfig:
     seed: int = 1337  # seed of the initial weights and of the data order
     shuffle: bool = True  # read shards and their sequences in another random order in every epoch
 
-    # The shape of the model
+    # The shape of the model. With --init the default is 0, which stands for that of the weights.
 
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # number of attention heads
@@ -440,7 +450,7 @@ class TrainConfig:
     # Speed and memory
 
     device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: Dtype = "auto"  # precision of matrix products; tf32: float32, rounded for the product
+    dtype: Dtype = "auto"  # precision of matrix products; tf32: float32 on TF32 tensor cores
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a CUDA GPU
     low_memory: bool = False  # compute blocks again in the backward pass instead of storing them
@@ -463,7 +473,6 @@ class TrainConfig:
     wandb: bool = False  # also log to Weights & Biases
 
 
-# The shape of the model. With --init these settings are 0, and the given weights decide it.
 SHAPE = ("n_layer", "n_head", "n_embd")
 
 # --resume refuses to continue a run with other values of these settings. The others may change. For
@@ -497,7 +506,7 @@ PRESETS = {
     ),
     # A model of 3.4 million parameters on Shakespeare, for two minutes on two CPU cores. Of the
     # values tried, these reach the lowest loss in that time (bench/recipes). It is not compiled,
-    # which would take another minute.
+    # which would take another minute. ROOT is the folder of this file.
     "shakespeare": dict(
         data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=32,
         n_layer=4, n_head=4, n_embd=64, compile="off",
@@ -520,15 +529,15 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     4. the default in TrainConfig.
     A UserError names all values that are wrong, or that must not change on resume."""
     words = sys.argv[1:] if args is None else args
-    # The command line is read twice. The first time is for --resume, --log-dir and --preset, on
-    # which 2 and 3 depend. The second time the values of 2, 3 and 4 are the defaults, so the flags
-    # on the command line replace them.
-    given = parse_args(TrainConfig, words, allow_help=False)
-    # What the run in --log-dir has stored of its settings and its script. None if there is no run.
+    # The command line is parsed twice. The first time is for --resume, --log-dir, --preset and
+    # --init. They decide the defaults with which it is parsed the second time.
+    given = parse_args(TrainConfig, words, ignore_help=True)
+    # What the run in --log-dir has stored about its settings and its script, or None.
     before = read_run(given.log_dir) if given.resume else None
     if before:
-        # UserError if the run is of a script with another name and another content than this one.
+        # UserError if both the name and the content of that script differ from this file's.
         forks.check_same_script(before, GPT, f"--resume: {given.log_dir}")
+        # Settings that this script does not have any more are ignored.
         names = asdict(given).keys() - {"log_dir", "resume", "plan"}
         settings = {name: value for name, value in before["config"].items() if name in names}
     else:
@@ -537,21 +546,22 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
             preset = "gpt2" if holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
         settings = {"preset": preset, **PRESETS[preset]}
         if given.init != "scratch":
-            settings |= dict.fromkeys(SHAPE, 0)  # so the given weights decide it
+            settings |= dict.fromkeys(SHAPE, 0)
     defaults = TrainConfig(**settings)
     config = parse_args(TrainConfig, words, default=defaults)
-    if config.preset == "auto":
+    if config.preset == "auto":  # as typed
         config.preset = defaults.preset
     for name in ("data", "init", "hellaswag_data"):
-        # Files and folders get their absolute paths, so that --resume works in any folder.
+        # Files and folders that exist get absolute paths, so that --resume works in any folder.
+        setattr(defaults, name, absolute(getattr(defaults, name)))
         setattr(config, name, absolute(getattr(config, name)))
 
     problems = find_problems(config)
-    for name in MUST_NOT_CHANGE if before else ():
-        was = getattr(defaults, name)
-        now = getattr(config, name)
-        if absolute(str(was)) != absolute(str(now)):
-            problems.append(f"--resume: {flag(name)} was {was} in {config.log_dir}, and is {now}")
+    if before:
+        for name in MUST_NOT_CHANGE:
+            was, now = getattr(defaults, name), getattr(config, name)
+            if was != now:
+                problems.append(f"--resume: {flag(name)} was {was} in {given.log_dir}, is {now}")
     if problems:
         raise UserError("; ".join(problems))
     return config
@@ -566,7 +576,7 @@ def find_problems(config: TrainConfig) -> list[str]:
     if config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.seed >= 2**32:
-        problems.append(f"--seed {config.seed}: must be below 2**32")
+        problems.append(f"--seed {config.seed}: must be below 2**32")  # for RandomState
     if config.beta2 >= 1:
         problems.append(f"--beta2 {config.beta2}: must be below 1")
     if config.eval_every and config.eval_tokens < config.seq_len:
@@ -592,8 +602,8 @@ def configure_optimizers(
     if config.optimizer == "muon":
         by_muon = {m.weight for m in model.h.modules() if isinstance(m, nn.Linear)}
         matrices = [p for p in model.parameters() if p in by_muon]
-        # Its updates are as large as AdamW's, so both have the same learning rate. It computes in
-        # bfloat16 if the model does. The range of float16 is too small for it.
+        # Muon scales its updates to the size of AdamW's, so both use the same learning rate. It
+        # computes in bfloat16 if the model does. The range of float16 is too small for it.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
     others = [p for p in model.parameters() if p not in by_muon]
@@ -603,7 +613,7 @@ def configure_optimizers(
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
     betas = (0.9, config.beta2)
-    # With fused=True one kernel updates all parameters, instead of a loop over them.
+    # With fused=True one kernel updates all parameters, on any device.
     optimizers.append(torch.optim.AdamW(groups, config.max_lr, betas, eps=1e-8, fused=True))
     return optimizers
 
@@ -645,9 +655,10 @@ def validation_loss(
     for first in range(0, N, ranks.world_size * B):  # B sequences for each rank
         if ranks.any(stop_requested()):
             return None
-        rows = sequences[first + ranks.rank * B :][:B]
+        start = first + ranks.rank * B
+        rows = sequences[start : start + B]
         n = len(rows)
-        if n == 0:  # The last round has no more sequences for this rank.
+        if n == 0:  # In the last round there may be none left for this rank.
             break
         # The last batch may be smaller. Rows of zeros give it the shape for which the model was
         # compiled, and their targets of -100 do not count.
@@ -665,12 +676,12 @@ def validation_loss(
 def print_samples(
     model: GPT, tokenizer: Tokenizer, prompt: list[int], ranks: Ranks, autocast: torch.autocast
 ) -> None:
-    """Prints two continuations of the tokens of a prompt from each rank."""
+    """Prints two continuations of a prompt, which is a list of tokens, on each rank."""
     generator = torch.Generator(device=ranks.device)
-    generator.manual_seed(42 + ranks.rank)  # each rank prints other samples
+    generator.manual_seed(42 + ranks.rank)  # each rank prints different samples
     idx = torch.tensor([prompt, prompt], device=ranks.device)
     with autocast:
-        idx = model.generate(idx, 64, generator=generator)
+        idx = model.generate(idx, max_new_tokens=64, generator=generator)
     for i, tokens in enumerate(idx.tolist()):
         name = f"rank {ranks.rank} sample {i}" if ranks.world_size > 1 else f"sample {i}"
         print_line(f"{name}:\n{indent(printable(tokens, tokenizer), '  ')}")
@@ -694,29 +705,30 @@ class Evaluations:
         self.B = B
         self.ranks = ranks
         self.autocast = autocast
-        first_tokens = [0]  # of validation
+        start_of_validation = [0]
         if config.eval_every:
             T = config.seq_len
             loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)
             N = min(config.eval_tokens // T, loader.sequences_per_epoch)
             self.sequences = loader.read(0, N)  # (N, T + 1)
-            # How many bytes and characters the validation text has. Losses per byte or character
-            # can be compared between tokenizers. None if the tokens are words.
-            self.text_size = text_size(self.sequences[:, 1:].ravel(), tokenizer)
-            first_tokens = self.sequences[0, :8].tolist()
-        # If the tokens are words, and those of the prompt are not among them, this prints a line,
-        # and samples go on from the first words of validation.
+            # The number of bytes and characters in the validation text. Losses per byte or per
+            # character can be compared between tokenizers. It is None if the vocabulary is a list
+            # of words, such as moves of chess (docs/data.md).
+            self.text_size = measure_text(self.sequences[:, 1:].ravel(), tokenizer)
+            start_of_validation = self.sequences[0, :8].tolist()
+        # If that list lacks a word of the prompt, this prints a line, and samples continue the
+        # validation data instead.
         prompt = config.sample_prompt or "\n"
-        self.prompt = encode_prompt(prompt, tokenizer, otherwise=first_tokens)
+        self.prompt = encode_prompt(prompt, tokenizer, otherwise=start_of_validation)
         if config.hellaswag_every:
             # Downloads the tasks once. If that fails, it prints a warning and returns [].
             self.tasks = hellaswag.load_tasks(config.hellaswag_data, model, tokenizer, ranks)
 
     def run(self, step: int) -> dict[str, float] | None:
-        """Makes and prints the evaluations that are due after `step` updates.
+        """Runs and prints the evaluations that are due after `step` updates.
 
-        Returns their results by the names that log.txt has. Returns None if a rank has been asked
-        to stop. Then they are repeated when the run is resumed."""
+        Returns their results under the names used in log.txt. Returns None if any rank has been
+        asked to stop. Then they are repeated after --resume."""
         config, model, ranks, autocast = self.config, self.model, self.ranks, self.autocast
         results = {}
         model.eval()
@@ -730,7 +742,8 @@ class Evaluations:
                 results["bpb"] = self.text_size.bits_per_byte(loss)
                 line += f", {self.text_size.nats_per_character(loss):.4f} per character"
             print0(line)
-        # From here on the inputs have many lengths. Compiling for each would take longer than this.
+        # The inputs below vary in length. Compiling for each length would take longer than running
+        # the model uncompiled, as it does here.
         with torch.compiler.set_stance("force_eager"):
             if is_due(config.hellaswag_every, step, config) and self.tasks:
                 accuracy = hellaswag.accuracy(model, self.tokenizer, self.tasks, ranks, autocast)
@@ -773,7 +786,7 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None
         if config.seq_len > shape["block_size"]:
             problem = f"the context of {config.init} is {shape['block_size']}"
             raise UserError(f"--seq-len {config.seq_len}: {problem}")
-    # If you add a field to GPTConfig, give it its value here, with any weights or none.
+    # If you add a field to GPTConfig, set it here. This line serves new, given and resumed models.
     return GPTConfig(**shape)
 
 
@@ -782,15 +795,13 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
     T = config.seq_len
 
-    # ---- The model has the weights of a checkpoint, or those of --init, or random ones
-    checkpoint = None
-    saved = {}  # what save() below has stored
-    if config.resume:
-        checkpoint = run.find_checkpoint()  # the newest that is intact, or None
+    # ---- The model, with the weights of a checkpoint, or those of --init, or random ones
+    checkpoint = run.find_checkpoint() if config.resume else None  # the newest intact one, or None
+    saved = {}  # what save() below has stored with it
     if checkpoint:
         saved = checkpoints.read_training_state(checkpoint)
     step = saved.get("step", 0)  # number of updates so far
-    weights = checkpoint
+    weights = checkpoint  # the folder of a model
     if checkpoint is None and config.init != "scratch":
         weights = huggingface.find_model(config.init)
     tokenizer = open_tokenizer(config.data)
@@ -800,21 +811,27 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         model.load_weights(weights)
 
     # ---- Precision, compiling, and whether to save memory
+    # Rank 0 chooses the precision for all ranks. On a CPU only a large model may get bfloat16.
     # device_line is printed. It says which precision is used, on which device, and why.
-    N, before = model.num_parameters(), saved.get("precision")
     precision, device_line = ranks.on_rank_0(
-        devices.choose_precision, config.dtype, device, N, before
+        devices.choose_precision,
+        config.dtype,
+        device,
+        model.num_parameters(),
+        saved.get("precision"),
     )
     dtype = devices.dtype_of(precision)  # torch.float32 for tf32, otherwise as the name says
-    if device.type == "cuda" and precision != "float32":
-        torch.set_float32_matmul_precision("high")  # TF32 for products that stay in float32
+    if device.type == "cuda":
+        # "high" means TF32 for products that stay in float32.
+        torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
     compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
     if compiled:
-        # Tries to compile something. If that fails, auto prints a line, and on is a UserError.
+        # Tries to compile something small. With auto a failure prints a line and returns False.
+        # With on it is a UserError.
         compiled = devices.can_compile(ranks, required=config.compile == "on")
     if compiled:
-        # All blocks run the same code, which is compiled once. To compile the model as a whole
-        # takes longer, and steps are hardly faster.
+        # All blocks run the same code, so torch compiles it for the first block and reuses it for
+        # the others. Compiling the whole model takes longer, and steps are hardly faster.
         for part in [*model.h, model.lm_head]:
             part.forward = torch.compile(part.forward, dynamic=False)  # all batches have one shape
     if config.low_memory:
@@ -824,15 +841,17 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
             )
     elif device.type == "cpu":
-        devices.keep_freed_memory()  # of tensors, for new ones, which is faster but takes more
+        # malloc keeps freed memory for later tensors. Steps are faster, but take more memory.
+        devices.keep_freed_memory()
     autocast = torch.autocast(
         device.type,
         dtype=dtype,
         enabled=dtype != torch.float32,
-        cache_enabled=not config.low_memory,  # keeps the weights in this precision, too
+        cache_enabled=not config.low_memory,  # keeps copies of the weights in this precision
     )
 
-    # ---- Micro-batches of B sequences that fit into the memory, and how many a rank has per step
+    # ---- B and the number of micro-batches per step on each rank. On a GPU B depends on the memory
+    # that is free before the model is there.
     B, micro_steps = choose_micro_batch(
         config, model, ranks, dtype, compiled, before=saved.get("B", 0)
     )
@@ -859,9 +878,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     # ---- What a checkpoint has besides the weights: how it is restored, and how it is saved
     if checkpoint:
         if saved["shards"] != loader.shard_sizes:
-            raise UserError(f"--resume: {config.data} has shards of other names or lengths now")
+            raise UserError(f"--resume: {config.data} now has different shards")
         loader.go_to(step * config.total_batch_size // T)
-        # A UserError if they are other optimizers, or have other parameters.
+        # UserError if the optimizers or their parameters are different ones.
         checkpoints.load_optimizers(saved["optimizers"], optimizers, model)
         if saved["scaler"]:  # {} if it was not float16
             scaler.load_state_dict(saved["scaler"])
@@ -883,11 +902,11 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         }
         run.save_checkpoint(model, tokenizer, state, required)
 
-    # ---- All is checked, so files may change. The folder of an earlier run is renamed, unless this
-    # resumes it. run.json and a copy of this script are written. Then come the first lines.
+    # ---- So far no file has changed. Now the folder of an earlier run is renamed, unless this run
+    # resumes it. run.json and a copy of this script are written, and the first lines printed.
     run.begin(model, step, weights, device=device_line, dtype=precision, micro_batch_size=B)
     print_header(config, model, optimizers, loader, progress, device_line, compiled, checkpoint)
-    forks.warn_if_tokens_see_later_ones(model, autocast)
+    forks.warn_if_not_causal(model, autocast)  # if predictions depend on later tokens
 
     # ---- With several ranks, DDP averages their gradients
     ddp_model = model
@@ -898,8 +917,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # gradients stay in DDP's own buffers
         )
-        # In its first passes DDP settles in which order it sums gradients. Two passes over zeros
-        # get this done before the first step, so that a resumed run sums in the same order.
+        # In its first two passes DDP decides in which order it sums gradients. Two passes over
+        # zeros get this done before the first step, so that a resumed run uses the same order.
         settle_buckets(ddp_model, B, T, autocast)
 
     collect_stop_signals()  # From here on Ctrl-C and SIGTERM only make stop_requested() true.
@@ -921,7 +940,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        # Random numbers, such as those of dropout, depend on the seed, the step and the rank.
+        # Seeds random numbers, such as those of dropout if you add it, for this step and rank.
         torch.manual_seed(
             int(np.random.SeedSequence([config.seed, step, rank]).generate_state(1)[0])
         )
@@ -940,8 +959,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        # One exchange tells all ranks the sum of their losses, and how many were asked to stop. Up
-        # to here no line of a step has waited for the GPU.
+        # One exchange tells all ranks the sum of their losses, and how many were asked to stop.
+        # tolist() is the first call in a step that waits for the GPU.
         asked = torch.full_like(loss_sum, float(stop_requested()))
         total_loss, stops = ranks.sum_tensor(torch.stack([loss_sum, asked])).tolist()
         loss = total_loss / (micro_steps * world_size)
@@ -960,7 +979,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             for optimizer in optimizers:
                 scaler.step(optimizer)
         scaler.update()
-        # DDP's buffers stay, so their gradients become 0. Without DDP they are freed.
+        # Gradients in DDP's buffers are set to 0 in place. Without DDP their memory is freed.
         model.zero_grad(set_to_none=world_size == 1)
         # ---- End of the update -------------------------------------------------------------------
 
@@ -970,7 +989,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
         step += 1
         stop = stops > 0
-        if is_due(config.save_every, step, config):
+        if is_due(config.save_every, step, config):  # before an evaluation, which may fail
             save(step, required=step == config.max_steps)
 
     # ---- The end, after a signal or after the last step
@@ -1008,7 +1027,7 @@ def main(args: list[str] | None = None) -> int:
             status = train(config, ranks, run)
     except RuntimeError as error:
         if is_out_of_memory(error):
-            error.add_note("--micro-batch-size with a smaller number takes less, or --low-memory")
+            error.add_note("try a smaller --micro-batch-size, or --low-memory")
         raise
     ranks.leave()
     return status

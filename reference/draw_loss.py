@@ -11,7 +11,7 @@ from support.files_and_locks import ROOT, atomic_path
 from support.log_txt import read_log
 from support.plots import smooth
 from support.shards import tokenize_text
-from support.tokenizer import get_tokenizer, text_size
+from support.tokenizer import get_tokenizer, measure_text
 
 HERE = Path(__file__).parent
 # nanoGPT's README, config/train_shakespeare_char.py: nats per character of its own validation part.
@@ -23,7 +23,7 @@ NANOGPT = {
 
 def main() -> None:
     log = read_log(HERE / "shakespeare")
-    text = text_size(tokenize_text(ROOT / "input.txt", "val"), get_tokenizer())
+    text = measure_text(tokenize_text(ROOT / "input.txt", "val"), get_tokenizer())
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     for stream, style in (("train", "C0-"), ("val", "C1o-")):

@@ -47,7 +47,7 @@ def write_checkpoint(
             with open(partial / "training_state.pt", "wb") as file:
                 torch.save(state, file)
             # What cannot be read again, such as an object of a fork, is an error now.
-            torch.load(partial / "training_state.pt", weights_only=True, mmap=True)
+            read_training_state(partial, mmap=True)
             # As `sha256sum -c` reads it. README.md is not in it: users may edit it.
             sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(partial.iterdir())]
             (partial / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")

@@ -34,15 +34,15 @@ def range_problems(config: "TrainConfig", above_0: set[str]) -> list[str]:
 
 
 def parse_args(
-    config_class: type, args: Sequence[str] | None = None, allow_help: bool = True, **options: Any
+    config_class: type, args: Sequence[str] | None = None, ignore_help: bool = False, **options: Any
 ) -> Any:
     """Reads the command line (`args`, or sys.argv[1:]) into `config_class`.
 
-    `options` go to tyro, which itself reports a wrong flag and exits with status 2. Without
-    `allow_help` --help is ignored."""
+    `options` go to tyro, which itself reports a wrong flag and exits with status 2. With
+    `ignore_help` it does not react to --help."""
     import tyro
 
-    if not allow_help:
+    if ignore_help:
         args = [word for word in args or sys.argv[1:] if word not in ("-h", "--help")]
     rank0 = os.environ.get("RANK", "0") == "0"
     # console_outputs=False still prints some errors

@@ -252,7 +252,7 @@ class TextSize(NamedTuple):
         return loss * self.tokens / self.characters
 
 
-def text_size(tokens: np.ndarray, tokenizer: Tokenizer) -> TextSize | None:
+def measure_text(tokens: np.ndarray, tokenizer: Tokenizer) -> TextSize | None:
     """The size of the text of `tokens`, 1-D. None if they are words, which stand for something
     else than their letters."""
     if isinstance(tokenizer, WordTokenizer):

@@ -24,7 +24,8 @@ def other_folder():
 ERRORS = {  # what rank 1 does, and what the line names
     "all ranks": (None, "^error: (rank 1: )?here"),
     "folder": (other_folder, "^error: rank 1: here"),
-    "shard": (None, r"^error: rank 1: \S*here/x_train_000000\.npy: .*60000"),  # in its part of step 1
+    # In the part of step 1 that rank 1 reads.
+    "shard": (None, r"^error: rank 1: \S*here/x_train_000000\.npy: .*60000"),
 }
 
 

@@ -338,6 +338,7 @@ def test_presets_are_those_of_the_shipped_references(capsys):
 def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeypatch, capsys):
     """The first line names it, and how to make shards for the other."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "scratch").mkdir()  # a common name, and no --init
     assert train_gpt2.main([*words(*TINY)[2:], "--max-steps", "0"]) == 0
     first, *_ = capsys.readouterr().out.splitlines()
     assert "python fineweb.py" in first and "shakespeare" in first
