@@ -102,8 +102,8 @@ def compare_small_model(model_class: "type[GPT]", config: "GPTConfig") -> str:
 
 
 def same(logits: Tensor, expected: Tensor) -> bool:
-    """True up to rounding. LayerNorms in float32 change these logits by 2e-7 of the largest, another
-    epsilon in one of them or the exact GELU by 1e-4 or more."""
+    """True up to rounding. LayerNorms in float32 change the logits by 1e-7 of the largest, another
+    epsilon in one of them or the exact GELU by 1e-4."""
     tolerance = 1e-5 * expected.abs().max().item()
     return logits.shape == expected.shape and torch.allclose(
         logits.double(), expected, rtol=0, atol=tolerance
