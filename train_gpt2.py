@@ -539,22 +539,24 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
         forks.check_same_script(before, GPT, f"--resume: {given.log_dir}")
         # Settings that this script does not have any more are ignored.
         names = asdict(given).keys() - {"log_dir", "resume", "plan"}
-        settings = {name: value for name, value in before["config"].items() if name in names}
+        values = {name: value for name, value in before["config"].items() if name in names}
     else:
         preset = given.preset
         if preset == "auto":
             preset = "gpt2" if holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
-        settings = {"preset": preset, **PRESETS[preset]}
+        values = {"preset": preset, **PRESETS[preset]}
         if given.init != "scratch":
-            settings |= dict.fromkeys(SHAPE, 0)
-    defaults = TrainConfig(**settings)
+            values |= dict.fromkeys(SHAPE, 0)
+    defaults = TrainConfig(**values)
     config = parse_args(TrainConfig, words, default=defaults)
     if config.preset == "auto":  # as typed
         config.preset = defaults.preset
-    for name in ("data", "init", "hellaswag_data"):
+    for settings in (defaults, config):
         # Files and folders that exist get absolute paths, so that --resume works in any folder.
-        setattr(defaults, name, absolute(getattr(defaults, name)))
-        setattr(config, name, absolute(getattr(config, name)))
+        settings.data = absolute(settings.data)
+        settings.hellaswag_data = absolute(settings.hellaswag_data)
+        if settings.init != "scratch":
+            settings.init = absolute(settings.init)
 
     problems = find_problems(config)
     if before:

@@ -111,8 +111,9 @@ def same(logits: Tensor, expected: Tensor) -> bool:
 
 
 def set_telling_weights(model: "GPT") -> None:
-    """Sets random weights. The residual stream stays so small that the epsilon of a LayerNorm
-    matters, while queries, keys, the inputs of GELU, and logits are so large that a cap matters."""
+    """Sets random weights. At every second position the residual stream stays so small that the
+    epsilon of a LayerNorm matters. At the others it is so large that a cap matters, as are the
+    queries, keys, inputs of GELU and logits everywhere."""
     generator = torch.Generator().manual_seed(0)
     small = 0.004 / math.sqrt(2 * model.config.n_layer)  # so all blocks add as much as wte and wpe
     for name, p in model.named_parameters():
@@ -121,6 +122,8 @@ def set_telling_weights(model: "GPT") -> None:
             p.mul_(100)
         elif name in ("wte.weight", "wpe.weight"):
             p.mul_(0.02)
+            if name == "wpe.weight":
+                p[1::2].mul_(1000)
         elif "c_proj" in name:
             p.mul_(small)
         elif p.dim() > 1:
