@@ -123,7 +123,7 @@ def set_telling_weights(model: "GPT") -> None:
         elif name in ("wte.weight", "wpe.weight"):
             p.mul_(0.02)
             if name == "wpe.weight":
-                p[1::2].mul_(1000)
+                p[0::2].mul_(1000)
         elif "c_proj" in name:
             p.mul_(small)
         elif p.dim() > 1:
