@@ -12,21 +12,22 @@ evaluations, and the training loop. Files, processes and devices are handled in 
 To try an idea, copy this file to my_idea.py in the same folder, and edit the copy. Such a copy is
 called a fork. You may also edit it between a stop and --resume. This is what edits can break:
 - If you add, remove, rename or reshape a parameter, earlier checkpoints no longer load.
-- If you replace an optimizer, or give it different tensors, earlier runs no longer resume.
-- If the model no longer computes the same as GPT-2, Hugging Face cannot load its checkpoints, and
-  sample.py and hellaswag.py need the flag --code my_idea.py.
-- If you both edit and rename the file, --resume refuses to continue a run of the old one.
+- If you replace an optimizer, or assign other parameters to it, earlier runs no longer resume.
+- If the model no longer computes the same as GPT-2, which each run checks, then Hugging Face cannot
+  load its checkpoints, and sample.py and hellaswag.py need the flag --code my_idea.py.
+- If you edit a file and give it a new name, --resume refuses to continue runs of the old file.
 
-Terms: tokens are stored in files that are called shards. A step is one update of the weights, from
-total_batch_size tokens. The loss of step 0 is that of the initial weights. The processes that train
-together are called ranks, and usually each has a GPU. They share the tokens of a step equally. Each
-rank divides its share into micro-batches that fit into its memory, and adds up their gradients.
+Terms: the training data are tokens, stored in files called shards. A step is one update of the
+weights, from total_batch_size tokens. Steps are counted from 0, and the loss of a step is computed
+before its update. The processes that train together are called ranks, and usually each has a GPU.
+They share the tokens of a step equally. Each rank divides its share into micro-batches that fit
+into its memory, and adds up their gradients.
 
 Shapes: B sequences per micro-batch, T tokens per sequence, C channels (n_embd), nh heads of
 hs = C / nh channels, V tokens in the vocabulary (GPT-2's has 50,257).
 
-A UserError is something that the user can fix. A RunError is anything else that ends a run, such as
-a loss that is not finite. Both are printed as one line, without a traceback."""
+Errors: a UserError is a mistake that the user can fix. A RunError ends a run with valid input, for
+example if the loss is not finite. Both are printed as one line. Bugs keep their traceback."""
 
 import math
 import sys
@@ -63,8 +64,8 @@ from support.muon import Muon
 from support.progress import Progress, print_cost, print_header, print_validation
 from support.ranks import Ranks, settle_buckets
 from support.run_folder import RunFolder, read_run
-from support.shards import check_tokens, holds_shards, open_split, open_tokenizer
-from support.tokenizer import Tokenizer, encode_prompt, measure_text, printable
+from support.shards import check_tokens, holds_shards, open_split, open_tokenizer, prompt_tokens
+from support.tokenizer import Tokenizer, measure_text, printable
 
 # --------------------------------------------------------------------------------------------------
 # Model: section 2.3 of "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019)
@@ -132,8 +133,8 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The last layer. It computes the logits of the next token or, with targets, their loss. One
-    module does both, so that they are compiled together."""
+    """The last layer. It computes the logits of the next token or, with targets, their loss. It is
+    one module for both because train() compiles modules."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T, C) -> logits (B, T, V), or the mean cross-entropy over the targets (B, T).
@@ -175,7 +176,7 @@ class GPT(nn.Module):
             if module is self.lm_head:  # its weight is that of wte
                 continue
             if isinstance(module, nn.Linear | nn.Embedding):
-                std = 0.02  # as in OpenAI's code
+                std = 0.02  # as in Hugging Face's code
                 if name.endswith("c_proj"):
                     # Two layers in each block add to the residual stream. Their smaller weights
                     # keep its variance from growing with the depth (section 2.3 of the paper).
@@ -223,8 +224,8 @@ class GPT(nn.Module):
             window = idx[:, -self.config.block_size :]  # what fits into the context
             T = window.size(1)
             if idx.is_cuda:
-                # On a GPU the first pass with a new length is slow. So zeros are appended, up to a
-                # multiple of 64 tokens. No token attends to the zeros after it.
+                # cuDNN prepares its kernels again for each new length, which is slow. So zeros are
+                # appended up to a multiple of 64 tokens. No token attends to the zeros after it.
                 length = min(64 * math.ceil(T / 64), self.config.block_size)
                 window = F.pad(window, (0, length - T))
             logits = self(window, at=(slice(None), T - 1))  # (B, V), for the last token
@@ -247,18 +248,18 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> "GPT":
-        """The model in a folder, the newest checkpoint in the log folder of a run, or a GPT-2 of
-        the Hub, such as gpt2-medium. It is in evaluation mode."""
+        """Loads the model in a folder, the newest checkpoint of the run in a log folder, or else a
+        GPT-2 from the Hugging Face Hub, such as gpt2-medium. It is in evaluation mode."""
         folder = huggingface.find_model(name)
         model = cls(huggingface.read_model_config(folder, GPTConfig))
         model.load_weights(folder)
         return model.eval()
 
     def load_weights(self, folder: Path) -> None:
-        """Loads the weights from a model's folder. UserError if they do not fit this model, or if
-        they are not a GPT-2's and were trained by a different script."""
-        tensors, is_gpt2 = huggingface.read_tensors(folder, self)
-        if is_gpt2:  # Otherwise they have our names and layout already.
+        """Loads the weights in a model's folder. Raises UserError if they do not fit."""
+        huggingface.check_origin(folder, self)  # Only a fork itself may load its weights.
+        tensors, is_gpt2 = huggingface.read_tensors(folder)
+        if is_gpt2:  # A fork's tensors already have our names and layout.
             tensors = {
                 name.removeprefix("transformer."): tensor.T if name.endswith(TRANSPOSED) else tensor
                 for name, tensor in tensors.items()
@@ -267,11 +268,12 @@ class GPT(nn.Module):
         huggingface.load_tensors(self, tensors, folder)
 
     def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-        """Writes the model in the format of Hugging Face's GPT-2, and the tokenizer if given.
+        """Writes the model, and the tokenizer if given, in the format of Hugging Face's GPT-2.
 
-        If your changes make the model compute something else, it is marked as a fork instead."""
+        If the model computes something else than GPT-2, the files say that it is a fork's."""
         tensors = self.state_dict()
-        is_gpt2 = forks.is_gpt2(self)  # whether a small copy computes the same logits as GPT-2
+        # Compares the logits of a small model of this class with those of the GPT-2 in forks.py.
+        is_gpt2 = forks.is_gpt2(self)
         if is_gpt2:
             del tensors["lm_head.weight"]
             tensors = {
@@ -289,13 +291,13 @@ class DataLoaderLite:
     """Batches of sequences and their targets, epoch after epoch.
 
     In each epoch every shard is cut into sequences of T tokens. The shards are read in random
-    order, and so are the sequences within a shard. The first cut is after a random number of tokens
-    below T, so each epoch has different sequences. This helps a model that reads a small text many
-    times (bench/order).
+    order, and so are the sequences within a shard. An epoch skips a random number of tokens, below
+    T, at the beginning of each shard. Thus each epoch has different sequences, which helps a model
+    that reads a small text many times (measured in bench/order/README.md).
 
-    The order depends only on the seed. In this order the sequences are numbered, epoch after epoch.
-    Rank 0 reads the first B of them, rank 1 the next B, and so on. So a step has the same tokens
-    for any B and any number of ranks, and a resumed run only needs the number of the next one."""
+    The order depends only on the seed. The sequences are numbered in this order, epoch after epoch.
+    Rank 0 reads the first B of them, rank 1 the next B, and so on. Thus a step has the same tokens
+    for any B and any number of ranks, and a resumed run finds its place by one number."""
 
     def __init__(
         self,
@@ -309,9 +311,9 @@ class DataLoaderLite:
         shuffle: bool = True,
         device: torch.device | str = "cpu",
     ):
-        """`data` is a folder of shards, or a .txt file, which is tokenized into one shard. `split`
-        is "train" or "val". `world_size` is the number of ranks. Batches are put on `device`.
-        Without `shuffle` everything is read in order, from the first token on."""
+        """`data` is a folder of shards, or a .txt file, which becomes one shard of tokens. `split` is
+        "train" or "val", which is the last tenth of a .txt file. `world_size` is the number of
+        ranks. Batches are put on `device`. Without `shuffle` everything is read in order."""
         self.B = B  # sequences per batch
         self.T = T  # tokens per sequence
         self.rank = rank
@@ -324,30 +326,29 @@ class DataLoaderLite:
         # used is read from the disk.
         self.paths, self.shards = open_split(data, split, self.vocab_size)
         sizes = np.array([len(tokens) for tokens in self.shards])
-        # A token's position counts all tokens before it, also those of earlier shards.
+        # The position of a token is its index in all shards joined together.
         self.offsets = np.cumsum(sizes) - sizes  # the position of each shard's first token
         self.total_tokens = int(sizes.sum())
-        # The number of sequences per shard is the same in every epoch. It is what fits after the
-        # latest possible cut.
-        latest_cut = T - 1 if shuffle else 0
-        inputs = sizes - latest_cut - 1  # the last token of a shard is only a target
+        # The number of sequences in each shard. It must be the same in every epoch, so it is what
+        # fits if as many tokens as possible are skipped.
+        most_skipped = T - 1 if shuffle else 0
+        inputs = sizes - most_skipped - 1  # the last token of a shard is only a target
         self.counts = np.maximum(inputs, 0) // T
         self.sequences_per_epoch = int(self.counts.sum())
         if self.sequences_per_epoch == 0:
-            size = f"{self.total_tokens} {split} tokens"
-            problem = f"{size}, too few for sequences of {T}"
+            problem = f"{self.total_tokens} {split} tokens are too few for sequences of {T}"
             raise UserError(f"{data}: {problem}; take more text or a smaller --seq-len")
-        # By their names within `data` and their sizes a resumed run checks that it has the same
-        # shards. (The name of a .txt file is ".".)
+        # A resumed run checks that it has shards of the same names and sizes. The names are paths
+        # within the folder `data`. If `data` is a .txt file, this path is ".".
         names = [path.relative_to(data).as_posix() for path in self.paths]
         self.shard_sizes = list(zip(names, sizes.tolist(), strict=True))
         self.epoch = 0
-        self.order = self.order_of(0)  # of the sequences of self.epoch
+        self.positions = self.order_of(self.epoch)  # of its sequences
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.go_to(0)
 
     def go_to(self, n: int) -> None:
-        """Goes on as if n sequences had been read, by all ranks together."""
+        """Continues as if all ranks together had read n sequences."""
         self.next_sequence = n + self.rank * self.B  # the first one of the next batch
         self.upcoming: Future[np.ndarray] | None = None  # the next batch, if it is being read
 
@@ -360,7 +361,7 @@ class DataLoaderLite:
         self.next_sequence += self.B * self.world_size
         self.upcoming = self.thread.submit(self.read, self.next_sequence, self.B)
         if self.device.type == "cuda":
-            # From pinned memory the copy to the GPU does not make the CPU wait.
+            # The CPU does not wait for a copy to the GPU from pinned memory.
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         else:
             tokens = tokens.to(self.device)
@@ -368,18 +369,18 @@ class DataLoaderLite:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def read(self, first: int, n: int) -> np.ndarray:
-        """The sequences number `first` to `first` + n - 1, each with the target of its last token.
-        (n, T + 1) int64
+        """Reads n sequences, of which the first has the number `first`. (n, T + 1) int64
 
-        In training only the thread calls this."""
+        Each has one token more than T, which is the target of the last one. In training only the
+        thread may call this, since it changes self.epoch and self.positions."""
         rows = []
         for number in range(first, first + n):
             epoch, i = divmod(number, self.sequences_per_epoch)
             if epoch != self.epoch:
                 self.epoch = epoch
-                self.order = self.order_of(epoch)
-            position = self.order[i]
-            # The last shard whose offset is not above the position.
+                self.positions = self.order_of(epoch)
+            position = self.positions[i]
+            # The number of offsets up to this position is the number of its shard, counted from 1.
             shard = np.searchsorted(self.offsets, position, side="right") - 1
             start = position - self.offsets[shard]
             tokens = self.shards[shard][start : start + self.T + 1]
@@ -392,13 +393,15 @@ class DataLoaderLite:
         if self.shuffle:
             # Every version of NumPy draws the same numbers from RandomState.
             random = np.random.RandomState([self.seed, epoch])
-            first_cut, permutation = random.randint(self.T), random.permutation
+            skipped = random.randint(self.T)
+            order = random.permutation  # order(3) is [0, 1, 2] in random order
         else:
-            first_cut, permutation = 0, np.arange
+            skipped = 0
+            order = np.arange  # order(3) is [0, 1, 2]
         positions = []
-        for shard in permutation(len(self.shards)):
-            sequences = permutation(self.counts[shard])  # 0, 1, 2 and so on, in random order
-            positions.append(self.offsets[shard] + first_cut + sequences * self.T)
+        for shard in order(len(self.shards)):
+            sequences = order(self.counts[shard])
+            positions.append(self.offsets[shard] + skipped + sequences * self.T)
         return np.concatenate(positions)
 
 
@@ -418,7 +421,7 @@ class TrainConfig:
     # What to train on, and where to start
 
     preset: Preset = "auto"  # a recipe; auto: gpt2 if edu_fineweb10B/ has data, else shakespeare
-    data: str = SHARDS_FOLDER  # folder with token shards, also in its subfolders, or a .txt file
+    data: str = SHARDS_FOLDER  # folder of token shards, which may be in subfolders, or a .txt file
     init: str = "scratch"  # scratch, a GPT-2 of the Hub, such as gpt2-medium, or a model's folder
     log_dir: str = "log"  # folder of the run; an earlier run in it is renamed, or resumed
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
@@ -426,7 +429,7 @@ class TrainConfig:
     seed: int = 1337  # seed of the initial weights and of the data order
     shuffle: bool = True  # read shards and their sequences in another random order in every epoch
 
-    # The shape of the model. With --init the default is 0, which stands for that of the weights.
+    # The shape of the model. With --init the defaults are 0, and the weights decide the shape.
 
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # number of attention heads
@@ -440,7 +443,7 @@ class TrainConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the linear layers inside the blocks
     max_lr: float = 6e-4  # learning rate at the end of the warm-up; lower it if the loss diverges
     min_lr: float = 6e-5  # what the learning rate falls to
-    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear in the warm-down
+    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay (see get_lr)
     warmup_steps: int = 715  # steps in which the rate rises; 715 are GPT-3's 375 million tokens
     warmdown_steps: int = 5000  # the last steps, in which the rate falls if the schedule is wsd
     weight_decay: float = 0.1  # decoupled weight decay of matrices
@@ -450,7 +453,7 @@ class TrainConfig:
     # Speed and memory
 
     device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: Dtype = "auto"  # precision of matrix products; tf32: float32 on TF32 tensor cores
+    dtype: Dtype = "auto"  # of matrix products; auto: 16 bits on a CUDA GPU; tf32: TF32 cores
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a CUDA GPU
     low_memory: bool = False  # compute blocks again in the backward pass instead of storing them
@@ -459,25 +462,28 @@ class TrainConfig:
     # Evaluations and samples
 
     eval_every: int = 250  # steps between validation losses; 0: never
-    eval_tokens: int = 10_485_760  # tokens per validation loss (at most the whole split)
+    eval_tokens: int = (
+        10_485_760  # tokens per validation loss, here 20 x 524,288; at most the split
+    )
     hellaswag_every: int = 250  # steps between HellaSwag evaluations; 0: never
     hellaswag_data: str = ""  # local HellaSwag .jsonl; empty: the official tasks, downloaded once
     sample_every: int = 250  # steps between samples; 0: never
-    sample_prompt: str = "Hello, I'm a language model,"  # what samples continue; empty: a line end
+    sample_prompt: str = "Hello, I'm a language model,"  # what samples continue; empty: a new line
 
     # Checkpoints and logs
 
     save_every: int = 1000  # steps between checkpoints; 0: never
-    keep_checkpoints: int = 3  # how many to keep, besides that of the lowest val loss; 0: all
+    keep_checkpoints: int = 3  # recent checkpoints to keep, plus the best one; 0: keep all
     tensorboard: bool = False  # also log to TensorBoard, in log_dir/tensorboard/
     wandb: bool = False  # also log to Weights & Biases
 
 
 SHAPE = ("n_layer", "n_head", "n_embd")
 
-# --resume refuses to continue a run with other values of these settings. The others may change. For
-# example, a lower rate may save a run that diverges, and more steps make it longer. If you add a
-# setting that must stay the same during a run, add it here.
+# --resume refuses to continue a run with different values of these settings. The others may change.
+# For example, a lower rate may save a run that diverges, and more steps make it longer. Another
+# preset is refused since its values would not be used. The data are compared by their shards. If
+# you add a setting that must stay the same during a run, add it here.
 # fmt: off
 MUST_NOT_CHANGE = (
     "preset", "init", "seed", "shuffle", "n_layer", "n_head", "n_embd", "total_batch_size",
@@ -489,8 +495,8 @@ PRESETS = {
     # GPT-2 small on 10 billion tokens. The values are GPT-3's (Brown et al. 2020, table 2.1 and
     # appendix B), as in Karpathy's build-nanogpt. They are the defaults above.
     "gpt2": {},
-    # The same model on half the tokens, with Muon. The values, such as ten times the learning rate,
-    # were chosen on small models (bench/recipes).
+    # The same model on half the tokens, with Muon. The values, such as a ten times higher learning
+    # rate, were chosen on small models (bench/recipes/README.md) and not tried at this size.
     "gpt2-fast": dict(
         max_steps=9_536, optimizer="muon", schedule="wsd", max_lr=6e-3, min_lr=0.0,
         warmup_steps=476, warmdown_steps=4_768,
@@ -505,8 +511,8 @@ PRESETS = {
         save_every=250,
     ),
     # A model of 3.4 million parameters on Shakespeare, for two minutes on two CPU cores. Of the
-    # values tried, these reach the lowest loss in that time (bench/recipes). It is not compiled,
-    # which would take another minute. ROOT is the folder of this file.
+    # values tried, these reach the lowest loss in that time (bench/recipes/README.md). It is
+    # not compiled, which would take another minute. ROOT is the folder of this repository.
     "shakespeare": dict(
         data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=32,
         n_layer=4, n_head=4, n_embd=64, compile="off",
@@ -520,24 +526,25 @@ PRESETS = {
 
 
 def read_config(args: list[str] | None = None) -> TrainConfig:
-    """The settings of a run. The command line is `args`, or that of the process.
+    """Reads the settings of a run. `args` is the command line, by default that of the process.
 
     Each value comes from the first of these that has it:
     1. the flag on the command line,
     2. with --resume, the settings of the run in --log-dir, if there is one,
     3. the preset,
     4. the default in TrainConfig.
-    A UserError names all values that are wrong, or that must not change on resume."""
+    Raises UserError with all values that are wrong, or that must not change on resume."""
     words = sys.argv[1:] if args is None else args
     # The command line is parsed twice. The first time is for --resume, --log-dir, --preset and
     # --init. They decide the defaults with which it is parsed the second time.
     given = parse_args(TrainConfig, words, ignore_help=True)
-    # What the run in --log-dir has stored about its settings and its script, or None.
+    # The settings and the script of the run in --log-dir. None if there is no run.
     before = read_run(given.log_dir) if given.resume else None
     if before:
-        # UserError if both the name and the content of that script differ from this file's.
+        # Raises UserError if both the name and the content of the script differ from this file,
+        # which is found as the source of the class GPT.
         forks.check_same_script(before, GPT, f"--resume: {given.log_dir}")
-        # Settings that this script does not have any more are ignored.
+        # A setting that this script no longer has is ignored.
         names = asdict(given).keys() - {"log_dir", "resume", "plan"}
         values = {name: value for name, value in before["config"].items() if name in names}
     else:
@@ -549,10 +556,11 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
             values |= dict.fromkeys(SHAPE, 0)
     defaults = TrainConfig(**values)
     config = parse_args(TrainConfig, words, default=defaults)
-    if config.preset == "auto":  # as typed
+    if config.preset == "auto":  # if --preset auto was given
         config.preset = defaults.preset
+    # Paths that exist become absolute, so that --resume works in any folder. The defaults are
+    # changed as well, since they are compared below.
     for settings in (defaults, config):
-        # Files and folders that exist get absolute paths, so that --resume works in any folder.
         settings.data = absolute(settings.data)
         settings.hellaswag_data = absolute(settings.hellaswag_data)
         if settings.init != "scratch":
@@ -570,7 +578,7 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
 
 
 def find_problems(config: TrainConfig) -> list[str]:
-    """What is wrong with the values of settings."""
+    """Describes each setting that has an impossible value."""
     above_0 = {"total_batch_size", "seq_len", "eval_tokens", "max_lr"}
     if config.init == "scratch":
         above_0.update(SHAPE)
@@ -623,9 +631,9 @@ def configure_optimizers(
 def get_lr(step: int, config: TrainConfig) -> float:
     """The learning rate of a step. It rises to max_lr in the warm-up, then falls to min_lr.
 
-    With the schedule cosine it falls from there on (GPT-3, Brown et al. 2020, appendix B). With wsd
-    it stays at max_lr and falls linearly in the last warmdown_steps. Until then the run can still
-    be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
+    With the schedule cosine it falls right after the warm-up (GPT-3, Brown et al. 2020, appendix
+    B). With wsd it stays at max_lr and falls linearly in the last warmdown_steps, so a run that has
+    not reached them can be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
     if step >= config.max_steps:
@@ -660,7 +668,7 @@ def validation_loss(
         start = first + ranks.rank * B
         rows = sequences[start : start + B]
         n = len(rows)
-        if n == 0:  # In the last round there may be none left for this rank.
+        if n == 0:  # In the last round, for which ranks.any() was called by all, none may be left.
             break
         # The last batch may be smaller. Rows of zeros give it the shape for which the model was
         # compiled, and their targets of -100 do not count.
@@ -707,30 +715,26 @@ class Evaluations:
         self.B = B
         self.ranks = ranks
         self.autocast = autocast
-        start_of_validation = [0]
+        self.prompt = prompt_tokens(config, tokenizer) if config.sample_every else []
         if config.eval_every:
             T = config.seq_len
             loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)
             N = min(config.eval_tokens // T, loader.sequences_per_epoch)
             self.sequences = loader.read(0, N)  # (N, T + 1)
             # The number of bytes and characters in the validation text. Losses per byte or per
-            # character can be compared between tokenizers. It is None if the vocabulary is a list
-            # of words, such as moves of chess (docs/data.md).
+            # character can be compared between tokenizers. None if the data are not text, but
+            # something like moves of chess (docs/data.md).
             self.text_size = measure_text(self.sequences[:, 1:].ravel(), tokenizer)
-            start_of_validation = self.sequences[0, :8].tolist()
-        # If that list lacks a word of the prompt, this prints a line, and samples continue the
-        # validation data instead.
-        prompt = config.sample_prompt or "\n"
-        self.prompt = encode_prompt(prompt, tokenizer, otherwise=start_of_validation)
         if config.hellaswag_every:
-            # Downloads the tasks once. If that fails, it prints a warning and returns [].
+            # Downloads the tasks once, and tokenizes them for the context of the model. If that
+            # fails, it prints a warning and returns [].
             self.tasks = hellaswag.load_tasks(config.hellaswag_data, model, tokenizer, ranks)
 
     def run(self, step: int) -> dict[str, float] | None:
         """Runs and prints the evaluations that are due after `step` updates.
 
-        Returns their results under the names used in log.txt. Returns None if any rank has been
-        asked to stop. Then they are repeated after --resume."""
+        Returns the results under the names used in log.txt, or None if any rank has been asked to
+        stop. In that case --resume repeats these evaluations."""
         config, model, ranks, autocast = self.config, self.model, self.ranks, self.autocast
         results = {}
         model.eval()
@@ -768,9 +772,9 @@ def is_due(every: int, step: int, config: TrainConfig) -> bool:
 
 
 def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None) -> GPTConfig:
-    """The shape of the model to train. `weights` is a folder with a model, or None.
+    """The shape of the model to train. `weights` is the folder of a model, or None.
 
-    A UserError if the settings ask for a shape or for tokens that given weights do not have."""
+    Raises UserError if the weights do not have the shape or the tokenizer that the settings say."""
     shape = {
         "block_size": config.seq_len,
         "vocab_size": tokenizer.n_vocab,
@@ -788,7 +792,7 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None
         if config.seq_len > shape["block_size"]:
             problem = f"the context of {config.init} is {shape['block_size']}"
             raise UserError(f"--seq-len {config.seq_len}: {problem}")
-    # If you add a field to GPTConfig, set it here. This line serves new, given and resumed models.
+    # If you add a field to GPTConfig, pass its value here, also for given weights and on resume.
     return GPTConfig(**shape)
 
 
@@ -799,7 +803,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 
     # ---- The model, with the weights of a checkpoint, or those of --init, or random ones
     checkpoint = run.find_checkpoint() if config.resume else None  # the newest intact one, or None
-    saved = {}  # what save() below has stored with it
+    saved = {}  # the dictionary that save() below has stored
     if checkpoint:
         saved = checkpoints.read_training_state(checkpoint)
     step = saved.get("step", 0)  # number of updates so far
@@ -813,8 +817,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         model.load_weights(weights)
 
     # ---- Precision, compiling, and whether to save memory
-    # Rank 0 chooses the precision for all ranks. On a CPU only a large model may get bfloat16.
-    # device_line is printed. It says which precision is used, on which device, and why.
+    # Rank 0 chooses the precision for all ranks. --dtype auto means the precision of the resumed
+    # run, or else what suits the device. On a CPU that is float32, or bfloat16 for a large model if
+    # the chip is faster with it. device_line is a line for the user that gives the reason.
     precision, device_line = ranks.on_rank_0(
         devices.choose_precision,
         config.dtype,
@@ -828,8 +833,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
     compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
     if compiled:
-        # Tries to compile something small. With auto a failure prints a line and returns False.
-        # With on it is a UserError.
+        # Compiles something small to see if it works. If not, "auto" prints a line and returns
+        # False, and "on" raises UserError.
         compiled = devices.can_compile(ranks, required=config.compile == "on")
     if compiled:
         # All blocks run the same code, so torch compiles it for the first block and reuses it for
@@ -843,17 +848,19 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
             )
     elif device.type == "cpu":
-        # malloc keeps freed memory for later tensors. Steps are faster, but take more memory.
+        # From here on malloc keeps freed memory for later tensors, instead of returning it to the
+        # system. Steps are faster, but take more memory.
         devices.keep_freed_memory()
     autocast = torch.autocast(
         device.type,
         dtype=dtype,
         enabled=dtype != torch.float32,
-        cache_enabled=not config.low_memory,  # keeps copies of the weights in this precision
+        cache_enabled=not config.low_memory,  # The cache has a copy of the weights in this dtype.
     )
 
-    # ---- B and the number of micro-batches per step on each rank. On a GPU B depends on the memory
-    # that is free before the model is there.
+    # ---- B, and the number of micro-batches per step on each rank
+    # On a GPU, B is the largest power of two that is estimated to fit into the free memory, so it
+    # is chosen before the model is moved there. Raises UserError if B does not divide a step.
     B, micro_steps = choose_micro_batch(
         config, model, ranks, dtype, compiled, before=saved.get("B", 0)
     )
@@ -877,12 +884,12 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     evaluations = Evaluations(config, model, tokenizer, B, ranks, autocast)
     progress = Progress(config, model, ranks, precision)  # measures the speed
 
-    # ---- What a checkpoint has besides the weights: how it is restored, and how it is saved
+    # ---- What a checkpoint contains besides the weights: first restoring it, then saving it
     if checkpoint:
         if saved["shards"] != loader.shard_sizes:
             raise UserError(f"--resume: {config.data} now has different shards")
         loader.go_to(step * config.total_batch_size // T)
-        # UserError if the optimizers or their parameters are different ones.
+        # Raises UserError if the class or the parameters of an optimizer differ.
         checkpoints.load_optimizers(saved["optimizers"], optimizers, model)
         if saved["scaler"]:  # {} if it was not float16
             scaler.load_state_dict(saved["scaler"])
@@ -904,8 +911,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         }
         run.save_checkpoint(model, tokenizer, state, required)
 
-    # ---- So far no file has changed. Now the folder of an earlier run is renamed, unless this run
-    # resumes it. run.json and a copy of this script are written, and the first lines printed.
+    # ---- All checks are done, and log_dir is still as it was. From here on it changes: an earlier
+    # run is renamed, unless this one resumes it. run.json and a copy of this script are written.
     run.begin(model, step, weights, device=device_line, dtype=precision, micro_batch_size=B)
     print_header(config, model, optimizers, loader, progress, device_line, compiled, checkpoint)
     forks.warn_if_not_causal(model, autocast)  # if predictions depend on later tokens
@@ -919,8 +926,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # gradients stay in DDP's own buffers
         )
-        # In its first two passes DDP decides in which order it sums gradients. Two passes over
-        # zeros get this done before the first step, so that a resumed run uses the same order.
+        # DDP decides during its first two backward passes in which order it sums gradients. This
+        # runs both on zeros and clears their gradients, so that every step of a run, before and
+        # after a resume, uses the same order.
         settle_buckets(ddp_model, B, T, autocast)
 
     collect_stop_signals()  # From here on Ctrl-C and SIGTERM only make stop_requested() true.
@@ -929,10 +937,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         # ---- Evaluate
         if not stop:
             results = evaluations.run(step)
-            if results is None:
-                stop = True
-            else:
+            if results:
                 run.log(step, **results)
+            stop = results is None  # a signal has ended them early
         if stop or step == config.max_steps:
             break
 
@@ -942,7 +949,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        # Seeds random numbers, such as those of dropout if you add it, for this step and rank.
+        # Seeds the random numbers of this step on this rank, for example those of a dropout layer.
         torch.manual_seed(
             int(np.random.SeedSequence([config.seed, step, rank]).generate_state(1)[0])
         )
@@ -967,9 +974,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         total_loss, stops = ranks.sum_tensor(torch.stack([loss_sum, asked])).tolist()
         loss = total_loss / (micro_steps * world_size)
         norm = norm.item()
-        # In float16 the gradients overflow from time to time. Then the weights stay as they are,
-        # and the scaler lowers its scale. If the scale is 1, as always in other precisions, the
-        # model has diverged.
+        # In float16 the gradients overflow from time to time. Then no optimizer makes a step, and
+        # scaler.update() lowers the scale. At a scale of 1 the model has diverged. Without float16
+        # the scale is always 1.
         overflow = not math.isfinite(norm)
         if not math.isfinite(loss) or (overflow and scaler.get_scale() <= 1):
             problem = f"step {step}: the loss is {loss} and the norm of the gradients {norm}"
@@ -985,7 +992,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         model.zero_grad(set_to_none=world_size == 1)
         # ---- End of the update -------------------------------------------------------------------
 
-        # On a GPU the optimizer may still be at work, which counts as part of the next step.
+        # On a GPU the optimizer may still be running. Its time counts as part of the next step.
         progress.end_step(step, began)
         print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
         run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
@@ -1003,7 +1010,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         print0(f"stopped by a signal after {step} updates; {hint}")
         return status_after_signal()
     if config.eval_every:
-        print_validation(results["val"], evaluations.text_size)
+        print_validation(results["val"], evaluations.text_size)  # of the last evaluation
     print_cost(step, progress.training_seconds)
     if config.save_every:
         run.finish(model, step)  # draws curves.png, and prints how to sample from the model
@@ -1021,7 +1028,7 @@ def main(args: list[str] | None = None) -> int:
         weights = huggingface.find_model(config.init) if config.init != "scratch" else None
         with torch.device("meta"):  # tensors without memory
             model = GPT(model_config(config, open_tokenizer(config.data), weights))
-        plan.print_plan(config, model)
+        plan.print_plan(config, model)  # also tries a step without memory
         return 0
     ranks = Ranks.start(config.device, config.deterministic)  # joins torchrun's process group
     try:
@@ -1031,7 +1038,7 @@ def main(args: list[str] | None = None) -> int:
         if is_out_of_memory(error):
             error.add_note("try a smaller --micro-batch-size, or --low-memory")
         raise
-    ranks.leave()
+    ranks.leave()  # After an error run_and_exit() ends the process without this.
     return status
 
 

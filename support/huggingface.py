@@ -169,34 +169,37 @@ def read_model_config(folder: Path, config_class: "type[GPTConfig]") -> "GPTConf
     return config_class(**read_shape(folder), **{name: raw[name] for name in added & raw.keys()})
 
 
-def read_tensors(folder: Path, model: "GPT") -> tuple[dict[str, Tensor], bool]:
-    """(tensors by name, whether they are a GPT-2's, with Hugging Face's names and layout)
+def check_origin(folder: Path, model: "GPT") -> None:
+    """UserError if a fork has trained the model in a folder, and `model` is of another script.
 
-    UserError if a fork has trained them and `model` is of another script. If they are a GPT-2's and
-    `model` is none, this warns."""
+    If the folder has a GPT-2 and `model` is none, this warns."""
     raw = read_config(folder)
     why_not = forks.why_no_gpt2(model)
-    if raw["model_type"] == "gpt2":
-        if why_not:
-            name = forks.script_entry(type(model)).get("script", "this code")
-            warn(f"{folder} is a GPT-2, but {name} is not ({why_not}), so its losses change")
-        if is_ours(folder):
-            return read_safetensors(folder), True
-        theirs = load_by_transformers(folder)
-        others = [k for k, v in MATHEMATICS.items() if getattr(theirs.config, k, v) != v]
-        tensors = theirs.state_dict()
-        head = tensors.pop("lm_head.weight")
-        if not torch.equal(head, tensors["transformer.wte.weight"]):
-            others.append("tie_word_embeddings")
-        if others:
-            raise UserError(f"{folder}: computes something else than GPT-2 ({few(others)})")
-        return tensors, True
-    if not why_not:
+    if raw["model_type"] == FORK_TYPE and not why_not:
         copy = f"{shown(folder)}/{raw.get('script')}"
         problem = f"no GPT-2, so only the script that trained it can use it, as in {copy}"
         raise UserError(f"{folder}: {problem}; sample.py and hellaswag.py take it with --code")
-    forks.check_same_script(raw, type(model), str(folder))
-    return read_safetensors(folder), False
+    if raw["model_type"] == FORK_TYPE:
+        forks.check_same_script(raw, type(model), str(folder))
+    elif why_not:
+        name = forks.script_entry(type(model)).get("script", "this code")
+        warn(f"{folder} is a GPT-2, but {name} is not ({why_not}), so its losses change")
+
+
+def read_tensors(folder: Path) -> tuple[dict[str, Tensor], bool]:
+    """(tensors by name, whether they are a GPT-2's, with Hugging Face's names and layout)"""
+    is_gpt2 = read_config(folder)["model_type"] == "gpt2"
+    if is_ours(folder):
+        return read_safetensors(folder), is_gpt2
+    theirs = load_by_transformers(folder)
+    others = [key for key, v in MATHEMATICS.items() if getattr(theirs.config, key, v) != v]
+    tensors = theirs.state_dict()
+    head = tensors.pop("lm_head.weight")
+    if not torch.equal(head, tensors["transformer.wte.weight"]):
+        others.append("tie_word_embeddings")
+    if others:
+        raise UserError(f"{folder}: computes something else than GPT-2 ({few(others)})")
+    return tensors, True
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:

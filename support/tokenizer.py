@@ -19,7 +19,6 @@ import numpy as np
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's split of text into words
 
-from support.command_line import print0
 from support.errors_and_signals import UserError
 
 GPT2 = Path(__file__).parent / "gpt2"
@@ -205,21 +204,9 @@ def learn_vocabulary(texts: list[str], size: int) -> tuple[str, str]:
     return "\n".join(["#version: 0.2", *pairs, ""]), json.dumps(numbers)
 
 
-def encode_prompt(
-    prompt: str, tokenizer: Tokenizer, otherwise: list[int] | None = None
-) -> list[int]:
-    """The tokens of a prompt. An empty one becomes <|endoftext|>, where a document begins.
-
-    If the vocabulary is of words and lacks one, this prints a line and returns `otherwise`. Without
-    `otherwise` it is a UserError."""
-    try:
-        tokens = tokenizer.encode(prompt, allowed_special="all")
-    except UserError as error:
-        if otherwise is None:
-            raise
-        print0(f"note: samples continue a text of the data: {error}")
-        return otherwise
-    return tokens or otherwise or [tokenizer.eot_token or 0]
+def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a prompt. An empty one becomes <|endoftext|>, where a document begins."""
+    return tokenizer.encode(prompt, allowed_special="all") or [tokenizer.eot_token or 0]
 
 
 def text_bytes(tokens: list[int], tokenizer: Tokenizer) -> bytes:
