@@ -311,9 +311,9 @@ class DataLoaderLite:
         shuffle: bool = True,
         device: torch.device | str = "cpu",
     ):
-        """`data` is a folder of shards, or a .txt file, which becomes one shard of tokens. `split` is
-        "train" or "val", which is the last tenth of a .txt file. `world_size` is the number of
-        ranks. Batches are put on `device`. Without `shuffle` everything is read in order."""
+        """`data` is a folder of shards, or a .txt file, which becomes one shard. `split` is "train"
+        or "val", which is the last tenth of a .txt file. `world_size` is the number of ranks.
+        Batches are put on `device`. Without `shuffle` everything is read in order."""
         self.B = B  # sequences per batch
         self.T = T  # tokens per sequence
         self.rank = rank
