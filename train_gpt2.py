@@ -13,9 +13,9 @@ To try an idea, copy this file to my_idea.py in the same folder, and edit the co
 called a fork. You may also edit it between a stop and --resume. This is what edits can break:
 - If you add, remove, rename or reshape a parameter, earlier checkpoints no longer load.
 - If you replace an optimizer, or assign other parameters to it, earlier runs no longer resume.
-- If the model no longer computes the same as GPT-2, which each run checks, then Hugging Face cannot
-  load its checkpoints, and sample.py and hellaswag.py need the flag --code my_idea.py.
-- If you edit a file and give it a new name, --resume refuses to continue runs of the old file.
+- If the model no longer computes what GPT-2 computes, Hugging Face cannot load its checkpoints, and
+  sample.py and hellaswag.py need --code my_idea.py. The first lines of a run say if this is so.
+- --resume continues a run only with a file of the same name or of the same content.
 
 Terms: the training data are tokens, stored in files called shards. A step is one update of the
 weights, from total_batch_size tokens. Steps are counted from 0, and the loss of a step is computed
@@ -133,8 +133,8 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The last layer. It computes the logits of the next token or, with targets, their loss. It is
-    one module for both because train() compiles modules."""
+    """The last layer. It computes the logits of the next token or, with targets, their loss. Both
+    are in one module, so that train() can compile them together."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T, C) -> logits (B, T, V), or the mean cross-entropy over the targets (B, T).
@@ -167,7 +167,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # The head shares the weight of wte. The device "meta" saves the memory of its own weight.
+        # The head shares the weight of wte. On the device "meta" its own weight takes no memory.
         self.lm_head = Head(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.wte.weight
 
@@ -224,8 +224,8 @@ class GPT(nn.Module):
             window = idx[:, -self.config.block_size :]  # what fits into the context
             T = window.size(1)
             if idx.is_cuda:
-                # cuDNN prepares its kernels again for each new length, which is slow. So zeros are
-                # appended up to a multiple of 64 tokens. No token attends to the zeros after it.
+                # cuDNN, which may compute the attention, needs time for each new length. So zeros
+                # are appended up to a multiple of 64 tokens. No token attends to zeros after it.
                 length = min(64 * math.ceil(T / 64), self.config.block_size)
                 window = F.pad(window, (0, length - T))
             logits = self(window, at=(slice(None), T - 1))  # (B, V), for the last token
@@ -257,7 +257,8 @@ class GPT(nn.Module):
 
     def load_weights(self, folder: Path) -> None:
         """Loads the weights in a model's folder. Raises UserError if they do not fit."""
-        huggingface.check_origin(folder, self)  # Only a fork itself may load its weights.
+        # Raises UserError if a fork has trained them, and this class is of a different script.
+        huggingface.check_origin(folder, self)
         tensors, is_gpt2 = huggingface.read_tensors(folder)
         if is_gpt2:  # A fork's tensors already have our names and layout.
             tensors = {
@@ -270,7 +271,7 @@ class GPT(nn.Module):
     def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
         """Writes the model, and the tokenizer if given, in the format of Hugging Face's GPT-2.
 
-        If the model computes something else than GPT-2, the files say that it is a fork's."""
+        A model that does not compute what GPT-2 computes is marked as a fork."""
         tensors = self.state_dict()
         # Compares the logits of a small model of this class with those of the GPT-2 in forks.py.
         is_gpt2 = forks.is_gpt2(self)
@@ -329,8 +330,7 @@ class DataLoaderLite:
         # The position of a token is its index in all shards joined together.
         self.offsets = np.cumsum(sizes) - sizes  # the position of each shard's first token
         self.total_tokens = int(sizes.sum())
-        # The number of sequences in each shard. It must be the same in every epoch, so it is what
-        # fits if as many tokens as possible are skipped.
+        # The number of sequences in each shard. All epochs have as many as the one that skips most.
         most_skipped = T - 1 if shuffle else 0
         inputs = sizes - most_skipped - 1  # the last token of a shard is only a target
         self.counts = np.maximum(inputs, 0) // T
@@ -343,7 +343,7 @@ class DataLoaderLite:
         names = [path.relative_to(data).as_posix() for path in self.paths]
         self.shard_sizes = list(zip(names, sizes.tolist(), strict=True))
         self.epoch = 0
-        self.positions = self.order_of(self.epoch)  # of its sequences
+        self.positions = self.order_of(self.epoch)  # where its sequences begin
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.go_to(0)
 
@@ -380,7 +380,7 @@ class DataLoaderLite:
                 self.epoch = epoch
                 self.positions = self.order_of(epoch)
             position = self.positions[i]
-            # The number of offsets up to this position is the number of its shard, counted from 1.
+            # Find the last shard that begins at this position or before it.
             shard = np.searchsorted(self.offsets, position, side="right") - 1
             start = position - self.offsets[shard]
             tokens = self.shards[shard][start : start + self.T + 1]
@@ -427,7 +427,7 @@ class TrainConfig:
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
     plan: bool = False  # print estimated FLOPs, memory and time, try one step, and exit
     seed: int = 1337  # seed of the initial weights and of the data order
-    shuffle: bool = True  # read shards and their sequences in another random order in every epoch
+    shuffle: bool = True  # read shards and sequences in a new random order in every epoch
 
     # The shape of the model. With --init the defaults are 0, and the weights decide the shape.
 
@@ -453,7 +453,7 @@ class TrainConfig:
     # Speed and memory
 
     device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: Dtype = "auto"  # of matrix products; auto: 16 bits on a CUDA GPU; tf32: TF32 cores
+    dtype: Dtype = "auto"  # precision of matrix products; auto: 16 bits on a CUDA GPU
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a CUDA GPU
     low_memory: bool = False  # compute blocks again in the backward pass instead of storing them
@@ -462,9 +462,7 @@ class TrainConfig:
     # Evaluations and samples
 
     eval_every: int = 250  # steps between validation losses; 0: never
-    eval_tokens: int = (
-        10_485_760  # tokens per validation loss, here 20 x 524,288; at most the split
-    )
+    eval_tokens: int = 10_485_760  # tokens per validation loss, 20 x 524,288; at most all
     hellaswag_every: int = 250  # steps between HellaSwag evaluations; 0: never
     hellaswag_data: str = ""  # local HellaSwag .jsonl; empty: the official tasks, downloaded once
     sample_every: int = 250  # steps between samples; 0: never
@@ -541,8 +539,8 @@ def read_config(args: list[str] | None = None) -> TrainConfig:
     # The settings and the script of the run in --log-dir. None if there is no run.
     before = read_run(given.log_dir) if given.resume else None
     if before:
-        # Raises UserError if both the name and the content of the script differ from this file,
-        # which is found as the source of the class GPT.
+        # Raises UserError if the script had a different name and different content than the file
+        # that defines the class GPT.
         forks.check_same_script(before, GPT, f"--resume: {given.log_dir}")
         # A setting that this script no longer has is ignored.
         names = asdict(given).keys() - {"log_dir", "resume", "plan"}
@@ -668,7 +666,7 @@ def validation_loss(
         start = first + ranks.rank * B
         rows = sequences[start : start + B]
         n = len(rows)
-        if n == 0:  # In the last round, for which ranks.any() was called by all, none may be left.
+        if n == 0:  # This is the last round, and there are no sequences left for this rank.
             break
         # The last batch may be smaller. Rows of zeros give it the shape for which the model was
         # compiled, and their targets of -100 do not count.
@@ -722,8 +720,8 @@ class Evaluations:
             N = min(config.eval_tokens // T, loader.sequences_per_epoch)
             self.sequences = loader.read(0, N)  # (N, T + 1)
             # The number of bytes and characters in the validation text. Losses per byte or per
-            # character can be compared between tokenizers. None if the data are not text, but
-            # something like moves of chess (docs/data.md).
+            # character can be compared between tokenizers. None if the data are not text, such as
+            # chess moves (docs/data.md).
             self.text_size = measure_text(self.sequences[:, 1:].ravel(), tokenizer)
         if config.hellaswag_every:
             # Downloads the tasks once, and tokenizes them for the context of the model. If that
@@ -748,8 +746,8 @@ class Evaluations:
                 results["bpb"] = self.text_size.bits_per_byte(loss)
                 line += f", {self.text_size.nats_per_character(loss):.4f} per character"
             print0(line)
-        # The inputs below vary in length. Compiling for each length would take longer than running
-        # the model uncompiled, as it does here.
+        # The inputs below vary in length, and compiling for each length would take too long. So the
+        # model runs uncompiled here.
         with torch.compiler.set_stance("force_eager"):
             if is_due(config.hellaswag_every, step, config) and self.tasks:
                 accuracy = hellaswag.accuracy(model, self.tokenizer, self.tasks, ranks, autocast)
@@ -792,7 +790,7 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None
         if config.seq_len > shape["block_size"]:
             problem = f"the context of {config.init} is {shape['block_size']}"
             raise UserError(f"--seq-len {config.seq_len}: {problem}")
-    # If you add a field to GPTConfig, pass its value here, also for given weights and on resume.
+    # If you add a field to GPTConfig, pass its value in this line. All runs come through here.
     return GPTConfig(**shape)
 
 
@@ -896,8 +894,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         progress.training_seconds = saved["training_seconds"]
 
     def save(step: int, required: bool) -> None:
-        """Saves a checkpoint, if this step has none. A full disk ends the run if it is required,
-        and otherwise prints a line."""
+        """Saves a checkpoint, if this step has none. If the disk is full, this prints a line, or
+        raises UserError if the checkpoint is required. Rank 0 does the work."""
         state = {
             "step": step,
             "config": asdict(config),
@@ -926,9 +924,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # gradients stay in DDP's own buffers
         )
-        # DDP decides during its first two backward passes in which order it sums gradients. This
-        # runs both on zeros and clears their gradients, so that every step of a run, before and
-        # after a resume, uses the same order.
+        # DDP settles the order in which it sums gradients during its first two backward passes.
+        # These are made on zeros here, and their gradients are cleared. So all steps use the same
+        # order, also after a resume.
         settle_buckets(ddp_model, B, T, autocast)
 
     collect_stop_signals()  # From here on Ctrl-C and SIGTERM only make stop_requested() true.
@@ -939,7 +937,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             results = evaluations.run(step)
             if results:
                 run.log(step, **results)
-            stop = results is None  # a signal has ended them early
+            stop = results is None  # They ended early, since a rank was asked to stop.
         if stop or step == config.max_steps:
             break
 
@@ -974,13 +972,13 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         total_loss, stops = ranks.sum_tensor(torch.stack([loss_sum, asked])).tolist()
         loss = total_loss / (micro_steps * world_size)
         norm = norm.item()
-        # In float16 the gradients overflow from time to time. Then no optimizer makes a step, and
+        # In float16 the gradients overflow from time to time. Then no optimizer takes a step, and
         # scaler.update() lowers the scale. At a scale of 1 the model has diverged. Without float16
         # the scale is always 1.
         overflow = not math.isfinite(norm)
         if not math.isfinite(loss) or (overflow and scaler.get_scale() <= 1):
             problem = f"step {step}: the loss is {loss} and the norm of the gradients {norm}"
-            remedy = "lower --max-lr; --resume goes on from a checkpoint"
+            remedy = "lower --max-lr; --resume continues from a checkpoint"
             raise RunError(f"{problem}, so the model has diverged; {remedy}")
         if overflow:
             print0(f"step {step:5d} skipped: the norm of the gradients is {norm}")
@@ -1028,7 +1026,7 @@ def main(args: list[str] | None = None) -> int:
         weights = huggingface.find_model(config.init) if config.init != "scratch" else None
         with torch.device("meta"):  # tensors without memory
             model = GPT(model_config(config, open_tokenizer(config.data), weights))
-        plan.print_plan(config, model)  # also tries a step without memory
+        plan.print_plan(config, model)  # also tries a step with tensors that have no memory
         return 0
     ranks = Ranks.start(config.device, config.deterministic)  # joins torchrun's process group
     try:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from support.files_and_locks import write_text
 
-# How values are written; other streams have the format .6f.
-FORMATS = {"hella": ".4f", "lr": ".6e", "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f"}
+# How values are written. A stream that is not here has six significant digits.
+FORMATS = {"train": ".6f", "val": ".6f", "bpb": ".6f", "norm": ".6f", "hella": ".4f"}
+FORMATS |= {"lr": ".6e", "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f"}
 
 
 def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
@@ -33,7 +34,7 @@ def log_lines(path: Path) -> list[tuple[int, str, str]]:
 
 
 def format_line(step: int, stream: str, value: float) -> str:
-    return f"{step} {stream} {value:{FORMATS.get(stream, '.6f')}}\n"
+    return f"{step} {stream} {value:{FORMATS.get(stream, '.6g')}}\n"
 
 
 def trim_log(path: Path, step: int) -> dict[str, float]:

@@ -183,7 +183,9 @@ class RunFolder:
         tokens = step * self.config.total_batch_size
         is_gpt2 = forks.is_gpt2(model)
         context = model.config.block_size
-        card = checkpoints.model_card(self.entries[-1], context, step, tokens, is_gpt2)
+        # The command of the first start says more than `--resume`.
+        about = self.entries[-1] | {"command": self.entries[0]["command"]}
+        card = checkpoints.model_card(about, context, step, tokens, is_gpt2)
         return checkpoints.write_checkpoint(
             checkpoint_path(self.path, step),
             lambda partial: model.save_pretrained(partial, tokenizer),
