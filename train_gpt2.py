@@ -456,7 +456,7 @@ class TrainConfig:
     dtype: Dtype = "auto"  # precision of matrix products; auto: 16 bits on a CUDA GPU
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a CUDA GPU
-    low_memory: bool = False  # compute blocks again in the backward pass instead of storing them
+    low_memory: bool = False  # recompute blocks in the backward pass instead of storing them
     deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
 
     # Evaluations and samples
@@ -601,7 +601,8 @@ def find_problems(config: TrainConfig) -> list[str]:
 def configure_optimizers(
     model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32
 ) -> list[torch.optim.Optimizer]:
-    """AdamW. With --optimizer muon, Muon takes over the linear layers inside the blocks.
+    """AdamW. With --optimizer muon, Muon (support/muon.py) takes over the linear layers inside the
+    blocks.
 
     At each step train() sets the learning rate of all groups to that of get_lr(). `dtype` is the
     precision of the model's matrix products."""
@@ -720,8 +721,8 @@ class Evaluations:
             N = min(config.eval_tokens // T, loader.sequences_per_epoch)
             self.sequences = loader.read(0, N)  # (N, T + 1)
             # The number of bytes and characters in the validation text. Losses per byte or per
-            # character can be compared between tokenizers. None if the data are not text, such as
-            # chess moves (docs/data.md).
+            # character can be compared between tokenizers. None if the data are not text, for
+            # example chess moves (docs/data.md).
             self.text_size = measure_text(self.sequences[:, 1:].ravel(), tokenizer)
         if config.hellaswag_every:
             # Downloads the tasks once, and tokenizes them for the context of the model. If that
@@ -790,7 +791,8 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None
         if config.seq_len > shape["block_size"]:
             problem = f"the context of {config.init} is {shape['block_size']}"
             raise UserError(f"--seq-len {config.seq_len}: {problem}")
-    # If you add a field to GPTConfig, pass its value in this line. All runs come through here.
+    # All runs come through this line. If you add a field to GPTConfig, such as dropout, write
+    # GPTConfig(**shape, dropout=config.dropout).
     return GPTConfig(**shape)
 
 
@@ -840,7 +842,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         for part in [*model.h, model.lm_head]:
             part.forward = torch.compile(part.forward, dynamic=False)  # all batches have one shape
     if config.low_memory:
-        # A block keeps only its input, and computes the rest again in the backward pass.
+        # A block stores only its input, and recomputes the rest in the backward pass.
         for block in model.h:
             block.forward = partial(
                 torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False

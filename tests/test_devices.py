@@ -14,6 +14,7 @@ from torch.utils.benchmark import Timer
 
 from support import devices
 from support.errors_and_signals import UserError
+from support.ranks import Ranks
 from support.run_json import run_entries
 from tests.conftest import train
 
@@ -82,3 +83,15 @@ def test_the_measured_peak_is_what_a_product_reaches():
         seconds += [timer.timeit(1).mean for _ in range(20)]  # as many as it makes
         rates.append(matmul_flops(CPU, torch.float32, n))
     assert max(rates) * min(seconds) == pytest.approx(2 * n**3, rel=0.4)
+
+
+def test_without_a_compiler_auto_goes_on_and_on_is_an_error(monkeypatch, capsys, tmp_path):
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    alone = Ranks(0, 1, CPU)
+    with torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}):
+        assert not devices.can_compile(alone, required=False)
+        assert "/no/such/compiler" in capsys.readouterr().out
+        with pytest.raises(UserError, match=r"--compile off"):
+            devices.can_compile(alone, required=True)
+    torch._dynamo.reset()

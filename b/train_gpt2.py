@@ -1,0 +1,1049 @@
+"""Trains GPT-2 (124M) from scratch and saves it in Hugging Face's format.
+
+    python train_gpt2.py                  # GPT-2 if edu_fineweb10B/ has data, else Shakespeare
+    python train_gpt2.py --preset gpt2 --data my_shards   # GPT-2 on one GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py --preset gpt2     # on eight GPUs
+    python train_gpt2.py --resume                         # continues the run in log/
+    python train_gpt2.py --help                           # every flag and its default
+
+From top to bottom, this file has the model, the data loader, the settings, the optimizers, the
+evaluations, and the training loop. Files, processes and devices are handled in support/.
+
+To try an idea, copy this file to my_idea.py in the same folder, and edit the copy. Such a copy is
+called a fork. You may also edit it between a stop and --resume. This is what edits can break:
+- If you add, remove, rename or reshape a parameter, earlier checkpoints no longer load.
+- If you replace an optimizer, or assign other parameters to it, earlier runs no longer resume.
+- If the model no longer computes what GPT-2 computes, Hugging Face cannot load its checkpoints, and
+  sample.py and hellaswag.py need --code my_idea.py. The first lines of a run say if this is so.
+- --resume continues a run only with a file of the same name or of the same content.
+
+Terms: the training data are tokens, stored in files called shards. A step is one update of the
+weights, from total_batch_size tokens. Steps are counted from 0, and the loss of a step is computed
+before its update. The processes that train together are called ranks, and usually each has a GPU.
+They share the tokens of a step equally. Each rank divides its share into micro-batches that fit
+into its memory, and adds up their gradients.
+
+Shapes: B sequences per micro-batch, T tokens per sequence, C channels (n_embd), nh heads of
+hs = C / nh channels, V tokens in the vocabulary (GPT-2's has 50,257).
+
+Errors: a UserError is a mistake that the user can fix. A RunError ends a run with valid input, for
+example if the loss is not finite. Both are printed as one line. Bugs keep their traceback."""
+
+import math
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from textwrap import indent
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hellaswag
+from support import checkpoints, devices, forks, huggingface, plan
+from support.command_line import absolute, flag, parse_args, print0, print_line, range_problems
+from support.errors_and_signals import (
+    RunError,
+    UserError,
+    collect_stop_signals,
+    is_out_of_memory,
+    run_and_exit,
+    status_after_signal,
+    stop_requested,
+)
+from support.files_and_locks import ROOT
+from support.micro_batch import choose_micro_batch
+from support.muon import Muon
+from support.progress import Progress, print_cost, print_header, print_validation
+from support.ranks import Ranks, settle_buckets
+from support.run_folder import RunFolder, read_run
+from support.shards import check_tokens, holds_shards, open_split, open_tokenizer, prompt_tokens
+from support.tokenizer import Tokenizer, measure_text, printable
+
+# --------------------------------------------------------------------------------------------------
+# Model: section 2.3 of "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019)
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT-2. The defaults are GPT-2 small's, 124,439,808 parameters."""
+
+    block_size: int = 1024  # longest context, in tokens
+    vocab_size: int = 50257  # 256 bytes, 50,000 merged pairs and <|endoftext|>
+    n_layer: int = 12  # number of blocks
+    n_head: int = 12  # attention heads per block
+    n_embd: int = 768  # channels
+    dropout: float = 0.0  # share of values that are zeroed in training
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head self-attention to the same and earlier tokens. (B, T, C) -> (B, T, C)"""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value of all heads
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)  # mixes the heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        nh = self.n_head
+        hs = C // nh
+        q, k, v = self.c_attn(x).split(C, dim=-1)  # (B, T, C) each
+        q = q.view(B, T, nh, hs).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, nh, hs).transpose(1, 2)  # (B, nh, T, hs)
+        v = v.view(B, T, nh, hs).transpose(1, 2)  # (B, nh, T, hs)
+        # softmax(q k^T / sqrt(hs)) v, without ever storing the (T, T) matrix
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
+        y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side
+        return self.c_proj(y)
+
+
+class MLP(nn.Module):
+    """Two linear layers with GELU (tanh approximation) between them. (B, T, C) -> (B, T, C)"""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """A pre-LayerNorm transformer block. (B, T, C) -> (B, T, C)"""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attn(self.ln_1(x)))  # tokens look at each other
+        return x + self.dropout(self.mlp(self.ln_2(x)))  # each token on its own
+
+
+class Head(nn.Linear):
+    """The last layer. It computes the logits of the next token or, with targets, their loss. Both
+    are in one module, so that train() can compile them together."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(B, T, C) -> logits (B, T, V), or the mean cross-entropy over the targets (B, T).
+
+        Targets of -100 do not count."""
+        if targets is None:
+            return F.linear(x, self.weight)
+        # A GPU computes this product faster if V is a multiple of 64, and 50,257 is not. So rows of
+        # zeros are added to a copy of the weight, which costs little. A bias of -inf makes their
+        # probability 0, so the loss stays the same.
+        V = self.weight.size(0)
+        added = 64 * math.ceil(V / 64) - V  # rows
+        weight = F.pad(self.weight, (0, 0, 0, added))  # (V + added, C)
+        bias = F.pad(x.new_zeros(V), (0, added), value=-math.inf)  # (V + added,)
+        logits = F.linear(x.flatten(0, 1), weight, bias)  # (B * T, V + added)
+        return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-100)
+
+
+# Hugging Face's GPT-2 stores these weights as (in, out), while nn.Linear stores (out, in).
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+class GPT(nn.Module):
+    """GPT-2. Its parameters have the same names as in OpenAI's and Hugging Face's code."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # tokens
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+        # The head shares the weight of wte. On the device "meta" its own weight takes no memory.
+        self.lm_head = Head(config.n_embd, config.vocab_size, bias=False, device="meta")
+        self.lm_head.weight = self.wte.weight
+
+        # The initial weights. LayerNorms keep torch's, which are ones and zeros.
+        for name, module in self.named_modules():
+            if module is self.lm_head:  # its weight is that of wte
+                continue
+            if isinstance(module, nn.Linear | nn.Embedding):
+                std = 0.02  # as in Hugging Face's code
+                if name.endswith("c_proj"):
+                    # Two layers in each block add to the residual stream. Their smaller weights
+                    # keep its variance from growing with the depth (section 2.3 of the paper).
+                    std /= math.sqrt(2 * config.n_layer)
+                nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, at: tuple | None = None
+    ) -> Tensor:
+        """Tokens (B, T) -> logits (B, T, V), or with targets (B, T) their mean loss.
+
+        Sampling and HellaSwag need the logits of a few tokens only. `at` is an index into (B, T)
+        that selects them. For example, (slice(None), -1) selects the last token of each row."""
+        T = idx.size(1)
+        if self.config.block_size < T:
+            raise UserError(f"{T} tokens, but the model's context is {self.config.block_size}")
+        x = self.wte(idx) + self.wpe(torch.arange(T, device=idx.device))  # (B, T, C)
+        for block in self.h:
+            x = block(x)
+        x = self.ln_f(x)
+        if at is not None:
+            x = x[at]
+        return self.lm_head(x, targets)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 50,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continues idx (B, T) with samples of the top_k likeliest tokens. (B, T + max_new_tokens)
+
+        With temperature 0 it always takes the likeliest token. With top_k 0 it may take any."""
+        V = self.config.vocab_size
+        k = V if top_k == 0 else min(top_k, V)
+        if temperature == 0:
+            k = 1
+            temperature = 1.0
+        for _ in range(max_new_tokens):
+            window = idx[:, -self.config.block_size :]  # what fits into the context
+            T = window.size(1)
+            if idx.is_cuda:
+                # cuDNN, which may compute the attention, needs time for each new length. So zeros
+                # are appended up to a multiple of 64 tokens. No token attends to zeros after it.
+                length = min(64 * math.ceil(T / 64), self.config.block_size)
+                window = F.pad(window, (0, length - T))
+            logits = self(window, at=(slice(None), T - 1))  # (B, V), for the last token
+            logits, candidates = (logits.float() / temperature).topk(k)  # (B, k) each
+            p = logits.softmax(-1)
+            if not p.isfinite().all():
+                raise RunError("the model's logits are not finite, so it has diverged")
+            choice = torch.multinomial(p, 1, generator=generator)  # (B, 1)
+            idx = torch.cat([idx, candidates.gather(1, choice)], dim=1)
+        return idx
+
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, T: int) -> int:
+        """Training FLOPs per token: 6 N + 12 L C T, with L = n_layer (PaLM, Chowdhery et al. 2022,
+        appendix B). N counts the weights of the linear layers, including the head."""
+        N = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path) -> "GPT":
+        """Loads the model in a folder, the newest checkpoint of the run in a log folder, or else a
+        GPT-2 from the Hugging Face Hub, such as gpt2-medium. It is in evaluation mode."""
+        folder = huggingface.find_model(name)
+        model = cls(huggingface.read_model_config(folder, GPTConfig))
+        model.load_weights(folder)
+        return model.eval()
+
+    def load_weights(self, folder: Path) -> None:
+        """Loads the weights in a model's folder. Raises UserError if they do not fit."""
+        # Raises UserError if a fork has trained them, and this class is of a different script.
+        huggingface.check_origin(folder, self)
+        tensors, is_gpt2 = huggingface.read_tensors(folder)
+        if is_gpt2:  # A fork's tensors already have our names and layout.
+            tensors = {
+                name.removeprefix("transformer."): tensor.T if name.endswith(TRANSPOSED) else tensor
+                for name, tensor in tensors.items()
+            }
+            tensors["lm_head.weight"] = tensors["wte.weight"]
+        huggingface.load_tensors(self, tensors, folder)
+
+    def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
+        """Writes the model, and the tokenizer if given, in the format of Hugging Face's GPT-2.
+
+        A model that does not compute what GPT-2 computes is marked as a fork."""
+        tensors = self.state_dict()
+        # Compares the logits of a small model of this class with those of the GPT-2 in forks.py.
+        is_gpt2 = forks.is_gpt2(self)
+        if is_gpt2:
+            del tensors["lm_head.weight"]
+            tensors = {
+                f"transformer.{name}": tensor.T if name.endswith(TRANSPOSED) else tensor
+                for name, tensor in tensors.items()
+            }
+        huggingface.write_model(Path(folder), self, tensors, is_gpt2, tokenizer)
+
+
+# --------------------------------------------------------------------------------------------------
+# Data
+
+
+class DataLoaderLite:
+    """Batches of sequences and their targets, epoch after epoch.
+
+    In each epoch every shard is cut into sequences of T tokens. The shards are read in random
+    order, and so are the sequences within a shard. An epoch skips a random number of tokens, below
+    T, at the beginning of each shard. Thus each epoch has different sequences, which helps a model
+    that reads a small text many times (measured in bench/order/README.md).
+
+    The order depends only on the seed. The sequences are numbered in this order, epoch after epoch.
+    Rank 0 reads the first B of them, rank 1 the next B, and so on. Thus a step has the same tokens
+    for any B and any number of ranks, and a resumed run finds its place by one number."""
+
+    def __init__(
+        self,
+        data: str | Path,
+        split: str,
+        B: int,
+        T: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 1337,
+        shuffle: bool = True,
+        device: torch.device | str = "cpu",
+    ):
+        """`data` is a folder of shards, or a .txt file, which becomes one shard. `split` is "train"
+        or "val", which is the last tenth of a .txt file. `world_size` is the number of ranks.
+        Batches are put on `device`. Without `shuffle` everything is read in order."""
+        self.B = B  # sequences per batch
+        self.T = T  # tokens per sequence
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.device = torch.device(device)
+        self.vocab_size = open_tokenizer(data).n_vocab
+        # The files of the shards, and their tokens. The arrays are memory-mapped, so only what is
+        # used is read from the disk.
+        self.paths, self.shards = open_split(data, split, self.vocab_size)
+        sizes = np.array([len(tokens) for tokens in self.shards])
+        # The position of a token is its index in all shards joined together.
+        self.offsets = np.cumsum(sizes) - sizes  # the position of each shard's first token
+        self.total_tokens = int(sizes.sum())
+        # The number of sequences in each shard. All epochs have as many as the one that skips most.
+        most_skipped = T - 1 if shuffle else 0
+        inputs = sizes - most_skipped - 1  # the last token of a shard is only a target
+        self.counts = np.maximum(inputs, 0) // T
+        self.sequences_per_epoch = int(self.counts.sum())
+        if self.sequences_per_epoch == 0:
+            problem = f"{self.total_tokens} {split} tokens are too few for sequences of {T}"
+            raise UserError(f"{data}: {problem}; take more text or a smaller --seq-len")
+        # A resumed run checks that it has shards of the same names and sizes. The names are paths
+        # within the folder `data`. If `data` is a .txt file, this path is ".".
+        names = [path.relative_to(data).as_posix() for path in self.paths]
+        self.shard_sizes = list(zip(names, sizes.tolist(), strict=True))
+        self.epoch = 0
+        self.positions = self.order_of(self.epoch)  # where its sequences begin
+        self.thread = ThreadPoolExecutor(max_workers=1)
+        self.go_to(0)
+
+    def go_to(self, n: int) -> None:
+        """Continues as if all ranks together had read n sequences."""
+        self.next_sequence = n + self.rank * self.B  # the first one of the next batch
+        self.upcoming: Future[np.ndarray] | None = None  # the next batch, if it is being read
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """The next inputs and targets of this rank, (B, T) int64 each."""
+        if self.upcoming is None:
+            self.upcoming = self.thread.submit(self.read, self.next_sequence, self.B)
+        tokens = torch.from_numpy(self.upcoming.result())  # (B, T + 1)
+        # The thread reads the following batch while the device computes with this one.
+        self.next_sequence += self.B * self.world_size
+        self.upcoming = self.thread.submit(self.read, self.next_sequence, self.B)
+        if self.device.type == "cuda":
+            # The CPU does not wait for a copy to the GPU from pinned memory.
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
+        else:
+            tokens = tokens.to(self.device)
+        # The target of each token is the token after it.
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def read(self, first: int, n: int) -> np.ndarray:
+        """Reads n sequences, of which the first has the number `first`. (n, T + 1) int64
+
+        Each has one token more than T, which is the target of the last one. In training only the
+        thread may call this, since it changes self.epoch and self.positions."""
+        rows = []
+        for number in range(first, first + n):
+            epoch, i = divmod(number, self.sequences_per_epoch)
+            if epoch != self.epoch:
+                self.epoch = epoch
+                self.positions = self.order_of(epoch)
+            position = self.positions[i]
+            # Find the last shard that begins at this position or before it.
+            shard = np.searchsorted(self.offsets, position, side="right") - 1
+            start = position - self.offsets[shard]
+            tokens = self.shards[shard][start : start + self.T + 1]
+            check_tokens(tokens, self.paths[shard], self.vocab_size)  # UserError if it is damaged
+            rows.append(tokens)
+        return np.stack(rows).astype(np.int64)
+
+    def order_of(self, epoch: int) -> np.ndarray:
+        """The position of the first token of each sequence, in the order in which they are read."""
+        if self.shuffle:
+            # Every version of NumPy draws the same numbers from RandomState.
+            random = np.random.RandomState([self.seed, epoch])
+            skipped = random.randint(self.T)
+            order = random.permutation  # order(3) is [0, 1, 2] in random order
+        else:
+            skipped = 0
+            order = np.arange  # order(3) is [0, 1, 2]
+        positions = []
+        for shard in order(len(self.shards)):
+            sequences = order(self.counts[shard])
+            positions.append(self.offsets[shard] + skipped + sequences * self.T)
+        return np.concatenate(positions)
+
+
+# --------------------------------------------------------------------------------------------------
+# Settings
+
+SHARDS_FOLDER = "edu_fineweb10B"  # where fineweb.py writes its shards
+Preset = Literal["auto", "gpt2", "gpt2-fast", "gpt3", "small", "shakespeare"]
+Dtype = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
+
+
+# The library tyro makes a flag of each field, such as --max-steps, with its comment as help text.
+@dataclass
+class TrainConfig:
+    """The settings of a run. Flags replace the values of the preset."""
+
+    # What to train on, and where to start
+
+    preset: Preset = "auto"  # a recipe; auto: gpt2 if edu_fineweb10B/ has data, else shakespeare
+    data: str = SHARDS_FOLDER  # folder of token shards, which may be in subfolders, or a .txt file
+    init: str = "scratch"  # scratch, a GPT-2 of the Hub, such as gpt2-medium, or a model's folder
+    log_dir: str = "log"  # folder of the run; an earlier run in it is renamed, or resumed
+    resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
+    plan: bool = False  # print estimated FLOPs, memory and time, try one step, and exit
+    seed: int = 1337  # seed of the initial weights and of the data order
+    shuffle: bool = True  # read shards and sequences in a new random order in every epoch
+
+    # The shape of the model. With --init the defaults are 0, and the weights decide the shape.
+
+    n_layer: int = 12  # number of blocks
+    n_head: int = 12  # number of attention heads
+    n_embd: int = 768  # number of channels (C)
+    dropout: float = 0.0  # share of values that are zeroed in training
+
+    # Batches and optimization
+
+    max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
+    total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
+    seq_len: int = 1024  # tokens per sequence (T)
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the linear layers inside the blocks
+    max_lr: float = 6e-4  # learning rate at the end of the warm-up; lower it if the loss diverges
+    min_lr: float = 6e-5  # what the learning rate falls to
+    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay (see get_lr)
+    warmup_steps: int = 715  # steps in which the rate rises; 715 are GPT-3's 375 million tokens
+    warmdown_steps: int = 5000  # the last steps, in which the rate falls if the schedule is wsd
+    weight_decay: float = 0.1  # decoupled weight decay of matrices
+    beta2: float = 0.95  # AdamW's decay rate of squared gradients
+    grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
+
+    # Speed and memory
+
+    device: str = "auto"  # auto, cpu, cuda or mps
+    dtype: Dtype = "auto"  # precision of matrix products; auto: 16 bits on a CUDA GPU
+    micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a CUDA GPU
+    low_memory: bool = False  # recompute blocks in the backward pass instead of storing them
+    deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
+
+    # Evaluations and samples
+
+    eval_every: int = 250  # steps between validation losses; 0: never
+    eval_tokens: int = 10_485_760  # tokens per validation loss, 20 x 524,288; at most all
+    hellaswag_every: int = 250  # steps between HellaSwag evaluations; 0: never
+    hellaswag_data: str = ""  # local HellaSwag .jsonl; empty: the official tasks, downloaded once
+    sample_every: int = 250  # steps between samples; 0: never
+    sample_prompt: str = "Hello, I'm a language model,"  # what samples continue; empty: a new line
+
+    # Checkpoints and logs
+
+    save_every: int = 1000  # steps between checkpoints; 0: never
+    keep_checkpoints: int = 3  # recent checkpoints to keep, plus the best one; 0: keep all
+    tensorboard: bool = False  # also log to TensorBoard, in log_dir/tensorboard/
+    wandb: bool = False  # also log to Weights & Biases
+
+
+SHAPE = ("n_layer", "n_head", "n_embd")
+
+# --resume refuses to continue a run with different values of these settings. The others may change.
+# For example, a lower rate may save a run that diverges, and more steps make it longer. Another
+# preset is refused since its values would not be used. The data are compared by their shards. If
+# you add a setting that must stay the same during a run, add it here.
+# fmt: off
+MUST_NOT_CHANGE = (
+    "preset", "init", "seed", "shuffle", "n_layer", "n_head", "n_embd", "total_batch_size",
+    "seq_len", "optimizer", "schedule", "warmup_steps", "weight_decay", "beta2",
+)
+
+# A preset replaces some of the defaults above.
+PRESETS = {
+    # GPT-2 small on 10 billion tokens. The values are GPT-3's (Brown et al. 2020, table 2.1 and
+    # appendix B), as in Karpathy's build-nanogpt. They are the defaults above.
+    "gpt2": {},
+    # The same model on half the tokens, with Muon. The values, such as a ten times higher learning
+    # rate, were chosen on small models (bench/recipes/README.md) and not tried at this size.
+    "gpt2-fast": dict(
+        max_steps=9_536, optimizer="muon", schedule="wsd", max_lr=6e-3, min_lr=0.0,
+        warmup_steps=476, warmdown_steps=4_768,
+    ),
+    # The same as gpt2, with the context of GPT-3 Small.
+    "gpt3": dict(seq_len=2048),
+    # A model of 30 million parameters on 197 million tokens, for one T4. It has a higher learning
+    # rate than gpt2, as is usual for smaller models.
+    "small": dict(
+        max_steps=3000, total_batch_size=65_536, seq_len=512, n_layer=6, n_head=6, n_embd=384,
+        max_lr=1e-3, min_lr=1e-4, warmup_steps=150, eval_tokens=1_048_576, hellaswag_every=0,
+        save_every=250,
+    ),
+    # A model of 3.4 million parameters on Shakespeare, for two minutes on two CPU cores. Of the
+    # values tried, these reach the lowest loss in that time (bench/recipes/README.md). It is
+    # not compiled, which would take another minute. ROOT is the folder of this repository.
+    "shakespeare": dict(
+        data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=32,
+        n_layer=4, n_head=4, n_embd=64, compile="off",
+        optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
+        warmdown_steps=450, beta2=0.995,
+        eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300,
+        sample_prompt="", save_every=200,
+    ),
+}
+# fmt: on
+
+
+def read_config(args: list[str] | None = None) -> TrainConfig:
+    """Reads the settings of a run. `args` is the command line, by default that of the process.
+
+    Each value comes from the first of these that has it:
+    1. the flag on the command line,
+    2. with --resume, the settings of the run in --log-dir, if there is one,
+    3. the preset,
+    4. the default in TrainConfig.
+    Raises UserError with all values that are wrong, or that must not change on resume."""
+    words = sys.argv[1:] if args is None else args
+    # The command line is parsed twice. The first time is for --resume, --log-dir, --preset and
+    # --init. They decide the defaults with which it is parsed the second time.
+    given = parse_args(TrainConfig, words, ignore_help=True)
+    # The settings and the script of the run in --log-dir. None if there is no run.
+    before = read_run(given.log_dir) if given.resume else None
+    if before:
+        # Raises UserError if the script had a different name and different content than the file
+        # that defines the class GPT.
+        forks.check_same_script(before, GPT, f"--resume: {given.log_dir}")
+        # A setting that this script no longer has is ignored.
+        names = asdict(given).keys() - {"log_dir", "resume", "plan"}
+        values = {name: value for name, value in before["config"].items() if name in names}
+    else:
+        preset = given.preset
+        if preset == "auto":
+            preset = "gpt2" if holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
+        values = {"preset": preset, **PRESETS[preset]}
+        if given.init != "scratch":
+            values |= dict.fromkeys(SHAPE, 0)
+    defaults = TrainConfig(**values)
+    config = parse_args(TrainConfig, words, default=defaults)
+    if config.preset == "auto":  # if --preset auto was given
+        config.preset = defaults.preset
+    # Paths that exist become absolute, so that --resume works in any folder. The defaults are
+    # changed as well, since they are compared below.
+    for settings in (defaults, config):
+        settings.data = absolute(settings.data)
+        settings.hellaswag_data = absolute(settings.hellaswag_data)
+        if settings.init != "scratch":
+            settings.init = absolute(settings.init)
+
+    problems = find_problems(config)
+    if before:
+        for name in MUST_NOT_CHANGE:
+            was, now = getattr(defaults, name), getattr(config, name)
+            if was != now:
+                problems.append(f"--resume: {flag(name)} was {was} in {given.log_dir}, is {now}")
+    if problems:
+        raise UserError("; ".join(problems))
+    return config
+
+
+def find_problems(config: TrainConfig) -> list[str]:
+    """Describes each setting that has an impossible value."""
+    above_0 = {"total_batch_size", "seq_len", "eval_tokens", "max_lr"}
+    if config.init == "scratch":
+        above_0.update(SHAPE)
+    problems = range_problems(config, above_0)  # no other number may be negative
+    if config.n_head > 0 and config.n_embd % config.n_head:
+        problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
+    if config.seed >= 2**32:
+        problems.append(f"--seed {config.seed}: must be below 2**32")  # for RandomState
+    if config.beta2 >= 1:
+        problems.append(f"--beta2 {config.beta2}: must be below 1")
+    if config.eval_every and config.eval_tokens < config.seq_len:
+        problems.append(f"--eval-tokens {config.eval_tokens}: less than --seq-len {config.seq_len}")
+    if config.min_lr > config.max_lr:
+        problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
+    return problems
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizers and learning rate
+
+
+def configure_optimizers(
+    model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32
+) -> list[torch.optim.Optimizer]:
+    """AdamW. With --optimizer muon, Muon (support/muon.py) takes over the linear layers inside the
+    blocks.
+
+    At each step train() sets the learning rate of all groups to that of get_lr(). `dtype` is the
+    precision of the model's matrix products."""
+    optimizers = []
+    by_muon = set()
+    if config.optimizer == "muon":
+        by_muon = {m.weight for m in model.h.modules() if isinstance(m, nn.Linear)}
+        matrices = [p for p in model.parameters() if p in by_muon]
+        # Muon scales its updates to the size of AdamW's, so both use the same learning rate. It
+        # computes in bfloat16 if the model does. The range of float16 is too small for it.
+        muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
+    others = [p for p in model.parameters() if p not in by_muon]
+    # Matrices and embeddings decay. Biases and LayerNorms have one dimension and do not decay.
+    groups = [
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (0.9, config.beta2)
+    # With fused=True one kernel updates all parameters, on any device.
+    optimizers.append(torch.optim.AdamW(groups, config.max_lr, betas, eps=1e-8, fused=True))
+    return optimizers
+
+
+def get_lr(step: int, config: TrainConfig) -> float:
+    """The learning rate of a step. It rises to max_lr in the warm-up, then falls to min_lr.
+
+    With the schedule cosine it falls right after the warm-up (GPT-3, Brown et al. 2020, appendix
+    B). With wsd it stays at max_lr and falls linearly in the last warmdown_steps, so a run that has
+    not reached them can be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
+    if step < config.warmup_steps:
+        return config.max_lr * (step + 1) / config.warmup_steps
+    if step >= config.max_steps:
+        return config.min_lr
+    steps_after_warmup = config.max_steps - config.warmup_steps
+    if config.schedule == "cosine":
+        progress = (step - config.warmup_steps) / steps_after_warmup  # from 0 to 1
+        height = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
+    else:
+        steps_left = config.max_steps - step
+        warmdown_steps = min(config.warmdown_steps, steps_after_warmup)
+        height = 1.0 if steps_left >= warmdown_steps else steps_left / warmdown_steps
+    return config.min_lr + height * (config.max_lr - config.min_lr)
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation. HellaSwag is in hellaswag.py.
+
+
+@torch.no_grad()
+def validation_loss(
+    model: GPT, sequences: np.ndarray, B: int, ranks: Ranks, autocast: torch.autocast
+) -> float | None:
+    """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them.
+
+    It is None if a rank has been asked to stop."""
+    N = len(sequences)
+    losses = []
+    for first in range(0, N, ranks.world_size * B):  # B sequences for each rank
+        if ranks.any(stop_requested()):
+            return None
+        start = first + ranks.rank * B
+        rows = sequences[start : start + B]
+        n = len(rows)
+        if n == 0:  # This is the last round, and there are no sequences left for this rank.
+            break
+        # The last batch may be smaller. Rows of zeros give it the shape for which the model was
+        # compiled, and their targets of -100 do not count.
+        tokens = torch.zeros(B, sequences.shape[1], dtype=torch.int64)
+        tokens[:n] = torch.from_numpy(rows)
+        targets = tokens[:, 1:].clone()
+        targets[n:] = -100
+        with autocast:
+            loss = model(tokens[:, :-1].to(ranks.device), targets.to(ranks.device))
+        losses.append(n * loss)  # The sum of the losses of n sequences.
+    total = sum(loss.item() for loss in losses)  # At the end, since .item() waits for the GPU.
+    return ranks.sum(total) / N
+
+
+def print_samples(
+    model: GPT, tokenizer: Tokenizer, prompt: list[int], ranks: Ranks, autocast: torch.autocast
+) -> None:
+    """Prints two continuations of a prompt, which is a list of tokens, on each rank."""
+    generator = torch.Generator(device=ranks.device)
+    generator.manual_seed(42 + ranks.rank)  # each rank prints different samples
+    idx = torch.tensor([prompt, prompt], device=ranks.device)
+    with autocast:
+        idx = model.generate(idx, max_new_tokens=64, generator=generator)
+    for i, tokens in enumerate(idx.tolist()):
+        name = f"rank {ranks.rank} sample {i}" if ranks.world_size > 1 else f"sample {i}"
+        print_line(f"{name}:\n{indent(printable(tokens, tokenizer), '  ')}")
+
+
+class Evaluations:
+    """Validation loss, HellaSwag and samples, each at its own steps and after the last one."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: GPT,
+        tokenizer: Tokenizer,
+        B: int,
+        ranks: Ranks,
+        autocast: torch.autocast,
+    ):
+        self.config = config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.B = B
+        self.ranks = ranks
+        self.autocast = autocast
+        self.prompt = prompt_tokens(config, tokenizer) if config.sample_every else []
+        if config.eval_every:
+            T = config.seq_len
+            loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)
+            N = min(config.eval_tokens // T, loader.sequences_per_epoch)
+            self.sequences = loader.read(0, N)  # (N, T + 1)
+            # The number of bytes and characters in the validation text. Losses per byte or per
+            # character can be compared between tokenizers. None if the data are not text, for
+            # example chess moves (docs/data.md).
+            self.text_size = measure_text(self.sequences[:, 1:].ravel(), tokenizer)
+        if config.hellaswag_every:
+            # Downloads the tasks once, and tokenizes them for the context of the model. If that
+            # fails, it prints a warning and returns [].
+            self.tasks = hellaswag.load_tasks(config.hellaswag_data, model, tokenizer, ranks)
+
+    def run(self, step: int) -> dict[str, float] | None:
+        """Runs and prints the evaluations that are due after `step` updates.
+
+        Returns the results under the names used in log.txt, or None if any rank has been asked to
+        stop. In that case --resume repeats these evaluations."""
+        config, model, ranks, autocast = self.config, self.model, self.ranks, self.autocast
+        results = {}
+        model.eval()
+        if is_due(config.eval_every, step, config):
+            loss = validation_loss(model, self.sequences, self.B, ranks, autocast)
+            if loss is None:
+                return None
+            results["val"] = loss
+            line = f"step {step:5d} validation loss {loss:.4f}"
+            if self.text_size:
+                results["bpb"] = self.text_size.bits_per_byte(loss)
+                line += f", {self.text_size.nats_per_character(loss):.4f} per character"
+            print0(line)
+        # The inputs below vary in length, and compiling for each length would take too long. So the
+        # model runs uncompiled here.
+        with torch.compiler.set_stance("force_eager"):
+            if is_due(config.hellaswag_every, step, config) and self.tasks:
+                accuracy = hellaswag.accuracy(model, self.tokenizer, self.tasks, ranks, autocast)
+                if accuracy is None:
+                    return None
+                results["hella"] = accuracy
+                print0(f"step {step:5d} HellaSwag {accuracy:.4f}")
+            if is_due(config.sample_every, step, config) and step > 0:
+                print_samples(model, self.tokenizer, self.prompt, ranks, autocast)
+        return results
+
+
+def is_due(every: int, step: int, config: TrainConfig) -> bool:
+    """True at each multiple of `every`, and at the end of the run. With 0 it is never true."""
+    return every > 0 and (step % every == 0 or step == config.max_steps)
+
+
+# --------------------------------------------------------------------------------------------------
+# Training
+
+
+def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None) -> GPTConfig:
+    """The shape of the model to train. `weights` is the folder of a model, or None.
+
+    Raises UserError if the weights do not have the shape or the tokenizer that the settings say."""
+    shape = {
+        "block_size": config.seq_len,
+        "vocab_size": tokenizer.n_vocab,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.n_embd,
+    }
+    if weights:
+        huggingface.check_same_tokenizer(weights, tokenizer, config.data)
+        shape = huggingface.read_shape(weights)
+        for name in SHAPE:
+            if getattr(config, name) not in (0, shape[name]):
+                asked = f"{flag(name)} {getattr(config, name)}"
+                raise UserError(f"{asked}: {config.init} has {shape[name]}")
+        if config.seq_len > shape["block_size"]:
+            problem = f"the context of {config.init} is {shape['block_size']}"
+            raise UserError(f"--seq-len {config.seq_len}: {problem}")
+    # All runs come through this line. If you add a field to GPTConfig, such as dropout, write
+    # GPTConfig(**shape, dropout=config.dropout).
+    return GPTConfig(**shape, dropout=config.dropout)
+
+
+def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
+    """Trains a model. Every rank calls this. Returns the exit status of the process."""
+    rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
+    T = config.seq_len
+
+    # ---- The model, with the weights of a checkpoint, or those of --init, or random ones
+    checkpoint = run.find_checkpoint() if config.resume else None  # the newest intact one, or None
+    saved = {}  # the dictionary that save() below has stored
+    if checkpoint:
+        saved = checkpoints.read_training_state(checkpoint)
+    step = saved.get("step", 0)  # number of updates so far
+    weights = checkpoint  # the folder of a model
+    if checkpoint is None and config.init != "scratch":
+        weights = huggingface.find_model(config.init)
+    tokenizer = open_tokenizer(config.data)
+    torch.manual_seed(config.seed)
+    model = GPT(model_config(config, tokenizer, weights))
+    if weights:
+        model.load_weights(weights)
+
+    # ---- Precision, compiling, and whether to save memory
+    # Rank 0 chooses the precision for all ranks. --dtype auto means the precision of the resumed
+    # run, or else what suits the device. On a CPU that is float32, or bfloat16 for a large model if
+    # the chip is faster with it. device_line is a line for the user that gives the reason.
+    precision, device_line = ranks.on_rank_0(
+        devices.choose_precision,
+        config.dtype,
+        device,
+        model.num_parameters(),
+        saved.get("precision"),
+    )
+    dtype = devices.dtype_of(precision)  # torch.float32 for tf32, otherwise as the name says
+    if device.type == "cuda":
+        # "high" means TF32 for products that stay in float32.
+        torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
+    compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+    if compiled:
+        # Compiles something small to see if it works. If not, "auto" prints a line and returns
+        # False, and "on" raises UserError.
+        compiled = devices.can_compile(ranks, required=config.compile == "on")
+    if compiled:
+        # All blocks run the same code, so torch compiles it for the first block and reuses it for
+        # the others. Compiling the whole model takes longer, and steps are hardly faster.
+        for part in [*model.h, model.lm_head]:
+            part.forward = torch.compile(part.forward, dynamic=False)  # all batches have one shape
+    if config.low_memory:
+        # A block stores only its input, and recomputes the rest in the backward pass.
+        for block in model.h:
+            block.forward = partial(
+                torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
+            )
+    elif device.type == "cpu":
+        # From here on malloc keeps freed memory for later tensors, instead of returning it to the
+        # system. Steps are faster, but take more memory.
+        devices.keep_freed_memory()
+    autocast = torch.autocast(
+        device.type,
+        dtype=dtype,
+        enabled=dtype != torch.float32,
+        cache_enabled=not config.low_memory,  # The cache has a copy of the weights in this dtype.
+    )
+
+    # ---- B, and the number of micro-batches per step on each rank
+    # On a GPU, B is the largest power of two that is estimated to fit into the free memory, so it
+    # is chosen before the model is moved there. Raises UserError if B does not divide a step.
+    B, micro_steps = choose_micro_batch(
+        config, model, ranks, dtype, compiled, before=saved.get("B", 0)
+    )
+    model.to(device)
+
+    # ---- Data, optimizers, evaluations
+    loader = DataLoaderLite(
+        config.data,
+        "train",
+        B,
+        T,
+        rank=rank,
+        world_size=world_size,
+        seed=config.seed,
+        shuffle=config.shuffle,
+        device=device,
+    )
+    optimizers = configure_optimizers(model, config, dtype)
+    # The scaler keeps small float16 gradients from becoming 0. Otherwise it does nothing.
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    evaluations = Evaluations(config, model, tokenizer, B, ranks, autocast)
+    progress = Progress(config, model, ranks, precision)  # measures the speed
+
+    # ---- What a checkpoint contains besides the weights: first restoring it, then saving it
+    if checkpoint:
+        if saved["shards"] != loader.shard_sizes:
+            raise UserError(f"--resume: {config.data} now has different shards")
+        loader.go_to(step * config.total_batch_size // T)
+        # Raises UserError if the class or the parameters of an optimizer differ.
+        checkpoints.load_optimizers(saved["optimizers"], optimizers, model)
+        if saved["scaler"]:  # {} if it was not float16
+            scaler.load_state_dict(saved["scaler"])
+        progress.training_seconds = saved["training_seconds"]
+
+    def save(step: int, required: bool) -> None:
+        """Saves a checkpoint, if this step has none. If the disk is full, this prints a line, or
+        raises UserError if the checkpoint is required. Rank 0 does the work."""
+        state = {
+            "step": step,
+            "config": asdict(config),
+            **forks.script_entry(GPT),  # the name and the checksum of this file
+            "precision": precision,
+            "B": B,
+            "shards": loader.shard_sizes,
+            "optimizers": checkpoints.optimizer_states(optimizers, model),
+            "scaler": scaler.state_dict(),
+            "training_seconds": progress.training_seconds,
+        }
+        run.save_checkpoint(model, tokenizer, state, required)
+
+    # ---- All checks are done, and log_dir is still as it was. From here on it changes: an earlier
+    # run is renamed, unless this one resumes it. run.json and a copy of this script are written.
+    run.begin(model, step, weights, device=device_line, dtype=precision, micro_batch_size=B)
+    print_header(config, model, optimizers, loader, progress, device_line, compiled, checkpoint)
+    forks.warn_if_not_causal(model, autocast)  # if predictions depend on later tokens
+
+    # ---- With several ranks, DDP averages their gradients
+    ddp_model = model
+    if world_size > 1:
+        torch._dynamo.config.optimize_ddp = False  # or DDP would split the compiled blocks
+        ddp_model = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,  # gradients stay in DDP's own buffers
+        )
+        # DDP settles the order in which it sums gradients during its first two backward passes.
+        # These are made on zeros here, and their gradients are cleared. So all steps use the same
+        # order, also after a resume.
+        settle_buckets(ddp_model, B, T, autocast)
+
+    collect_stop_signals()  # From here on Ctrl-C and SIGTERM only make stop_requested() true.
+    stop = False  # the same on all ranks
+    while True:
+        # ---- Evaluate
+        if not stop:
+            results = evaluations.run(step)
+            if results:
+                run.log(step, **results)
+            stop = results is None  # They ended early, since a rank was asked to stop.
+        if stop or step == config.max_steps:
+            break
+
+        # ---- One update of the weights -----------------------------------------------------------
+        began = time.perf_counter()
+        lr = get_lr(step, config)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        # Seeds the random numbers of this step on this rank, for example those of a dropout layer.
+        torch.manual_seed(
+            int(np.random.SeedSequence([config.seed, step, rank]).generate_state(1)[0])
+        )
+        model.train()
+        loss_sum = torch.zeros((), device=device)
+        for micro_step in range(micro_steps):
+            x, y = loader.next_batch()  # (B, T) each
+            # DDP averages the gradients over the ranks only in the last micro-step. Without DDP
+            # this attribute has no effect.
+            ddp_model.require_backward_grad_sync = micro_step == micro_steps - 1
+            with autocast:
+                micro_loss = ddp_model(x, y)
+            # The gradients of micro-steps add up, so each counts as its share of the mean.
+            scaler.scale(micro_loss / micro_steps).backward()
+            loss_sum += micro_loss.detach()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        # One exchange tells all ranks the sum of their losses, and how many were asked to stop.
+        # tolist() is the first call in a step that waits for the GPU.
+        asked = torch.full_like(loss_sum, float(stop_requested()))
+        total_loss, stops = ranks.sum_tensor(torch.stack([loss_sum, asked])).tolist()
+        loss = total_loss / (micro_steps * world_size)
+        norm = norm.item()
+        # In float16 the gradients overflow from time to time. Then no optimizer takes a step, and
+        # scaler.update() lowers the scale. At a scale of 1 the model has diverged. Without float16
+        # the scale is always 1.
+        overflow = not math.isfinite(norm)
+        if not math.isfinite(loss) or (overflow and scaler.get_scale() <= 1):
+            problem = f"step {step}: the loss is {loss} and the norm of the gradients {norm}"
+            remedy = "lower --max-lr; --resume continues from a checkpoint"
+            raise RunError(f"{problem}, so the model has diverged; {remedy}")
+        if overflow:
+            print0(f"step {step:5d} skipped: the norm of the gradients is {norm}")
+        else:
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+        scaler.update()
+        # Gradients in DDP's buffers are set to 0 in place. Without DDP their memory is freed.
+        model.zero_grad(set_to_none=world_size == 1)
+        # ---- End of the update -------------------------------------------------------------------
+
+        # On a GPU the optimizer may still be running. Its time counts as part of the next step.
+        progress.end_step(step, began)
+        print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
+        run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
+        step += 1
+        stop = stops > 0
+        if is_due(config.save_every, step, config):  # before an evaluation, which may fail
+            save(step, required=step == config.max_steps)
+
+    # ---- The end, after a signal or after the last step
+    if stop:
+        hint = "nothing is saved"
+        if config.save_every:
+            save(step, required=True)
+            hint = f"--resume --log-dir {config.log_dir} continues"
+        print0(f"stopped by a signal after {step} updates; {hint}")
+        return status_after_signal()
+    if config.eval_every:
+        print_validation(results["val"], evaluations.text_size)  # of the last evaluation
+    print_cost(step, progress.training_seconds)
+    if config.save_every:
+        run.finish(model, step)  # draws curves.png, and prints how to sample from the model
+    return 0
+
+
+def main(args: list[str] | None = None) -> int:
+    """Reads the command line and trains. Returns the exit status."""
+    config = read_config(args)
+    hint = (
+        "; for GPT-2, `python fineweb.py` makes the data" if config.preset == "shakespeare" else ""
+    )
+    print0(f"preset: {config.preset}{hint}")
+    if config.plan:
+        weights = huggingface.find_model(config.init) if config.init != "scratch" else None
+        with torch.device("meta"):  # tensors without memory
+            model = GPT(model_config(config, open_tokenizer(config.data), weights))
+        plan.print_plan(config, model)  # also tries a step with tensors that have no memory
+        return 0
+    ranks = Ranks.start(config.device, config.deterministic)  # joins torchrun's process group
+    try:
+        with RunFolder(config, ranks) as run:  # keeps other runs out of the folder
+            status = train(config, ranks, run)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            error.add_note("try a smaller --micro-batch-size, or --low-memory")
+        raise
+    ranks.leave()  # After an error run_and_exit() ends the process without this.
+    return status
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
