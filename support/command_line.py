@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from support.errors_and_signals import print_error
+
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
@@ -53,7 +55,7 @@ def parse_args(
 def print_line(message: str) -> None:
     """Prints on this rank. A run goes on when its terminal is closed, so errors are ignored."""
     with contextlib.suppress(OSError):
-        print(message, flush=True)
+        print(f"{message}\n", end="", flush=True)  # in one call: lines of several ranks may meet
 
 
 def print0(message: str) -> None:
@@ -65,8 +67,7 @@ def print0(message: str) -> None:
 def warn(message: str, label: str = "warning") -> None:
     """Prints a line that begins with `label` to stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):
-            print(f"{label}: {message}", file=sys.stderr, flush=True)
+        print_error(f"{label}: {message}")
 
 
 def note(message: str) -> None:

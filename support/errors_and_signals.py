@@ -31,26 +31,16 @@ class LostRank(RunError):
     """An exchange failed, probably since another rank has ended."""
 
 
-# Errors of the operating system that the user can fix, with a remedy if it is not obvious.
-SYSTEM_ERRORS = {
-    errno.ENOENT: "",
-    errno.EEXIST: "",
-    errno.ENOTDIR: "",
-    errno.EISDIR: "",
-    errno.EACCES: "; choose a writable place",
-    errno.EPERM: "; choose a writable place",
-    errno.EROFS: "; choose a writable place",
-    errno.ENOSPC: "; free some space",
-    errno.EDQUOT: "; free some space",
-    errno.EMFILE: "; raise it with `ulimit -n`",
-}
-OUT_OF_MEMORY = (  # what torch's errors say, on its several devices
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "CUBLAS_STATUS_ALLOC",
-    "Storage size calculation overflowed",
+# Errors of the operating system that a user can fix.
+OF_FILES = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+OF_FILES += (PermissionError,)
+OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over quota, read-only
+# What torch's errors say on its several devices.
+NO_MEMORY = re.compile(
+    "out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC"
+    "|Storage size calculation overflowed"
 )
+EXCHANGE = re.compile("NCCL|gloo")  # They name themselves, at least by a path of their source.
 
 
 def first_line(error: BaseException) -> str:
@@ -60,39 +50,29 @@ def first_line(error: BaseException) -> str:
 
 def is_out_of_memory(error: Exception) -> bool:
     """True for torch's errors that mean it."""
-    if "torch" not in sys.modules:
-        return False
-    import torch  # not at the top, since fineweb.py needs no torch
-
-    said = any(text in str(error) for text in OUT_OF_MEMORY) and "NCCL" not in str(error)
-    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and said)
+    if type(error).__name__ == "OutOfMemoryError":
+        return True
+    said = NO_MEMORY.search(str(error)) and "NCCL" not in str(error)
+    return isinstance(error, RuntimeError) and bool(said)
 
 
 def explain(error: Exception) -> Exception:
-    """Turns an error of the operating system or of torch into a UserError or a RunError.
-
-    Any other error is a bug, and returned as it is, perhaps with a hint below its traceback."""
-    if isinstance(error, OSError) and error.errno in SYSTEM_ERRORS:
+    """A UserError or a RunError for what is no bug. Any other error is returned as it is."""
+    if isinstance(error, OF_FILES) or (isinstance(error, OSError) and error.errno in OF_DISKS):
         name = f"{error.filename}: " if error.filename else ""
-        return UserError(f"{name}{error.strerror}{SYSTEM_ERRORS[error.errno]}")
-    if "torch" not in sys.modules or not isinstance(error, RuntimeError):
-        return error
-    import torch
-
-    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
-        if received_signals:  # Ctrl-C also ends the compiler that torch has started.
-            problem = "stopped by a signal while torch was compiling"
-            return RunError(f"{problem}: --resume continues from the newest checkpoint")
-        remedy = "`apt install g++ python3-dev` may help."
-        error.add_note(f"torch.compile has failed. {remedy} --compile off trains without it.")
-        return error
+        remedy = "; free some space" if error.errno in OF_DISKS[:2] else ""
+        return UserError(f"{name}{error.strerror}{remedy}")
     if is_out_of_memory(error):
         remedies = getattr(error, "__notes__", ["a smaller batch takes less"])
         return UserError(f"out of memory ({first_line(error)}); {'; '.join(remedies)}")
-    # NCCL and gloo name themselves, at least by the path of their source file.
-    if isinstance(error, torch.distributed.DistError) or re.search("NCCL|gloo", str(error)):
+    if isinstance(error, RuntimeError) and EXCHANGE.search(str(error)):
         remedy = "probably since another rank has ended: see its error, or torchrun's report"
         return LostRank(f"an exchange between ranks failed, {remedy}. {str(error).strip()}")
+    if type(error).__name__ == "BackendCompilerFailed":  # of torch.compile
+        if received_signals:  # Ctrl-C also ends the compiler that torch has started.
+            problem = "stopped by a signal while torch was compiling"
+            return RunError(f"{problem}: --resume continues from the newest checkpoint")
+        error.add_note("--compile off trains without torch.compile.")
     return error
 
 
@@ -116,18 +96,14 @@ def collect_stop_signals() -> None:
             os._exit(130)
         received_signals.append(number)
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-            # A print here could interrupt another print, which is an error. With `2>&1 | tee`
-            # nobody reads it, since Ctrl-C has ended tee as well.
+            # A print could interrupt another one. With `2>&1 | tee` Ctrl-C has ended its reader.
             with contextlib.suppress(OSError):
                 os.write(2, b"\nThe run stops after this step. Another Ctrl-C stops it at once.\n")
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if os.name != "nt":
-        numbers.append(signal.SIGUSR1)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-            numbers.append(signal.SIGHUP)
-    for number in numbers:
-        signal.signal(number, note)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows lacks the last two.
+        if number and signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+            signal.signal(number, note)
 
 
 def stop_requested() -> bool:
@@ -148,8 +124,9 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
     """Calls main() and exits with its result, or prints one `error: ` line and exits.
 
     A UserError exits with status 2, a RunError with 1. Any other error keeps its traceback."""
-    prepare_stdout()
-    several_ranks = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # `> file` is readable at once
+    atexit.register(flush_stdout)
+    several_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         status = main() or 0
     except KeyboardInterrupt:
@@ -158,27 +135,17 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
         sys.exit(1)
     except Exception as raised:
         error = explain(raised)
+        status = 2 if isinstance(error, UserError) else 1
         if isinstance(error, UserError | RunError):
-            status = 1 if isinstance(error, RunError) else 2
             rank = os.environ.get("RANK", "0")
-            name = "" if rank == "0" else f"rank {rank}: "
-            with contextlib.suppress(OSError):
-                print(f"error: {name}{error}", file=sys.stderr, flush=True)
+            print_error(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}")
         elif several_ranks:
-            status = 1
             traceback.print_exc()
-            sys.stderr.flush()
         else:
             raise
-        if isinstance(error, LostRank):
-            time.sleep(2)  # so that torchrun reports the rank that has failed first
-        elif several_ranks:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            with contextlib.suppress(OSError):
-                get_error_handler().record_exception(error)  # for that report
         if several_ranks:
-            os._exit(status)  # a normal exit would wait for exchanges that never complete
+            report_to_torchrun(error)
+            os._exit(status)  # A normal exit would wait for exchanges that never complete.
         sys.exit(status)
     if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
         atexit._run_exitfuncs()
@@ -186,12 +153,22 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
     sys.exit(status)
 
 
-def prepare_stdout() -> None:
-    """Makes `> file` readable while we run, and safe for any character, even if not UTF-8."""
-    if sys.stdout is None:  # the process that started us has closed it
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")
-    atexit.register(flush_stdout)
+def print_error(line: str) -> None:
+    """Prints a line to stderr in one call, since the lines of several ranks may meet there."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
+def report_to_torchrun(error: Exception) -> None:
+    """Makes torchrun name the rank that has failed first. A lost rank's error waits for it."""
+    if isinstance(error, LostRank):
+        time.sleep(2)
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    with contextlib.suppress(OSError):
+        get_error_handler().record_exception(error)
 
 
 def flush_stdout() -> None:

@@ -87,15 +87,12 @@ class Ranks:
 
 def torchrun_ranks() -> tuple[int, int, int]:
     """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) without."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    if "RANK" not in os.environ:
         return 0, 0, 1
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
-    found = {name: os.environ.get(name, "") for name in names}
-    numbers = [int(found[name]) for name in names[:4] if found[name].isdecimal()]
-    if len(numbers) < 4 or numbers[0] >= numbers[2] or not all(found.values()):
-        values = ", ".join(f"{name}={value}" for name, value in found.items())
-        raise UserError(f"{values}: start with torchrun, which sets them all, or unset them")
-    return tuple(numbers[:3])
+    rank, local_rank, world_size = (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
+    return rank, local_rank, world_size
 
 
 def join_process_group(rank: int, world_size: int, device: torch.device) -> None:
