@@ -247,7 +247,8 @@ def main(args: list[str] | None = None) -> int:
         raise UserError(f"--steps {config.steps}: must be at least 1")
     if (config.ladder or config.rung) and torchrun_ranks()[2] > 1:
         raise UserError("--ladder and --rung measure one device: start them without torchrun")
-    gpu = devices.uses_cuda(train_gpt2.read_config(given).device)
+    asked = train_gpt2.read_config(given).device
+    gpu = asked in ("auto", "cuda") and torch.cuda.is_available()
     flags = ["--preset", "gpt2" if gpu else "shakespeare", "--data", str(ROOT / "input.txt"), *OFF]
     if gpu and (config.ladder or config.rung):
         flags += ["--micro-batch-size", "16", "--total-batch-size", str(16 * 1024)]

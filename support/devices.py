@@ -3,10 +3,8 @@
 import ctypes
 import functools
 import os
-import re
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,66 +17,36 @@ if TYPE_CHECKING:
 
 
 def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torch.device:
-    """The device that --device asks for; auto: the first available. Prepares the process for it."""
-    problem = gpu_problem() if device in ("auto", "cuda") else ""
+    """The device that --device asks for; auto: the first available. Prepares the process for it.
+
+    With auto, a single process whose GPU does not work prints why, and takes the CPU."""
     available = ["cpu"]
     if torch.backends.mps.is_available() and world_size == 1:  # it has no process group
         available.insert(0, "mps")
-    if uses_cuda("cuda"):
+    if torch.cuda.is_available():
         available.insert(0, "cuda")
     kind = available[0] if device == "auto" else device
     if kind not in available:
-        choice = f"not available for {world_size} processes; choose {', '.join(available)}"
-        raise UserError(f"--device {device}: {problem or choice}")
-    if problem and world_size > 1:  # probably a run of billions of tokens
-        raise UserError(f"{problem}; --device cpu trains without it")
-    if problem:
+        problem = f"not available for {world_size} processes; choose {', '.join(available)}"
+        raise UserError(f"--device {device}: {problem}")
+    if kind != "cuda":
+        return torch.device(kind)
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        problem = f"process {local_rank} of this machine has no GPU: it sees only {count}"
+        remedy = "lower --nproc_per_node; under Slurm, replace --gpus-per-task by"
+        raise UserError(f"{problem}; {remedy} --gpus-per-node, so that each task sees all")
+    chosen = torch.device("cuda", local_rank)
+    torch.cuda.set_device(chosen)
+    try:
+        (torch.zeros(1, device=chosen) + 1).item()
+    except RuntimeError as error:  # such as a card for which this torch has no kernels
+        problem = f"{torch.cuda.get_device_name(chosen)}: {first_line(error)} (docs/questions.md)"
+        if device == "cuda" or world_size > 1:
+            raise UserError(f"{problem}; --device cpu trains without it") from None
         warn(f"{problem}; continuing on the CPU")
-    if kind == "cuda":
-        count = torch.cuda.device_count()
-        if local_rank >= count:
-            problem = f"process {local_rank} of this machine has no GPU: it sees only {count}"
-            remedy = "lower --nproc_per_node; under Slurm, replace --gpus-per-task by"
-            raise UserError(f"{problem}; {remedy} --gpus-per-node, so that each task sees all")
-        chosen = torch.device("cuda", local_rank)
-        torch.cuda.set_device(chosen)
-        return chosen
-    return torch.device(kind)
-
-
-def uses_cuda(device: str) -> bool:
-    """True if --device DEVICE means a CUDA GPU here."""
-    return device in ("auto", "cuda") and torch.cuda.is_available() and not gpu_problem()
-
-
-def gpu_problem() -> str:
-    """Why torch has no kernels for this machine's GPU, with the remedy. "" if it has some.
-
-    torch itself would name a build that does not exist. Of a driver that is too old it warns."""
-    # AMD's GPUs have other names for their architectures.
-    if not torch.cuda.is_available() or torch.version.hip:
-        return ""
-    capability = torch.cuda.get_device_capability()
-    if has_kernels(capability, torch.cuda.get_arch_list()):
-        return ""
-    card = f"{torch.cuda.get_device_name()} (compute capability {'{}.{}'.format(*capability)})"
-    remedy = "install torch 2.14 for CUDA 12.6, which still does (docs/questions.md)"
-    return f"torch {torch.__version__} does not support the {card}: {remedy}"
-
-
-def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """True if code for one of torch.cuda.get_arch_list() runs on a card of this capability.
-
-    sm_86 is machine code, which also runs on later minor versions, such as 8.9. compute_86 is PTX,
-    which the driver compiles for any later card. The suffix a (sm_90a) allows no other version."""
-    for architecture in architectures:
-        kind, digits, suffix = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", architecture).groups()
-        built_for = divmod(int(digits), 10)
-        if built_for == capability or (built_for < capability and kind == "compute" and not suffix):
-            return True
-        if built_for < capability and built_for[0] == capability[0] and suffix != "a":
-            return True
-    return False
+        return torch.device("cpu")
+    return chosen
 
 
 def can_compile(ranks: "Ranks", required: bool) -> bool:
@@ -137,17 +105,6 @@ def reset_peak_memory() -> None:
     """On a CUDA device, makes peak_memory() count from here on."""
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-
-
-def gpu_software(device: torch.device) -> dict[str, str | int]:
-    """The versions that speed depends on, on a CUDA device. Elsewhere there are none."""
-    if device.type != "cuda":
-        return {}
-    driver = Path("/proc/driver/nvidia/version")  # Linux's
-    # NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 …
-    version = re.search(r"\d+\.[\d.]+", driver.read_text() if driver.exists() else "")
-    found = version[0] if version else "unknown"
-    return {"cudnn": torch.backends.cudnn.version(), "driver": found}
 
 
 LARGE = 50_000_000  # parameters from which a CPU may train in bfloat16
@@ -215,38 +172,26 @@ def use_precision(precision: str, device: torch.device, keep_copies: bool = True
 # Dense 16-bit TFLOP/s with float32 accumulation, by torch.cuda.get_device_name without the vendor.
 # Products in TF32 have half of that. Names are exact, since variants differ (H100 NVL, H100 SXM);
 # other chips are measured. Sources: data sheets of NVIDIA (half of "with sparsity") and AMD;
-# GeForce: white papers ("FP16 Tensor TFLOPS with FP32 Accumulate"). RTX PRO 6000: an eighth of its
-# "AI TOPS", as for the RTX 4090.
+# GeForce: white papers ("FP16 Tensor TFLOPS with FP32 Accumulate").
 # fmt: off
 PEAK_TFLOPS = {
-    "GB300": 2500, "B300 SXM6 AC": 2250, "GB200": 2500, "B200": 2250, "GH200 480GB": 990,
-    "H200": 989, "H200 NVL": 836, "H100 80GB HBM3": 989, "H100 NVL": 836, "H100 PCIe": 756,
-    "H800": 989, "H800 PCIe": 756, "A100-SXM4-40GB": 312, "A100-SXM4-80GB": 312,
-    "A100-PCIE-40GB": 312, "A100 80GB PCIe": 312, "A800-SXM4-80GB": 312, "A800 80GB PCIe": 312,
-    "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,
-    "RTX PRO 6000 Blackwell Workstation Edition": 503.8,
-    "RTX PRO 6000 Blackwell Max-Q Workstation Edition": 438.9,
-    "RTX 6000 Ada Generation": 364, "RTX A6000": 155, "GeForce RTX 5090": 209.5,
-    "GeForce RTX 4090": 165.2, "GeForce RTX 3090 Ti": 80, "GeForce RTX 3090": 71,
-    "V100-SXM2-16GB": 125, "V100-SXM2-32GB": 125, "V100-PCIE-16GB": 112,
-    "V100-PCIE-32GB": 112, "V100S-PCIE-32GB": 130, "T4": 65, "AMD Instinct MI355X": 2500,
-    "AMD Instinct MI350X": 2300, "AMD Instinct MI325X": 1307, "AMD Instinct MI300X": 1307,
+    "B200": 2250, "GH200 480GB": 990, "H200": 989, "H100 80GB HBM3": 989, "H100 NVL": 836,
+    "H100 PCIe": 756, "A100-SXM4-40GB": 312, "A100-SXM4-80GB": 312, "A100-PCIE-40GB": 312,
+    "A100 80GB PCIe": 312, "A40": 149.7, "A10": 125, "L40S": 362, "L4": 121, "RTX A6000": 155,
+    "RTX 6000 Ada Generation": 364, "GeForce RTX 5090": 209.5, "GeForce RTX 4090": 165.2,
+    "GeForce RTX 3090 Ti": 80, "GeForce RTX 3090": 71, "V100-SXM2-16GB": 125, "T4": 65,
+    "AMD Instinct MI300X": 1307,
 }
 # fmt: on
-
-
-def data_sheet_flops(name: str) -> float | None:
-    """FLOP/s from PEAK_TFLOPS by torch.cuda.get_device_name; None if it isn't there."""
-    tflops = PEAK_TFLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
-    return tflops and tflops * 1e12
 
 
 @functools.cache
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     """(the FLOP/s that count as 100 % MFU in this precision, where the figure comes from)"""
     if device.type == "cuda" and precision != "float32":
-        peak = data_sheet_flops(torch.cuda.get_device_name(device))
-        if peak:
+        name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ").removeprefix("Tesla ")
+        if name in PEAK_TFLOPS:
+            peak = PEAK_TFLOPS[name] * 1e12
             return peak / 2 if precision == "tf32" else peak, "data sheet"
     n = 4096 if device.type == "cuda" else 1024
     use_precision(precision, device)

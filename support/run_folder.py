@@ -13,10 +13,11 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from support import checkpoints, forks, log_txt, run_json
 from support.checkpoints import checkpoint_path, list_checkpoints, step_of
 from support.command_line import print0, shown, warn
-from support.devices import gpu_software
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import ROOT, fsync, locked, remove
 from support.ranks import Ranks
@@ -86,7 +87,8 @@ class RunFolder:
                 remove(remainder)
         try:
             earlier = run_json.run_entries(self.path)
-            about |= gpu_software(self.ranks.device)
+            if self.ranks.device.type == "cuda":
+                about["cudnn"] = torch.backends.cudnn.version()
             about |= dict(step=step, world_size=self.ranks.world_size)
             about |= dict(vocab_size=model.config.vocab_size)
             about["init"] = shown(weights) if weights else "scratch"

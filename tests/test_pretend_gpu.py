@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -178,18 +179,21 @@ def test_out_of_memory_is_one_line_with_a_remedy(flags, memory, run):
     assert "--low-memory" in str(error)
 
 
-def test_what_a_machine_has_too_much_or_too_little_of_is_said(run, capsys):
+def test_what_a_machine_has_too_much_or_too_little_of_is_said(run, monkeypatch, capsys):
     """GPUs that stay idle without torchrun, and one for which torch has no kernels."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch has some for machines with several GPUs
         run("two", "--max-steps 1", gpu=PretendGPU(count=2))
     assert "torchrun --standalone --nproc_per_node=2 " in capsys.readouterr().out
-    with (
-        PretendGPU(name="Tesla V100-SXM2-16GB", capability=(7, 0)),
-        pytest.raises(UserError) as old,
-    ):
-        train("--device cuda")
-    assert "V100" in str(old.value) and "CUDA 12.6" in str(old.value)
+    # A card for which this torch has no kernels.
+    failing = mock.Mock(side_effect=RuntimeError("no kernel image is available\nMore."))
+    with PretendGPU(name="Tesla V100-SXM2-16GB"), monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", failing)
+        assert choose_device("auto").type == "cpu"
+        assert "V100" in (said := capsys.readouterr().err) and "no kernel image" in said
+        for device, ranks in (("cuda", 1), ("auto", 2)):
+            with pytest.raises(UserError, match=r"V100.*no kernel image"):
+                choose_device(device, world_size=ranks)
 
 
 def test_more_processes_than_gpus_are_one_line(run, monkeypatch):
