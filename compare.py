@@ -17,12 +17,10 @@ differences from the baseline. These are paired by seed: with the same seed two 
 tokens in the same order, and if their models have the same parameters, they start from the same
 weights."""
 
-import contextlib
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,7 +177,6 @@ def train(variant: Variant, seed: int, out: Path, processes: int) -> str:
         start += [f"--nproc_per_node={processes}"]
     folder = variant.folder(out, seed)
     console = folder.with_suffix(".txt")
-    wait_until_free(folder)
     with (
         open(console, "ab") as output,
         subprocess.Popen(
@@ -197,18 +194,6 @@ def train(variant: Variant, seed: int, out: Path, processes: int) -> str:
         raise RunError(f"{folder}: was stopped; the same command goes on")
     line = last_line(console.read_text(encoding="utf-8", errors="replace"))
     return f"status {status}, {line.removeprefix('error: ')}; see {shown(console)}"
-
-
-def wait_until_free(folder: Path) -> None:
-    """Waits for a run that is still going on, as it may be after `kill -9` of compare.py."""
-    said = False
-    while True:
-        with contextlib.suppress(UserError), locked(folder, "in use"):
-            return
-        if not said:
-            print(f"waiting for the run that is going on in {folder}", flush=True)
-            said = True
-        time.sleep(1)
 
 
 def streams_at_end(folder: Path) -> list[str]:
@@ -329,29 +314,15 @@ def print_table(
         print(f"where three have ±{t_quantile(2):.1f} and five ±{t_quantile(4):.1f}.")
 
 
-def warn_of_other_tokens(
-    variants: list[Variant], found: dict[str, dict[int, Curve]], out: Path
-) -> None:
-    """Warns if losses per token of the runs found do not compare, since their tokens differ.
-
-    A loss in nats per token is one in bits per byte, times ln 2 and the bytes of a token. So that
-    ratio of both losses differs between runs whose tokens have more or fewer bytes."""
-    losses = []  # (variant, nats per token, bits per byte) of each run
+def warn_of_other_tokens(variants: list[Variant], seed: int, out: Path) -> None:
+    """Warns if the runs have vocabularies of different sizes, by their run.json."""
+    sizes = {}
     for variant in variants:
-        for seed, nats in found[variant.name].items():
-            bits = read_curve(variant.folder(out, seed), "bpb")
-            if bits:  # a fork may not log it
-                losses.append((variant.name, final(nats), final(bits)))
-    others = []
-    for name, nats, bits in losses:
-        first, first_nats, first_bits = losses[0]
-        # log.txt has 6 decimals, so each of the four losses may be wrong by 5e-7.
-        rounding = 5e-7 * (nats + bits + first_nats + first_bits)
-        if abs(nats * first_bits - first_nats * bits) > rounding and name not in others:
-            others.append(name)
-    if others:
-        problem = f"{', '.join(others)}: another tokenizer or validation text than {first} has"
-        warn(f"{problem}, so losses per token do not compare; --stream bpb compares bits per byte")
+        for entry in run_entries(variant.folder(out, seed))[-1:]:
+            sizes[variant.name] = entry["vocab_size"]
+    if len({*sizes.values()}) > 1:
+        problem = f"the vocabularies have different sizes ({sizes}), so losses per token"
+        warn(f"{problem} do not compare; --stream bpb compares bits per byte")
 
 
 def draw(
@@ -398,7 +369,7 @@ def main(args: list[str] | None = None) -> int:
         found, failed = train_all(variants, seeds, config)
         print_table(variants, found, config)
         if config.stream == "val":
-            warn_of_other_tokens(variants, found, config.out)
+            warn_of_other_tokens(variants, FIRST_SEED, config.out)
         if any(found.values()):
             picture = config.out / "curves.png"
             draw(variants, found, config.stream, picture)
