@@ -4,7 +4,6 @@ A shard is a 1-D array of uint16 tokens in which every document begins with <|en
 named NAME_train_000001.npy, or .bin in llm.c's format. Its folder has the files of a vocabulary
 (tokenizer.py), unless the tokens are GPT-2's."""
 
-import codecs
 import functools
 import json
 import os
@@ -46,14 +45,10 @@ def encode_file(path: Path, *version: int) -> np.ndarray:
 
 
 def not_utf8(path: Path) -> UserError:
-    """The error for a file of text in another encoding. It has the command that converts it."""
-    with open(path, "rb") as file:
-        utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    # Old texts of Windows in western European languages are in CP1252.
-    encoding, sure = ("UTF-16", "") if utf16 else ("CP1252", ", if that is its encoding")
+    """The error for a file of text in another encoding."""
     name = shlex.quote(str(path))
-    command = f"iconv -f {encoding} -t UTF-8 {name} > utf8.txt && mv utf8.txt {name}"
-    return UserError(f"{path}: not UTF-8; `{command}` converts it{sure}")
+    command = f"iconv -f ENCODING -t UTF-8 {name} > utf8.txt && mv utf8.txt {name}"
+    return UserError(f"{path}: not UTF-8; `{command}` converts it, with the name of its encoding")
 
 
 def tokenize_text(path: Path, split: str) -> np.ndarray:

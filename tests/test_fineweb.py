@@ -330,7 +330,7 @@ def test_unusable_files():
         assert os.listdir() == [name]
         os.remove(name)
     write("my old.txt", "Bücher".encode("cp1252"))
-    assert "iconv -f CP1252 -t UTF-8 'my old.txt' > utf8.txt && mv" in refused("--input", ".")
+    assert "iconv -f ENCODING -t UTF-8 'my old.txt' > utf8.txt && mv" in refused("--input", ".")
 
 
 MISTAKES = {  # a command, and what its line names
