@@ -177,6 +177,7 @@ def train(variant: Variant, seed: int, out: Path, processes: int) -> str:
         start += [f"--nproc_per_node={processes}"]
     folder = variant.folder(out, seed)
     console = folder.with_suffix(".txt")
+    console.parent.mkdir(parents=True, exist_ok=True)
     with (
         open(console, "ab") as output,
         subprocess.Popen(
