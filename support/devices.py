@@ -157,16 +157,15 @@ def dtype_of(precision: str) -> torch.dtype:
     return torch.float32 if precision == "tf32" else getattr(torch, precision)
 
 
-def use_precision(precision: str, device: torch.device, keep_copies: bool = True) -> torch.autocast:
+def use_precision(precision: str, device: torch.device) -> torch.autocast:
     """A context in which matrix products are computed in one of float32, tf32, bfloat16, float16.
 
-    With all but float32, a CUDA GPU may use TF32 for products that stay in float32, from here on.
-    keep_copies: keep the 16-bit copy of a weight until autocast ends, which takes memory."""
+    From here on, unless it is float32, a CUDA GPU may use TF32 for products in float32."""
     dtype = dtype_of(precision)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
     enabled = dtype != torch.float32
-    return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=keep_copies)
+    return torch.autocast(device.type, dtype=dtype, enabled=enabled)
 
 
 # Dense 16-bit TFLOP/s with float32 accumulation, by torch.cuda.get_device_name without the vendor.
