@@ -68,7 +68,9 @@ def explain(error: Exception) -> Exception:
     if isinstance(error, RuntimeError) and EXCHANGE.search(str(error)):
         remedy = "probably since another rank has ended: see its error, or torchrun's report"
         return LostRank(f"an exchange between ranks failed, {remedy}. {str(error).strip()}")
-    if type(error).__name__ == "BackendCompilerFailed":  # of torch.compile
+    if "BackendCompilerFailed" in [
+        kind.__name__ for kind in type(error).__mro__
+    ]:  # torch.compile's
         if received_signals:  # Ctrl-C also ends the compiler that torch has started.
             problem = "stopped by a signal while torch was compiling"
             return RunError(f"{problem}: --resume continues from the newest checkpoint")
