@@ -159,7 +159,7 @@ def tokenize(examples: list[dict[str, Any]], model: LanguageModel) -> list[Task]
         joined = [model.encode(f"{example['ctx']} {ending}") for ending in example["endings"]]
         endings = [tokens[len(context) :] for tokens in joined]
         longest = max(len(ending) for ending in endings)
-        # So many tokens of the context fit. The model need not read the last token of an ending.
+        # How many context tokens fit. The model does not read the last token of an ending.
         room = model.max_length - len(model.start) - (longest - 1)
         if room < 1:
             problem = f"an ending has {longest} tokens, but the model's context {model.max_length}"
@@ -218,7 +218,7 @@ def score(
         x = tokens[:, :-1]  # (B, T)
         y = tokens[:, 1:]  # (B, T), where y[row, t] is predicted from x[row, : t + 1]
         mask = in_ending[:, 1:]  # (B, T), true where y is a token of the ending
-        # The places where it is true are found here, since a GPU would be waited for.
+        # nonzero() would wait for a GPU, so it is called before the tensors are moved there.
         rows_of_places, positions = mask.nonzero(as_tuple=True)  # (n,) each
         places = (rows_of_places.to(ranks.device), positions.to(ranks.device))
         logits = model.logits_at(x.to(ranks.device), places)  # (n, V)
@@ -255,14 +255,14 @@ def wrap_gpt(gpt: "GPT", tokenizer: Tokenizer) -> LanguageModel:
     )
 
 
-MAX_LOGITS = 2**28  # So many transformers may compute at a time. They take 1 GB in float32.
+MAX_LOGITS = 2**28  # logits that transformers computes at a time; in float32 they take 1 GB
 
 
 def wrap_transformers(folder: Path, device: torch.device) -> LanguageModel:
     """Loads any causal language model by transformers, with its own tokenizer, for score()."""
     model, tokenizer = load_causal_lm(folder, device)  # in float32, without dropout
     check_causal(model, folder)
-    config = model.config.get_text_config()  # A model of texts and images has several configs.
+    config = model.config.get_text_config()  # A model for text and images has several configs.
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -313,7 +313,7 @@ def load_tasks(path: str, gpt: "GPT", tokenizer: Tokenizer, ranks: Ranks) -> lis
     """The tasks in a .jsonl file, by default the official ones, tokenized for a GPT.
 
     If they cannot be downloaded, this prints a warning and returns [] on all ranks. The run then
-    goes on without HellaSwag, as does one whose vocabulary is not of English text."""
+    goes on without HellaSwag, as does one whose vocabulary is a list of words."""
     if isinstance(tokenizer, WordTokenizer):
         note("HellaSwag is left out, since the vocabulary may not have the words of its tasks")
         return []
@@ -405,7 +405,7 @@ def main(args: list[str] | None = None) -> None:
         examples = examples[: config.limit]
     print(f"model: {folder}; device: {device_line}")
 
-    # A model of train_gpt2.py, or of a changed copy, is run by that. Others by transformers.
+    # A model that this project has saved is run by its script, any other model by transformers.
     if is_ours(folder):
         gpt = load_gpt_class(config.code).from_pretrained(folder).to(device)
         model = wrap_gpt(gpt, tokenizer_of(folder))

@@ -32,10 +32,10 @@ def choose_micro_batch(
     B is --micro-batch-size, or if that is 0 what fits. UserError unless a step can be divided into
     such micro-batches.
 
-    What fits is the largest power of two that divides a step. On a GPU its estimate must be below
-    85 % of the memory that is free on each rank's, before the model is moved there. A resumed run
-    keeps the B that it had `before`, if that divides a step and fits: another one would round
-    differently."""
+    What fits is the largest power of two that divides a step. On GPUs the estimate for it must be
+    below 85 % of the memory that is free on each of them before the model is moved there. A resumed
+    run keeps the B that it had `before` if it still divides a step and fits, since a different one
+    would round differently."""
     if config.micro_batch_size:
         B = config.micro_batch_size
         return B, count_micro_batches(config, B, ranks.world_size)
