@@ -8,15 +8,19 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from support import forks
 from support.command_line import warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import atomic_path, remove_folder, sha256
+
+if TYPE_CHECKING:
+    from train_gpt2 import GPT
 
 REQUIRED = {"training_state.pt", "model.safetensors", "config.json"}
 
@@ -172,15 +176,16 @@ writes may have {context:,} tokens together.
 """
 
 
-def model_card(entry: dict[str, Any], context: int, step: int, tokens: int, is_gpt2: bool) -> str:
+def model_card(model: "GPT", entry: dict[str, Any], step: int) -> str:
     """A checkpoint's README.md, in the Hub's format. entry: the run's, in run.json."""
     config = entry["config"]
+    gpt2 = forks.is_gpt2(model)
     return CARD.format(
-        library="library_name: transformers\n" if is_gpt2 else "",
-        kind="A GPT-2" if is_gpt2 else "A changed GPT-2, which only its own code computes,",
-        context=context,
+        library="library_name: transformers\n" if gpt2 else "",
+        kind="A GPT-2" if gpt2 else "A changed GPT-2, which only its own code computes,",
+        context=model.config.block_size,
         step=step,
-        tokens=tokens,
+        tokens=step * config["total_batch_size"],
         data=Path(config["data"]).name,
         init=config["init"],
         script=entry.get("script"),

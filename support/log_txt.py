@@ -33,15 +33,11 @@ def log_lines(path: Path) -> list[tuple[int, str, str]]:
     return lines
 
 
-def format_line(step: int, stream: str, value: float) -> str:
-    return f"{step} {stream} {value:{FORMATS.get(stream, '.6g')}}\n"
-
-
 def trim_log(path: Path, step: int) -> dict[str, float]:
-    """Keeps the lines before the update of `step`, which will be made again.
+    """Removes what was logged after the checkpoint of `step`, since the run goes on from there.
 
-    Returns the evaluations at `step`: {stream: value}. They precede that update's lines, of which
-    the first is the training loss."""
+    Evaluations of that checkpoint stay, and are returned as {stream: value}. They come before the
+    update of `step`, whose first line is its training loss."""
     kept = []
     for line in log_lines(path):
         if line[0] > step or line[:2] == (step, "train"):
@@ -51,13 +47,17 @@ def trim_log(path: Path, step: int) -> dict[str, float]:
     return {stream: float(value) for s, stream, value in kept if s == step}
 
 
-def append(path: Path, lines: bytes) -> None:
-    """Appends all lines or, if the disk is full, none: a part could be another number."""
+def append_values(path: Path, step: int, values: dict[str, float]) -> None:
+    """Appends a line for each stream. If the disk is full, it raises OSError and appends none."""
+    lines = [
+        f"{step} {name} {value:{FORMATS.get(name, '.6g')}}\n" for name, value in values.items()
+    ]
+    text = "".join(lines).encode()
     with open(path, "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
-            while lines:  # a nearly full disk takes a part
-                lines = lines[file.write(lines) :]
+            while text:  # a nearly full disk takes a part
+                text = text[file.write(text) :]
         except OSError:
-            file.truncate(end)
+            file.truncate(end)  # or the next line would go on in the middle of this one
             raise
