@@ -251,7 +251,7 @@ class GPT(nn.Module):
         """Loads the model in a folder, the newest checkpoint of the run in a log folder, or else a
         GPT-2 from the Hugging Face Hub, such as gpt2-medium. It is in evaluation mode."""
         folder = huggingface.find_model(name)
-        model = cls(huggingface.read_model_config(folder, GPTConfig))
+        model = cls(huggingface.read_gpt_config(folder, GPTConfig))
         model.load_weights(folder)
         return model.eval()
 
@@ -783,7 +783,8 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None
     }
     if weights:
         huggingface.check_same_tokenizer(weights, tokenizer, config.data)
-        shape = huggingface.read_shape(weights)
+        theirs = asdict(huggingface.read_gpt_config(weights, GPTConfig))
+        shape = {name: theirs[name] for name in shape}
         for name in SHAPE:
             if getattr(config, name) not in (0, shape[name]):
                 asked = f"{flag(name)} {getattr(config, name)}"

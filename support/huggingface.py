@@ -17,15 +17,14 @@ from support.checkpoints import list_checkpoints
 from support.command_line import few, shown, warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import atomic_path, write_text
-from support.tokenizer import END, Tokenizer, WordTokenizer, get_tokenizer, holds_vocabulary
+from support.tokenizer import END, Tokenizer, WordTokenizer, get_tokenizer
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT, GPTConfig
 
 FORK_TYPE = "gpt2-repro-fork"
-# The shape of a GPT-2: our names, and those in config.json.
-SHAPE = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
-SHAPE["block_size"] = "n_positions"
+# A field of GPTConfig has the same name in config.json, except this one.
+KEYS = {"block_size": "n_positions"}
 # What a config.json may say of a GPT-2's mathematics, and the only values that GPT computes.
 MATHEMATICS = {
     "activation_function": "gelu_new",
@@ -56,7 +55,7 @@ def write_model(
     if is_gpt2:  # some programs do not know transformers' defaults, and read these
         config |= MATHEMATICS | {"n_ctx": model.config.block_size}
         config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    config |= {SHAPE.get(name, name): value for name, value in asdict(model.config).items()}
+    config |= {KEYS.get(name, name): value for name, value in asdict(model.config).items()}
     config |= forks.script_entry(type(model))
     if tokenizer:
         config |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_token)
@@ -127,22 +126,11 @@ def download(name: str) -> Path:
 
 
 def read_json(folder: Path) -> dict[str, Any]:
-    """config.json of a model's folder."""
+    """config.json of a model's folder. UserError if it is missing or damaged."""
     try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raw = None
-    if not isinstance(raw, dict):
-        raise UserError(f"{folder}: no model here (config.json is missing or damaged)")
-    return raw
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The same, or UserError if the model is neither a GPT-2 nor a fork's."""
-    raw = read_json(folder)
-    if raw.get("model_type") not in ("gpt2", FORK_TYPE):
-        raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}")
-    return raw
+        raise UserError(f"{folder}: no model here (config.json is missing or damaged)") from None
 
 
 def is_ours(folder: Path) -> bool:
@@ -152,28 +140,26 @@ def is_ours(folder: Path) -> bool:
     return saved_here and "transformers_version" not in raw
 
 
-def read_shape(folder: Path) -> dict[str, int]:
-    """block_size, vocab_size, n_layer, n_head and n_embd of the model in a folder."""
-    raw = read_config(folder)
-    for key in SHAPE.values():
-        if type(raw.get(key)) is not int or raw[key] < 1:
-            problem = f"{key} is {raw.get(key)!r}, not a number above 0"
-            raise UserError(f"{folder}/config.json: {problem}")
-    return {name: raw[key] for name, key in SHAPE.items()}
+def read_gpt2_json(folder: Path) -> dict[str, Any]:
+    """config.json of a GPT-2, or of a fork's model. UserError if the model is another one."""
+    raw = read_json(folder)
+    if raw.get("model_type") not in ("gpt2", FORK_TYPE):
+        raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}")
+    return raw
 
 
-def read_model_config(folder: Path, config_class: "type[GPTConfig]") -> "GPTConfig":
-    """The GPTConfig of the model in a folder, with what a fork has added."""
-    raw = read_config(folder)
-    added = {field.name for field in fields(config_class)} - SHAPE.keys()
-    return config_class(**read_shape(folder), **{name: raw[name] for name in added & raw.keys()})
+def read_gpt_config(folder: Path, config_class: "type[GPTConfig]") -> "GPTConfig":
+    """The GPTConfig of the model in a folder, with what a fork has added to the class."""
+    raw = read_gpt2_json(folder)
+    keys = {field.name: KEYS.get(field.name, field.name) for field in fields(config_class)}
+    return config_class(**{name: raw[key] for name, key in keys.items() if key in raw})
 
 
 def check_origin(folder: Path, model: "GPT") -> None:
     """UserError if a fork has trained the model in a folder, and `model` is of another script.
 
     If the folder has a GPT-2 and `model` is none, this warns."""
-    raw = read_config(folder)
+    raw = read_gpt2_json(folder)
     why_not = forks.why_no_gpt2(model)
     if raw["model_type"] == FORK_TYPE and not why_not:
         copy = f"{shown(folder)}/{raw.get('script')}"
@@ -188,7 +174,7 @@ def check_origin(folder: Path, model: "GPT") -> None:
 
 def read_tensors(folder: Path) -> tuple[dict[str, Tensor], bool]:
     """(tensors by name, whether they are a GPT-2's, with Hugging Face's names and layout)"""
-    is_gpt2 = read_config(folder)["model_type"] == "gpt2"
+    is_gpt2 = read_gpt2_json(folder)["model_type"] == "gpt2"
     if is_ours(folder):
         return read_safetensors(folder), is_gpt2
     theirs = load_by_transformers(folder)
@@ -223,18 +209,11 @@ def load_tensors(model: "GPT", tensors: dict[str, Tensor], folder: Path) -> None
 
 def tokenizer_of(folder: Path) -> Tokenizer:
     """The tokenizer of the model in a folder. Without one there, it is GPT-2's."""
-    raw = read_config(folder)
-    if not holds_vocabulary(folder) and list(folder.glob("*.model")):
-        raise UserError(f"{folder}: its tokenizer is not like GPT-2's (merges.txt, vocab.json)")
     tokenizer = get_tokenizer(folder)
-    remedy = "restore its vocab.json and merges.txt"
-    if tokenizer.n_vocab > raw.get("vocab_size", tokenizer.n_vocab):
-        problem = (
-            f"the model has {raw['vocab_size']} tokens, but its vocabulary {tokenizer.n_vocab}"
-        )
-        raise UserError(f"{folder}: {problem}; {remedy}")
-    if is_ours(folder) and raw.get("bos_token_id", tokenizer.eot_token) != tokenizer.eot_token:
-        raise UserError(f"{folder}: its vocabulary is another one than it was saved with; {remedy}")
+    size = read_gpt2_json(folder)["vocab_size"]
+    if tokenizer.n_vocab > size:
+        problem = f"the model has {size} tokens, but its tokenizer {tokenizer.n_vocab}"
+        raise UserError(f"{folder}: {problem}; restore its vocab.json and merges.txt")
     return tokenizer
 
 
