@@ -29,21 +29,21 @@ class Progress:
         self.devices = ranks.world_size
         self.seconds = 0.0  # of the latest step
         self.seconds_left: float | None = None  # until the end of the run, if it is known
-        self.timed_from: tuple[int, float] | None = None  # a step, and when it began
+        # The first step takes longer, so the others are timed from its end on.
+        self.first_step: int | None = None
+        self.first_end = 0.0
 
     def end_step(self, step: int, began: float) -> None:
         """Times a step that began at time.perf_counter() `began` and ends now."""
         now = time.perf_counter()
         self.seconds = now - began
         self.training_seconds += self.seconds
-        if (
-            self.timed_from is None
-        ):  # The first step takes longer, so it says nothing of the others.
-            self.timed_from = (step, now)
+        if self.first_step is None:
+            self.first_step = step
+            self.first_end = now
             devices.reset_peak_memory()
         else:
-            first_step, first_began = self.timed_from
-            per_step = (now - first_began) / (step - first_step)  # with evaluations and saving
+            per_step = (now - self.first_end) / (step - self.first_step)  # with evaluations
             self.seconds_left = per_step * (self.max_steps - step - 1)
 
     @property
@@ -56,12 +56,13 @@ class Progress:
     def line(self, loss: float, lr: float, norm: float) -> str:
         """The latest step as a line on the console."""
         values = self.speed
-        training = f"loss {loss:.4f} lr {lr:.2e} norm {norm:.3f}"
-        # Above 100 % the peak was measured too low.
+        # An MFU above 100 % means that the peak was measured too low.
         mfu = f"{values['mfu']:.1%}" if values["mfu"] <= 1 else "–"
-        speed = f"{values['ms']:.0f} ms {values['tok_per_sec']:,.0f} tok/s mfu {mfu}"
-        left = "" if self.seconds_left is None else f" {duration(self.seconds_left)} left"
-        return f"{training} {speed}{left}"
+        line = f"loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} "
+        line += f"{values['ms']:.0f} ms {values['tok_per_sec']:,.0f} tok/s mfu {mfu}"
+        if self.seconds_left is not None:
+            line += f" {duration(self.seconds_left)} left"
+        return line
 
 
 def print_header(
@@ -77,9 +78,8 @@ def print_header(
     """Prints the first lines of a run. They say what it trains, on what, and from which checkpoint.
 
     `loader` is that of the training data."""
-    tokens = config.max_steps * config.total_batch_size
     peak = (progress.peak_flops, progress.peak_source)
-    rows = plan.describe(config, model, device_line, peak, tokens, loader.total_tokens)
+    rows = plan.describe(config, model, device_line, peak, loader.total_tokens)
     rows["optimizers"] = "; ".join(map(describe_optimizer, optimizers))
     micro_steps = config.total_batch_size // (loader.B * loader.T * loader.world_size)
     factors = {"micro-steps": micro_steps, "ranks": loader.world_size}
