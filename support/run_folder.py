@@ -21,6 +21,7 @@ from support.command_line import print0, shown, warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import ROOT, atomic_path, fsync, locked, remove
 from support.ranks import Ranks
+from support.trackers import Tracker, start_trackers
 
 if TYPE_CHECKING:
     from support.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ class RunFolder:
         self.path = Path(config.log_dir)
         self.locks = contextlib.ExitStack()
         self.entries: list[dict[str, Any]] = []  # of run.json, the last one about this start
-        self.trackers: list[Any] = []
+        self.trackers: dict[str, Tracker] = {}  # those of --tensorboard and --wandb
         self.newest: int | None = None  # the step of the newest intact checkpoint
         self.resumed: int | None = None  # the step of the one that this process has resumed
         self.known: set[tuple[int, str]] = set()  # evaluations in the log: a step and a stream
@@ -94,10 +95,7 @@ class RunFolder:
             about["cudnn"] = torch.backends.cudnn.version()
         new_entry = run_json.new_entry(asdict(self.config), **about)
         self.entries = [*run_json.run_entries(self.path), new_entry]
-        if self.config.tensorboard or self.config.wandb:
-            from support.trackers import start_trackers
-
-            self.trackers = start_trackers(self.path, self.entries, step)
+        self.trackers = start_trackers(self.path, self.entries, step)
         run_json.write_entries(self.path, self.entries)
         script, source = forks.script_of(type(model))
         if script is not None:
@@ -146,8 +144,12 @@ class RunFolder:
         self.track(step, values)
 
     def track(self, step: int, values: dict[str, float]) -> None:
-        for tracker in self.trackers:
-            tracker(step, values)
+        for name, tracker in list(self.trackers.items()):
+            try:
+                tracker(step, values)
+            except Exception as error:  # of any kind: the run goes on without this tracker
+                warn(f"--{name}: nothing more is sent ({first_line(error)})")
+                del self.trackers[name]
 
     def save_checkpoint(
         self, model: "GPT", tokenizer: "Tokenizer", state: dict[str, Any], required: bool

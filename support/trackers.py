@@ -5,39 +5,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.command_line import warn
 from support.errors_and_signals import UserError, first_line
 
 Tracker = Callable[[int, dict[str, float]], None]  # called with (step, {stream: value})
 
 
-def start_trackers(log_dir: Path, entries: list[dict[str, Any]], step: int) -> list[Tracker]:
-    """The trackers that the last entry of run.json asks for. step: the first one of this start."""
-    trackers = []
-    # wandb first: it may fail, and tensorboard already writes.
-    for name, start in {"wandb": start_wandb, "tensorboard": start_tensorboard}.items():
+def start_trackers(log_dir: Path, entries: list[dict[str, Any]], step: int) -> dict[str, Tracker]:
+    """{name: tracker} of those that the last entry of run.json asks for.
+
+    step: the first one of this start."""
+    starting = {"wandb": start_wandb, "tensorboard": start_tensorboard}
+    trackers = {}
+    for name, start in starting.items():
         if entries[-1]["config"][name]:
             try:
-                trackers.append(guarded(name, start(log_dir, entries, step)))
+                trackers[name] = start(log_dir, entries, step)
             except ImportError:
                 raise UserError(f"--{name}: not installed; `pip install {name}`") from None
     return trackers
-
-
-def guarded(name: str, track: Tracker) -> Tracker:
-    """At its first error warns and sends nothing more; the run goes on."""
-    failed = False
-
-    def guarded_track(step: int, values: dict[str, float]) -> None:
-        nonlocal failed
-        if not failed:
-            try:
-                track(step, values)
-            except Exception as error:
-                failed = True
-                warn(f"--{name}: nothing more is sent ({first_line(error)})")
-
-    return guarded_track
 
 
 def start_tensorboard(log_dir: Path, entries: list[dict[str, Any]], step: int) -> Tracker:

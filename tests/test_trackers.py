@@ -46,11 +46,11 @@ def test_trackers_get_every_stream_until_they_fail(text, tmp_path, monkeypatch, 
 
 
 def test_a_tracker_that_cannot_start_costs_nothing(text, tmp_path, monkeypatch):
-    """Not installed, or without an account: the earlier run keeps its folder."""
+    """Not installed, or without an account: the earlier run can still be resumed."""
     log = tmp_path / "log"
     args = ["--save-every 1 --max-steps 1 --data", text, "--log-dir", log]
     train(*args)
-    before = [path.read_bytes() for path in log.rglob("*") if path.is_file()]
+    before = {path.relative_to(log): path.read_bytes() for path in log.rglob("*.*")}
     no_account = SimpleNamespace(init=mock.Mock(side_effect=OSError("no account")))
     board = SimpleNamespace(SummaryWriter=mock.Mock(side_effect=AssertionError("after wandb")))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
@@ -58,8 +58,9 @@ def test_a_tracker_that_cannot_start_costs_nothing(text, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "wandb", module)
         with pytest.raises(UserError, match=message):
             train(*args, "--wandb --tensorboard")
-    after = [path.read_bytes() for path in log.rglob("*") if path.is_file()]
-    assert sorted(after) == sorted(before) and not (tmp_path / "log_1").exists()
+    earlier = tmp_path / "log_1"
+    assert before == {path.relative_to(earlier): path.read_bytes() for path in earlier.rglob("*.*")}
+    assert not (log / "run.json").exists() and not (tmp_path / "log_2").exists()
 
 
 def test_tensorboard_has_what_the_log_has(text, tmp_path, monkeypatch):
