@@ -5,7 +5,6 @@ named NAME_train_000001.npy, or .bin in llm.c's format. Its folder has the files
 (tokenizer.py), unless the tokens are GPT-2's."""
 
 import functools
-import json
 import os
 import re
 import shlex
@@ -25,6 +24,7 @@ NO_TEXT = {"README.md", "merges.txt"}  # files of a folder that are not part of 
 # The files of text that fineweb.py takes. (No .parquet.gz: .parquet is compressed inside.)
 SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
+HALF_WRITTEN = re.compile(rf"\.{SHARD_NAME.pattern}\.\d+\.partial")  # as atomic_path() names it
 
 
 @functools.lru_cache(maxsize=1)  # both splits are parts of it
@@ -88,25 +88,28 @@ def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
 def find_shards(data: Path, split: str) -> list[Path]:
     """The shards of a split in a folder and its subfolders, sorted by path.
 
-    Skips hidden subfolders, and whatever else is in a subfolder, such as the log of a run."""
-    found = {}  # by folder and name, so that no link makes a shard count twice
-    for path in [*sorted(data.glob("*")), *sorted(data.glob("[!.]*/*"))]:
-        match = SHARD_NAME.fullmatch(path.name)
-        ours = path.parent == data or SHARD_NAME.search(path.name)
-        if match and match[1] == split:
-            found.setdefault(path.parent.resolve() / path.name, path)
-        elif ours and path.name.endswith(".partial"):
-            raise UserError(f"{path}: half written; rerun fineweb.py to finish it")
-        elif ours and not match and path.suffix in (".npy", ".bin"):
-            raise UserError(f"{path}: not named like NAME_train_000001.npy; move it elsewhere")
-    for manifest in data.glob("[!.]*/manifest.json"):
-        if not any(SHARD_NAME.fullmatch(path.name) for path in manifest.parent.iterdir()):
-            raise UserError(f"{manifest.parent}: no shards yet; rerun fineweb.py or remove it")
-    return sorted(found.values())
+    UserError if fineweb.py has not finished one of them, or has only begun a subfolder."""
+    shards = []
+    unfinished = []
+    begun = []  # subfolders with a manifest.json, which fineweb.py writes before the first shard
+    with_shards = set()
+    for path in [*data.glob("*"), *data.glob("[!.]*/*")]:  # not in hidden subfolders
+        if match := SHARD_NAME.fullmatch(path.name):
+            with_shards.add(path.parent)
+            if match[1] == split:
+                shards.append(path)
+        elif HALF_WRITTEN.fullmatch(path.name):
+            unfinished.append(path)
+        elif path.name == "manifest.json" and path.parent != data:
+            begun.append(path.parent)
+    unfinished += [folder for folder in begun if folder not in with_shards]
+    if unfinished:
+        raise UserError(f"{unfinished[0]}: not finished; rerun fineweb.py, or remove it")
+    return sorted(shards)
 
 
 def holds_shards(folder: Path) -> bool:
-    """True if a folder holds training shards, or what the data loader will complain about."""
+    """True if a folder holds training shards, or shards that are not finished."""
     try:
         return bool(find_shards(folder, "train"))
     except UserError:
@@ -122,27 +125,10 @@ def open_tokenizer(data: str | Path) -> Tokenizer:
     if data.is_dir():
         shards = [path for split in ("train", "val") for path in find_shards(data, split)]
         folders = {path.parent for path in shards} or folders
-    found = {}
-    for folder in folders:
-        found[folder] = get_tokenizer(folder if holds_vocabulary(folder) else data)
-        if found[folder].checksum != vocabulary_of_shards(folder, found[folder]):
-            problem = "merges.txt and vocab.json are not those that its shards were made with"
-            raise UserError(f"{folder}: {problem}; restore them")
-    if len({*found.values()}) > 1:
+    found = {get_tokenizer(folder if holds_vocabulary(folder) else data) for folder in folders}
+    if len(found) > 1:
         raise UserError(f"{data}: its subfolders have different vocabularies; train on one of them")
-    return found[folder]
-
-
-def vocabulary_of_shards(folder: Path, otherwise: Tokenizer) -> str:
-    """The checksum of the vocabulary by manifest.json. Without a manifest, that of `otherwise`."""
-    path = folder / "manifest.json"
-    if not path.exists():
-        return otherwise.checksum
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        return manifest.get("vocabulary", get_tokenizer().checksum)  # without one, GPT-2's
-    except (ValueError, AttributeError):
-        raise UserError(f"{path}: damaged; restore it, or move it away") from None
+    return found.pop()
 
 
 def open_split(
