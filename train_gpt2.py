@@ -53,7 +53,6 @@ from support.errors_and_signals import (
     RunError,
     UserError,
     collect_stop_signals,
-    is_out_of_memory,
     run_and_exit,
     status_after_signal,
     stop_requested,
@@ -1032,13 +1031,8 @@ def main(args: list[str] | None = None) -> int:
         plan.print_plan(config, model)  # also tries a step with tensors that have no memory
         return 0
     ranks = Ranks.start(config.device, config.deterministic)  # joins torchrun's process group
-    try:
-        with RunFolder(config, ranks) as run:  # keeps other runs out of the folder
-            status = train(config, ranks, run)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            error.add_note("try a smaller --micro-batch-size, or --low-memory")
-        raise
+    with RunFolder(config, ranks) as run:  # keeps other runs out of the folder
+        status = train(config, ranks, run)
     ranks.leave()  # After an error run_and_exit() ends the process without this.
     return status
 

@@ -31,16 +31,15 @@ class LostRank(RunError):
     """An exchange failed, probably since another rank has ended."""
 
 
-# Errors of the operating system that a user can fix.
-OF_FILES = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
-OF_FILES += (PermissionError,)
-OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over quota, read-only
-# What torch's errors say on its several devices.
+FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError)
+FILE_ERRORS += (NotADirectoryError, IsADirectoryError)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over the quota, read-only
+# What torch says on its several devices when memory is short.
 NO_MEMORY = re.compile(
     "out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC"
     "|Storage size calculation overflowed"
 )
-EXCHANGE = re.compile("NCCL|gloo")  # They name themselves, at least by a path of their source.
+EXCHANGE = re.compile("NCCL|gloo")  # Both name themselves when an exchange fails.
 
 
 def first_line(error: BaseException) -> str:
@@ -48,29 +47,22 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """True for torch's errors that mean it."""
-    if type(error).__name__ == "OutOfMemoryError":
-        return True
-    said = NO_MEMORY.search(str(error)) and "NCCL" not in str(error)
-    return isinstance(error, RuntimeError) and bool(said)
-
-
 def explain(error: Exception) -> Exception:
     """A UserError or a RunError for what is no bug. Any other error is returned as it is."""
-    if isinstance(error, OF_FILES) or (isinstance(error, OSError) and error.errno in OF_DISKS):
+    of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
+    if isinstance(error, FILE_ERRORS) or of_disk:
         name = f"{error.filename}: " if error.filename else ""
-        remedy = "; free some space" if error.errno in OF_DISKS[:2] else ""
+        remedy = "; free some space" if of_disk and error.errno != errno.EROFS else ""
         return UserError(f"{name}{error.strerror}{remedy}")
-    if is_out_of_memory(error):
-        remedies = getattr(error, "__notes__", ["a smaller batch takes less"])
-        return UserError(f"out of memory ({first_line(error)}); {'; '.join(remedies)}")
-    if isinstance(error, RuntimeError) and EXCHANGE.search(str(error)):
+    text = str(error)
+    if isinstance(error, RuntimeError) and EXCHANGE.search(text):
         remedy = "probably since another rank has ended: see its error, or torchrun's report"
-        return LostRank(f"an exchange between ranks failed, {remedy}. {str(error).strip()}")
-    if "BackendCompilerFailed" in [
-        kind.__name__ for kind in type(error).__mro__
-    ]:  # torch.compile's
+        return LostRank(f"an exchange between ranks failed, {remedy}. {text.strip()}")
+    if isinstance(error, RuntimeError) and NO_MEMORY.search(text):
+        remedy = "a smaller batch takes less (--micro-batch-size, or --batch-size of hellaswag.py)"
+        remedy += ", and training with --low-memory"
+        return UserError(f"out of memory ({first_line(error)}); {remedy}")
+    if "BackendCompilerFailed" in [kind.__name__ for kind in type(error).__mro__]:
         if received_signals:  # Ctrl-C also ends the compiler that torch has started.
             problem = "stopped by a signal while torch was compiling"
             return RunError(f"{problem}: --resume continues from the newest checkpoint")
@@ -155,13 +147,6 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
     sys.exit(status)
 
 
-def print_error(line: str) -> None:
-    """Prints a line to stderr in one call, since the lines of several ranks may meet there."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
-
-
 def report_to_torchrun(error: Exception) -> None:
     """Makes torchrun name the rank that has failed first. A lost rank's error waits for it."""
     if isinstance(error, LostRank):
@@ -171,6 +156,13 @@ def report_to_torchrun(error: Exception) -> None:
 
     with contextlib.suppress(OSError):
         get_error_handler().record_exception(error)
+
+
+def print_error(line: str) -> None:
+    """Prints a line to stderr in one call, since the lines of several ranks may meet there."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def flush_stdout() -> None:

@@ -142,7 +142,7 @@ def test_exit_statuses(capsys):
 REMOTE = """NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error
 Last error:
 socketPollConnect: connect returned Connection refused"""
-OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA ran out\nof something")
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory.\nOf something")
 CAUSES = [  # the error (a text: RuntimeError), the exit status, and what its line names
     ("[gloo] Connection closed by peer [::1]:26247", 1, "rank"),
     (REMOTE, 1, "rank"),
