@@ -92,13 +92,6 @@ def absolute(path: str) -> str:
     return str(Path(path).absolute()) if path and Path(path).exists() else path
 
 
-def few(names: Iterable[str]) -> str:
-    """The first three names in the alphabet, and how many more there are."""
-    in_order = sorted(set(names))
-    more = f" and {len(in_order) - 3} more" if len(in_order) > 3 else ""
-    return ", ".join(in_order[:3]) + more
-
-
 def duration(seconds: float) -> str:
     """A time for people: 0 min 40 s, 19 h 8 min, or 3.5 days."""
     hours, rest = divmod(round(seconds), 3600)

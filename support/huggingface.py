@@ -14,7 +14,7 @@ from torch import Tensor
 
 from support import forks
 from support.checkpoints import list_checkpoints
-from support.command_line import few, shown, warn
+from support.command_line import shown, warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import atomic_path, write_text
 from support.tokenizer import END, Tokenizer, WordTokenizer, get_tokenizer
@@ -184,7 +184,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], bool]:
     if not torch.equal(head, tensors["transformer.wte.weight"]):
         others.append("tie_word_embeddings")
     if others:
-        raise UserError(f"{folder}: computes something else than GPT-2 ({few(others)})")
+        raise UserError(f"{folder}: computes something else than GPT-2 ({', '.join(others)})")
     return tensors, True
 
 
@@ -202,8 +202,10 @@ def load_tensors(model: "GPT", tensors: dict[str, Tensor], folder: Path) -> None
     """Loads the tensors of a folder into a model. UserError unless all of them fit."""
     ours, theirs = ({k: t.shape for k, t in s.items()} for s in (model.state_dict(), tensors))
     if ours != theirs:
-        different = few(name for name, _ in ours.items() ^ theirs.items())
-        raise UserError(f"{folder}: these tensors do not fit this model: {different}")
+        different = sorted({name for name, _ in ours.items() ^ theirs.items()})
+        more = ", …" if len(different) > 3 else ""
+        problem = f"these tensors do not fit this model: {', '.join(different[:3])}{more}"
+        raise UserError(f"{folder}: {problem}")
     model.load_state_dict(tensors)
 
 
