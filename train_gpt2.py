@@ -258,8 +258,8 @@ class GPT(nn.Module):
         """Loads the weights in a model's folder. Raises UserError if they do not fit."""
         # Raises UserError if a fork has trained them, and this class is of a different script.
         huggingface.check_origin(folder, self)
-        tensors, is_gpt2 = huggingface.read_tensors(folder)
-        if is_gpt2:  # A fork's tensors already have our names and layout.
+        tensors = huggingface.read_tensors(folder)
+        if "transformer.wte.weight" in tensors:  # A fork's tensors have our names and layout.
             tensors = {
                 name.removeprefix("transformer."): tensor.T if name.endswith(TRANSPOSED) else tensor
                 for name, tensor in tensors.items()

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from train_gpt2 import GPT, GPTConfig
 
 FORK_TYPE = "gpt2-repro-fork"
-# A field of GPTConfig has the same name in config.json, except this one.
-KEYS = {"block_size": "n_positions"}
-# What a config.json may say of a GPT-2's mathematics, and the only values that GPT computes.
+# Hugging Face's name for a field of GPTConfig. The other fields have the same name there.
+THEIR_NAMES = {"block_size": "n_positions"}
+# Settings of Hugging Face's GPT-2 that change what it computes. GPT has only these values.
 MATHEMATICS = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -45,50 +45,64 @@ def write_model(
     is_gpt2: bool,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Writes config.json, model.safetensors, the script of the model, and the tokenizer."""
+    """Writes config.json, model.safetensors, the script of the model, and the tokenizer.
+
+    `tensors` are those of the model, with the names and the layout that they have in the file."""
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
         "model_type": "gpt2" if is_gpt2 else FORK_TYPE,
         "architectures": ["GPT2LMHeadModel" if is_gpt2 else "GPT"],
         "dtype": "float32",
     }
-    if is_gpt2:  # some programs do not know transformers' defaults, and read these
-        config |= MATHEMATICS | {"n_ctx": model.config.block_size}
-        config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    config |= {KEYS.get(name, name): value for name, value in asdict(model.config).items()}
-    config |= forks.script_entry(type(model))
-    if tokenizer:
-        config |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_token)
-        write_tokenizer(tokenizer, folder, model.config.block_size)
+    for name, value in asdict(model.config).items():
+        config[THEIR_NAMES.get(name, name)] = value
+    if is_gpt2:  # These are transformers' defaults, except dropout, but other programs read them.
+        config |= MATHEMATICS
+        config |= {"n_ctx": model.config.block_size}
+        config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    config |= forks.script_entry(type(model))  # the name and the checksum of the script
     script, source = forks.script_of(type(model))
     if script is not None:
         (folder / script.name).write_bytes(source)
+    if tokenizer is not None:
+        config |= {"bos_token_id": tokenizer.eot_token, "eos_token_id": tokenizer.eot_token}
+        write_tokenizer(tokenizer, folder, model.config.block_size)
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    # Clones, since safetensors refuses tensors that share memory.
-    tensors = {
-        name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()
+    # safetensors refuses tensors that share memory, so each is copied.
+    copies = {
+        name: tensor.cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
     }
     with atomic_path(folder / "model.safetensors") as partial:
-        safetensors.torch.save_file(tensors, partial, metadata={"format": "pt"})
-        # safetensors creates it with mode 0600
+        safetensors.torch.save_file(copies, partial, metadata={"format": "pt"})
+        # safetensors makes a file that only its owner can read.
         partial.chmod((folder / "config.json").stat().st_mode)
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
-    """Writes a tokenizer as transformers reads it. Importing transformers would take seconds."""
-    config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size}
-    if tokenizer.eot_token is not None:
-        config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END)
-    if isinstance(tokenizer, WordTokenizer):
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        words = {"type": "WordLevel", "vocab": tokenizer.numbers, "unk_token": "<unk>"}
-        parts = ("truncation", "padding", "normalizer", "post_processor", "decoder")
-        text = {"version": "1.0", "added_tokens": [], **dict.fromkeys(parts)}
-        text |= {"pre_tokenizer": {"type": "WhitespaceSplit"}, "model": words}
-        write_text(folder / "tokenizer.json", json.dumps(text))
-    write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-    for name, text in tokenizer.files.items():
+    """Writes the files of a tokenizer as transformers reads them.
+
+    transformers could write them as well, but takes seconds to import."""
+    for name, text in tokenizer.files.items():  # vocab.json, and merges.txt unless it has words
         write_text(folder / name, text)
+    config: dict[str, Any] = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size}
+    if tokenizer.eot_token is not None:
+        config |= {"bos_token": END, "eos_token": END, "unk_token": END}
+    if isinstance(tokenizer, WordTokenizer):  # transformers needs a third file for it
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        words = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": None,
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "post_processor": None,
+            "decoder": None,
+            "model": {"type": "WordLevel", "vocab": tokenizer.numbers, "unk_token": "<unk>"},
+        }
+        write_text(folder / "tokenizer.json", json.dumps(words))
+    write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -96,8 +110,10 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None
 
 
 def find_model(name: str | Path) -> Path:
-    """The folder of a model. `name` is that folder, the log folder of a run, of which it is the
-    newest checkpoint, or a model of the Hub, which is downloaded once."""
+    """The folder of a model.
+
+    `name` is this folder itself, or the log folder of a run, whose newest checkpoint is taken, or a
+    model of the Hub, which is downloaded once."""
     folder = Path(name)
     if not folder.exists():
         folder = download(str(name))
@@ -110,10 +126,11 @@ def find_model(name: str | Path) -> Path:
 
 
 def download(name: str) -> Path:
+    """Downloads a model of the Hub, as safetensors if it has any, and returns its folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # it would log every retry; its failure is one line below
+    logging.set_verbosity_error()  # It would log every retry.
     try:
         patterns = ["*.json", "*.txt", "*.model", "*.safetensors"]
         folder = Path(snapshot_download(name, allow_patterns=patterns))
@@ -126,7 +143,7 @@ def download(name: str) -> Path:
 
 
 def read_json(folder: Path) -> dict[str, Any]:
-    """config.json of a model's folder. UserError if it is missing or damaged."""
+    """config.json of the model in a folder, which may be of any kind."""
     try:
         return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -141,7 +158,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def read_gpt2_json(folder: Path) -> dict[str, Any]:
-    """config.json of a GPT-2, or of a fork's model. UserError if the model is another one."""
+    """config.json of a GPT-2, or of the model of a fork. UserError if it is another model."""
     raw = read_json(folder)
     if raw.get("model_type") not in ("gpt2", FORK_TYPE):
         raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}")
@@ -149,10 +166,10 @@ def read_gpt2_json(folder: Path) -> dict[str, Any]:
 
 
 def read_gpt_config(folder: Path, config_class: "type[GPTConfig]") -> "GPTConfig":
-    """The GPTConfig of the model in a folder, with what a fork has added to the class."""
+    """The GPTConfig of the model in a folder. A fork's class may have more fields."""
     raw = read_gpt2_json(folder)
-    keys = {field.name: KEYS.get(field.name, field.name) for field in fields(config_class)}
-    return config_class(**{name: raw[key] for name, key in keys.items() if key in raw})
+    names = {field.name: THEIR_NAMES.get(field.name, field.name) for field in fields(config_class)}
+    return config_class(**{ours: raw[theirs] for ours, theirs in names.items() if theirs in raw})
 
 
 def check_origin(folder: Path, model: "GPT") -> None:
@@ -160,7 +177,7 @@ def check_origin(folder: Path, model: "GPT") -> None:
 
     If the folder has a GPT-2 and `model` is none, this warns."""
     raw = read_gpt2_json(folder)
-    why_not = forks.why_no_gpt2(model)
+    why_not = forks.why_no_gpt2(model)  # "" if it is a GPT-2
     if raw["model_type"] == FORK_TYPE and not why_not:
         copy = f"{shown(folder)}/{raw.get('script')}"
         problem = f"no GPT-2, so only the script that trained it can use it, as in {copy}"
@@ -172,35 +189,35 @@ def check_origin(folder: Path, model: "GPT") -> None:
         warn(f"{folder} is a GPT-2, but {name} is not ({why_not}), so its losses change")
 
 
-def read_tensors(folder: Path) -> tuple[dict[str, Tensor], bool]:
-    """(tensors by name, whether they are a GPT-2's, with Hugging Face's names and layout)"""
-    is_gpt2 = read_gpt2_json(folder)["model_type"] == "gpt2"
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the model in a folder, by name.
+
+    Those of a GPT-2 have Hugging Face's names and layout, with "transformer." before each name, and
+    lack the head. Those of a fork's model have the names and the layout of its class GPT."""
+    path = folder / "model.safetensors"
     if is_ours(folder):
-        return read_safetensors(folder), is_gpt2
+        if not path.exists():
+            raise UserError(f"{folder}: no weights here (model.safetensors is missing)")
+        try:
+            return safetensors.torch.load_file(path)
+        except safetensors.SafetensorError as error:
+            raise UserError(f"{path}: damaged ({first_line(error)})") from None
+    # Other programs write GPT-2s in several ways, and transformers reads them all.
     theirs = load_by_transformers(folder)
-    others = [key for key, v in MATHEMATICS.items() if getattr(theirs.config, key, v) != v]
+    others = [key for key, value in MATHEMATICS.items() if getattr(theirs.config, key) != value]
     tensors = theirs.state_dict()
     head = tensors.pop("lm_head.weight")
     if not torch.equal(head, tensors["transformer.wte.weight"]):
         others.append("tie_word_embeddings")
     if others:
         raise UserError(f"{folder}: computes something else than GPT-2 ({', '.join(others)})")
-    return tensors, True
-
-
-def read_safetensors(folder: Path) -> dict[str, Tensor]:
-    path = folder / "model.safetensors"
-    if not path.exists():
-        raise UserError(f"{folder}: no weights here (model.safetensors is missing)")
-    try:
-        return safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise UserError(f"{path}: damaged ({first_line(error)})") from None
+    return tensors
 
 
 def load_tensors(model: "GPT", tensors: dict[str, Tensor], folder: Path) -> None:
-    """Loads the tensors of a folder into a model. UserError unless all of them fit."""
-    ours, theirs = ({k: t.shape for k, t in s.items()} for s in (model.state_dict(), tensors))
+    """Loads tensors into a model. UserError, which names their folder, unless all of them fit."""
+    ours = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    theirs = {name: tensor.shape for name, tensor in tensors.items()}
     if ours != theirs:
         different = sorted({name for name, _ in ours.items() ^ theirs.items()})
         more = ", …" if len(different) > 3 else ""
@@ -220,7 +237,8 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
 
 def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, data: str) -> None:
-    """UserError unless the model in a folder was trained with the tokenizer of the data."""
+    """UserError unless the model in a folder was trained with `tokenizer`, which is that of the
+    data."""
     theirs = tokenizer_of(folder)
     if theirs != tokenizer:
         problem = f"its {theirs.n_vocab} tokens are not the {tokenizer.n_vocab} of {shown(data)}"
