@@ -495,12 +495,6 @@ def test_no_error_of_the_output_ends_a_run(number, start, at_step, log, monkeypa
     assert steps_of(log) == [3] and len(losses(log)) == 3
 
 
-def test_a_bug_while_saving_is_no_full_disk(start, at_step, monkeypatch):
-    at_step(1, lambda: monkeypatch.setattr(torch, "save", raise_error(RuntimeError("a bug"))))
-    with pytest.raises(RuntimeError, match="a bug"):
-        start("--max-steps 3 --save-every 1")
-
-
 def test_secondary_work_does_not_end_a_run(start, at_step, log, monkeypatch, capsys):
     """Curves, the flush of the log, the removal of old checkpoints, files that a user removed."""
     fsync = os.fsync

@@ -82,14 +82,15 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(text, tmp_path):
 
 
 def test_losses_in_16_bits_are_those_of_float32_to_rounding(text, tmp_path):
-    """Products are rounded to 8 or 11 bits. Gradients are unscaled before they are clipped."""
+    """Products are rounded to 8 or 11 bits. The gradients of both optimizers are unscaled."""
+    args = ["--max-steps 4 --eval-every 4 --optimizer muon --data", text, "--dtype"]
     for dtype in ("float32", "bfloat16", "float16"):
-        train("--max-steps 4 --data", text, "--dtype", dtype, "--log-dir", tmp_path / dtype)
-    expected, norms = (losses(tmp_path / "float32", stream) for stream in ("train", "norm"))
+        train(*args, dtype, "--log-dir", tmp_path / dtype)
     for dtype in ("bfloat16", "float16"):
-        assert losses(tmp_path / dtype) == pytest.approx(expected, abs=3e-2)
-        assert losses(tmp_path / dtype) != expected
-        assert losses(tmp_path / dtype, "norm") == pytest.approx(norms, rel=0.05)
+        for stream, tolerance in (("train", 3e-2), ("val", 3e-2), ("norm", 0.1)):
+            found, exact = (losses(tmp_path / name, stream) for name in (dtype, "float32"))
+            assert found == pytest.approx(exact, abs=tolerance), (dtype, stream)
+            assert found != exact, f"{stream} was not computed in {dtype}"
 
 
 def test_losses_and_a_clipped_update_equal_a_plain_loop(text, tmp_path):
@@ -160,16 +161,6 @@ def test_compiled_runs_equal_eager_ones_and_evaluate(text, tmp_path, capsys, mon
     assert out.count(" s left\n") == 3 * 2, "the first step, which compiles, does not say it"
 
 
-def test_a_machine_without_a_compiler_is_told_the_way_out(text, tmp_path, monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    args = ["--max-steps 2 --data", text, "--log-dir", tmp_path / "log"]
-    refused = pytest.raises(UserError, match=r"--compile on.*/no/such/compiler.*--compile off")
-    with torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}), refused:
-        train(*args, "--compile on")
-    assert not (tmp_path / "log/run.json").exists()
-
-
 def test_a_run_ends_with_its_results(tmp_path, monkeypatch, capsys):
     """Two samples, the loss per character, curves, and a command that samples from the model."""
     monkeypatch.chdir(tmp_path)
@@ -220,13 +211,6 @@ def test_a_diverged_model_is_evaluated_and_ends_with_the_message_of_its_update(t
         [str(step), stream] for step in (0, 1) for stream in ("val", "hella")
     ]
     assert not math.isfinite(losses(tmp_path, "val")[1])
-
-
-def test_a_diverged_model_writes_no_samples(text, tmp_path, capsys):
-    args = ["--max-steps 4 --sample-every 1 --max-lr 9e18 --warmup-steps 0 --data", text]
-    with pytest.raises(RunError, match="diverged"):
-        train(*args, "--log-dir", tmp_path)
-    assert "ROMEO:" not in capsys.readouterr().out
 
 
 def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monkeypatch):
