@@ -65,21 +65,6 @@ def test_a_script_resumes_what_has_its_name_or_its_content(text, tmp_path, monke
     train(*args, tmp_path / "other", "--max-steps 1 --init", log)
 
 
-def test_a_script_with_other_optimizers_does_not_resume(text, tmp_path, monkeypatch):
-    args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log", "--max-steps"]
-    train(*args, 1)
-    other = train_gpt2.configure_optimizers
-
-    def reversed_groups(*args):
-        (adamw,) = other(*args)
-        adamw.param_groups.reverse()
-        return [adamw]
-
-    monkeypatch.setattr(train_gpt2, "configure_optimizers", reversed_groups)
-    with pytest.raises(UserError, match="optimizers"):
-        train(*args, 2, "--resume")
-
-
 @pytest.mark.parametrize("name", ["missing.py", "log.txt"])
 def test_a_file_that_is_no_script_is_one_line(name, tmp_path):
     (tmp_path / "log.txt").touch()
