@@ -1,6 +1,7 @@
 """A run belongs to the script that began it, and --code names the script of a model."""
 
 import sys
+from unittest import mock
 
 import pytest
 
@@ -9,6 +10,12 @@ import train_gpt2
 from support.errors_and_signals import UserError
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, import_file, losses, starts, tiny, train
+
+
+@pytest.fixture(autouse=True)
+def undrawn():
+    with mock.patch("support.plots.save_curves"):
+        yield
 
 
 @pytest.fixture
