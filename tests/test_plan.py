@@ -33,7 +33,7 @@ def plan(capsys):
 @posix
 def test_the_estimate_is_near_the_peak_of_a_process(text, tmp_path):
     """In a shape whose activations count. With --low-memory both are smaller."""
-    shape = "--n-layer 24 --n-embd 128 --seq-len 128 --total-batch-size 512 --micro-batch-size 4"
+    shape = "--n-layer 12 --n-embd 128 --seq-len 128 --total-batch-size 512 --micro-batch-size 4"
     found = []
     for flag in ("--no-low-memory", "--low-memory"):
         args = [shape, flag, "--max-steps 1 --data", text, "--log-dir", tmp_path / flag]

@@ -95,6 +95,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     import fineweb
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("support.plots.save_curves", lambda folder: None)  # it takes a second
     content = text.read_text(encoding="utf-8")
     for name in ("my.txt", "a.txt", "input.txt"):
         Path(name).write_text(content, encoding="utf-8")

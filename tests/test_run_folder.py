@@ -180,6 +180,7 @@ def test_another_run_is_not_resumed_and_nothing_changes(start, log, tmp_path):
 
 def test_a_run_goes_on_with_its_own_settings(start, log, monkeypatch, capsys):
     """--resume needs no other flag, also if there are shards by now. Flags replace settings."""
+    monkeypatch.setattr("support.plots.save_curves", lambda folder: None)
     start("--max-steps 4 --save-every 2 --seed 5 --min-lr 1e-4 --micro-batch-size 0")
     shutil.copytree(log, log.with_name("resumed"))
     for lost in ([], ["step_000002"]):  # from a checkpoint, and from the beginning
