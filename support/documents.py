@@ -1,287 +1,267 @@
-"""Reads documents for fineweb.py, from files (--input) or from a dataset of the Hub (--dataset).
+"""Reads the documents of fineweb.py, from files of this machine or from a dataset of the Hub.
 
-Documents come in batches, each with the position where it begins, from which a later run can go on.
-"""
+A document is a row of a table, or a whole .txt or .md file. Files of the Hub are read like those of
+this machine. Their paths begin with hf://, and they are all Parquet."""
 
 import csv
 import glob
 import io
 import json
 import os
-import shlex
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from support.errors_and_signals import UserError
 from support.shards import NO_TEXT, SUFFIX, not_utf8
-from support.tokenizer import LEARN_CHARS
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 BATCH_ROWS = 256  # documents in a batch
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-HUB_REMEDY = "check the names and the network; if it is private or gated, run `hf auth login`"
 TOKENS_PER_BYTE = {".parquet": 0.35, ".gz": 0.8, ".zst": 0.8}  # roughly; other files have 0.25
+LEARN_CHARS = 20_000_000  # a vocabulary is learned from at most so many characters
 
-# (the number of a stream, a position in it, the documents from there on). A row may have no text.
-Batches = Iterator[tuple[int, Any, list[str | None]]]
+# --------------------------------------------------------------------------------------------------
+# Errors
+
+HUB_REMEDY = "check the names and the network; if it is private or gated, run `hf auth login`"
 
 
 def as_one_line(where: str, error: Exception, remedy: str) -> UserError:
-    """A library's exception for the user."""
+    """An exception of a library for the user."""
     cause = " ".join(f"{type(error).__name__}: {error}".split())
     return UserError(f"{where}: {cause:.400}; {remedy}")
 
 
 @contextmanager
-def any_error_as_user_error(where: str, remedy: str) -> Iterator[None]:
-    """Turns exceptions of a library into one line. They have no base class in common."""
+def hub_errors(where: str) -> Iterator[None]:
+    """Turns any error into one line. Those of the Hub and the network have no common base class."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        raise as_one_line(where, error, remedy) from None
-
-
-class Source:
-    """Documents to tokenize, in streams. Files and Dataset are the two kinds of sources.
-
-    A stream is a file, or a split of a dataset. A position in it is a number of rows of a file, or
-    what `datasets` calls the state of a split, or None for the beginning."""
-
-    name: str  # as manifest.json has it: files, or the name of a dataset on the Hub
-    identity: dict[str, Any]  # for manifest.json: what tells this text from another
-    sizes: list[tuple[str, int]]  # (name, bytes) of its files
-    has_validation_split: bool  # if so, it is stream 0
-    stream_count: int
-
-    def open(self) -> None:
-        """Prepares reading. Worker processes must have been started before."""
-
-    def read_stream(self, stream: int, position: Any) -> Iterator[tuple[Any, list[str | None]]]:
-        """Yields each batch of documents from a position on, as (the position after it, batch)."""
-        raise NotImplementedError
-
-    def read_from(self, stream: int, position: Any) -> Batches:
-        """Reads the documents from a position in a stream on, and those of all later streams."""
-        for number in range(stream, self.stream_count):
-            yield from self.read_one_stream(number, position if number == stream else None)
-
-    def read_one_stream(self, stream: int, position: Any = None) -> Batches:
-        """Reads the documents of one stream, from a position on."""
-        for after, documents in self.read_stream(stream, position):
-            yield stream, position, documents
-            position = after
-
-    def texts_to_learn_from(self) -> Iterator[str]:
-        """Yields text from all over the training text, from which a vocabulary is learned."""
-        raise NotImplementedError
-
-    def estimate_tokens(self) -> float:
-        """Roughly how many tokens it has, by the sizes of its files."""
-        return sum(TOKENS_PER_BYTE.get(Path(n).suffix.lower(), 0.25) * b for n, b in self.sizes)
+        raise as_one_line(where, error, HUB_REMEDY) from None
 
 
 # --------------------------------------------------------------------------------------------------
-# Files
+# Finding files
 
 
-class Files(Source):
-    """The files that --input names, but not `skip`. `column` is the column or key of the text."""
-
-    name = "files"
-    has_validation_split = False
-
-    def __init__(self, patterns: tuple[str, ...], column: str, skip: Path):
-        self.paths = [p for p in find_files(patterns) if p.resolve() != skip.resolve()]
-        self.column = column
-        self.sizes = [(path.name, path.stat().st_size) for path in self.paths]
-        self.identity = {"files": [[name, size] for name, size in self.sizes]}
-        self.stream_count = len(self.paths)
-
-    def read_stream(self, stream: int, position: int | None) -> Iterator[tuple[int, list]]:
-        row = position or 0
-        texts = read_texts(self.paths[stream], self.column)
-        for _ in islice(texts, row):  # skips the rows before
-            pass
-        while batch := list(islice(texts, BATCH_ROWS)):
-            row += len(batch)
-            yield row, batch
-
-    def texts_to_learn_from(self) -> Iterator[str]:
-        for _, _, batch in self.read_from(0, None):
-            yield from filter(None, batch)
-
-
-def find_files(patterns: tuple[str, ...]) -> list[Path]:
-    """The files that --input names, in this order; those of a folder or a pattern by name."""
-    paths: list[Path] = []
+def find_files(patterns: tuple[str, ...]) -> list[str]:
+    """The files that --input names, in its order. Those of a folder or a pattern are sorted."""
+    paths: list[str] = []
     for pattern in patterns:
-        if os.path.isfile(pattern):  # also if its name contains [
-            found = [Path(pattern)]
-        elif os.path.isdir(pattern):
-            found = [path for path in files_in(pattern) if path.name not in NO_TEXT]
-            found = [path for path in found if SUFFIX.search(path.name)]
+        if os.path.isdir(pattern):
+            # glob() skips hidden files and folders.
+            inside = sorted(glob.glob(f"{glob.escape(pattern)}/**", recursive=True))
+            found = [path for path in inside if os.path.isfile(path) and SUFFIX.search(path)]
+            found = [path for path in found if os.path.basename(path) not in NO_TEXT]
+        elif os.path.isfile(pattern):  # It may have a [ in its name.
+            found = [pattern]
         else:
-            found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-        if not found or not all(path.is_file() and SUFFIX.search(path.name) for path in found):
+            found = sorted(glob.glob(pattern, recursive=True))
+        if not found or not all(SUFFIX.search(path) for path in found):
             kinds = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
             raise UserError(f"--input {pattern}: no such file, or not one of {kinds}")
         paths += found
+    # A vocabulary is no text. It is here if the shards are in the folder of the texts.
+    paths = [path for path in paths if os.path.basename(path) != "merges.txt"]
+    if not paths:
+        raise UserError("--input: names no files of text")
     return paths
 
 
-def files_in(folder: str) -> list[Path]:
-    """The files of a folder and its subfolders, sorted, without hidden ones, each once."""
-    paths = map(Path, glob.glob(f"{glob.escape(folder)}/**", recursive=True))
-    found: dict[Path, Path] = {}  # what a path leads to, which several links may: the first path
-    for path in sorted(path for path in paths if path.is_file()):
-        found.setdefault(path.resolve(), path)
-    return [*found.values()]
+def find_hub_files(
+    dataset: str, config: str, split: str, commit: str
+) -> tuple[list[str], list[str]]:
+    """The files of a dataset of the Hub, as (those for validation, those for training).
+
+    With an empty `split` the training split is `train`, or the only one that there is. Next to
+    `train`, a validation split is for validation."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # Its exceptions say the same.
+    with hub_errors(dataset):
+        builder = datasets.load_dataset_builder(dataset, config or None, revision=commit)
+    files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}
+    split = split or (next(iter(files)) if len(files) == 1 else "train")
+    if split not in files:
+        raise UserError(f"{dataset}: no split {split!r}; --split takes one of {', '.join(files)}")
+    if builder.name != "parquet":
+        download = f"hf download {dataset} --repo-type dataset --local-dir FOLDER"
+        problem = f"not Parquet; download its files with `{download}`, then use `--input FOLDER`"
+        raise UserError(f"{dataset}: {problem}")
+    validation = [name for name in ("validation", "valid", "val", "dev") if name in files]
+    if split == "train" and validation:
+        return files[validation[0]], files[split]
+    return [], files[split]
 
 
-def read_texts(path: Path, column: str) -> Iterator[str | None]:
-    """Yields the text of each row, or None. Errors name the file and the row, counted from 1."""
-    row = 1
-    try:
-        for text in read_rows(path, column):
-            if text is not None:
-                if not isinstance(text, str):
-                    raise TypeError(f"not a text: {text!r:.50}")
-                text.encode()  # raises for half a surrogate pair, which JSON may contain
-            yield text
-            row += 1
-    except Exception as error:
-        plain = path.suffix.lower() not in {".parquet", *COMPRESSION}
-        if plain and isinstance(error, UnicodeDecodeError):
-            raise not_utf8(path) from None
-        remedy = "correct it, or name another column (or key) of strings with --text-column"
-        raise as_one_line(f"{path}: row {row}", error, remedy) from None
+def is_on_hub(path: str) -> bool:
+    return path.startswith("hf://")
 
 
-def read_rows(path: Path, column: str) -> Iterator[Any]:
-    """Yields the value in each row's column; of a .txt or .md file, its text."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def file_size(path: str) -> int:
+    """In bytes."""
+    if not is_on_hub(path):
+        return os.path.getsize(path)
+    from huggingface_hub import HfFileSystem
 
-    kind = SUFFIX.search(path.name)[1].lower()
-    if kind == "parquet":
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
-                yield from batch.column(column).to_pylist()
-        return
-    newline = "" if kind == "csv" else None  # None: line ends become \n
-    with (
-        # pyarrow reports a truncated file, which other decompressors take for a whole one.
-        pa.input_stream(path, COMPRESSION.get(path.suffix.lower())) as stream,
-        io.TextIOWrapper(stream, "utf-8-sig", newline=newline) as file,  # drops a byte order mark
-    ):
-        if kind == "jsonl":
-            for line in file:
-                yield json.loads(line)[column] if line.strip() else None
-        elif kind == "csv":
-            csv.field_size_limit(2**31 - 1)  # the largest that Windows takes
-            rows = csv.reader(file, strict=True)
-            header = next(rows, None)
-            if header is None:  # an empty file
-                return
-            index = header.index(column)
-            for row in rows:
-                if len(row) > len(header):
-                    raise ValueError(f"line {rows.line_num} has more values than the header")
-                if row == [] or (len(row) == 1 and not row[0].strip()):
-                    yield None  # a blank line
-                elif len(row) <= index:
-                    yield None  # a row too short to have a text
-                else:
-                    yield row[index]
-        else:
-            yield file.read()
+    with hub_errors(path):
+        return HfFileSystem().size(path)
+
+
+def estimate_tokens(paths: list[str]) -> float:
+    """Roughly how many tokens these files have, by their sizes."""
+    return sum(file_size(path) * TOKENS_PER_BYTE.get(Path(path).suffix, 0.25) for path in paths)
 
 
 # --------------------------------------------------------------------------------------------------
-# Datasets of the Hub, by the library `datasets`
+# Reading files
 
 
-class Dataset(Source):
-    """A dataset of the Hub at a commit, if its files are Parquet."""
+def read_batches(
+    paths: list[str], column: str, file: int = 0, row: int = 0
+) -> Iterator[tuple[int, int, list[str | None]]]:
+    """Reads files, beginning with this row of this file. Both are counted from 0.
 
-    def __init__(self, name: str, config: str, split: str, column: str, commit: str, where: str):
-        """`where` begins the line of an error, and names the flag that was typed."""
-        self.name = name
-        self.config = config
-        self.split = split
-        self.column = column
-        self.identity = {"commit": commit}
-        self.where = where
+    Yields each batch of documents as (its file, its first row, the documents)."""
+    for number in range(file, len(paths)):
+        texts = read_texts(paths[number], column, row)
+        while batch := list(islice(texts, BATCH_ROWS)):
+            yield number, row, batch
+            row += len(batch)
+        row = 0
 
-    def open(self) -> None:
-        import datasets
-        import fsspec
-        from pyarrow.dataset import ParquetFragmentScanOptions
 
-        datasets.config.TORCH_AVAILABLE = False  # otherwise streaming imports torch, and is slower
-        datasets.disable_progress_bars()
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its exceptions say the same
-        with any_error_as_user_error(self.where, HUB_REMEDY):
-            commit = self.identity["commit"]
-            builder = datasets.load_dataset_builder(self.name, self.config or None, revision=commit)
-            files = {str(key): paths for key, paths in builder.config.data_files.items()}
-            split = self.split or (next(iter(files)) if len(files) == 1 else "train")
-            if split not in files:
-                problem = f"no split {split!r}; --split takes one of {', '.join(files)}"
-                raise UserError(f"{self.where}: {problem}")
-            # From other formats `datasets` would make other texts, for example 7 of 007.
-            if builder.name != "parquet":
-                # from hf://datasets/NAME@COMMIT/PATH
-                names = [path.split(f"@{commit}/")[-1] for path in files[split]]
-                raise UserError(f"{self.where}: not Parquet; {how_to_download(self.name, names)}")
-            # With pre_buffer, a whole file would be kept in memory.
-            builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
-            validation = [key for key in ("validation", "valid", "val", "dev") if key in files]
-            splits = [*validation[:1], split] if split == "train" else [split]
-            print(f"splits: {', '.join(splits)}")
-            streams = [builder.as_streaming_dataset(key) for key in splits]
-            self.streams = [stream.with_format("arrow") for stream in streams]
-            found = [fsspec.core.url_to_fs(path) for key in splits for path in files[key]]
-            self.sizes = [(path, filesystem.size(path) or 0) for filesystem, path in found]
-            self.training_files = found[-len(files[split]) :]
-        self.stream_count = len(splits)
-        self.has_validation_split = self.stream_count == 2
+def read_texts(path: str, column: str, row: int = 0) -> Iterator[str | None]:
+    """Yields the text of each row of a file, beginning with this row. A row may have no text.
 
-    def read_stream(self, stream: int, position: Any) -> Iterator[tuple[Any, list]]:
-        rows = self.streams[stream]
-        with any_error_as_user_error(self.where, HUB_REMEDY):
-            if position is not None:
-                rows.load_state_dict(position)
-            for table in rows.iter(BATCH_ROWS):
-                types = {field.name: str(field.type) for field in table.schema}
-                if types.get(self.column) not in ("string", "large_string", "string_view"):
-                    problem = f"no column of strings {self.column!r} (--text-column)"
-                    raise UserError(f"{self.where}: {problem} in {types}")
-                yield rows.state_dict(), table[self.column].to_pylist()
+    `column` is the column, or key, of the text. Errors name the row, counted from 1."""
+    try:
+        for text in read_values(path, column, row):
+            if isinstance(text, str):
+                text.encode()  # This fails for half a surrogate pair, which JSON may contain.
+            elif text is not None:
+                problem = f"{text!r:.50} is no text; --text-column names another column"
+                raise UserError(f"{path}: row {row + 1}: {problem}")
+            yield text
+            row += 1
+    except UserError:
+        raise
+    except Exception as error:  # Those of pyarrow, csv and json have no common base class.
+        packed = path.lower().endswith((".parquet", *COMPRESSION))
+        if isinstance(error, UnicodeDecodeError) and not packed:
+            raise not_utf8(Path(path)) from None
+        remedy = HUB_REMEDY if is_on_hub(path) else "correct it, or give another --text-column"
+        raise as_one_line(f"{path}: row {row + 1}", error, remedy) from None
 
-    def texts_to_learn_from(self) -> Iterator[str]:
-        """From at most 128 row groups in at most 32 files, since a dataset may be large."""
-        import pyarrow.parquet as pq
 
-        with any_error_as_user_error(self.where, HUB_REMEDY), ExitStack() as stack:
-            groups = []
-            for filesystem, path in spread_out(self.training_files, 32):
-                file = stack.enter_context(pq.ParquetFile(filesystem.open(path)))
-                groups += [(file, number) for number in range(file.num_row_groups)]
-            groups = spread_out(groups, 128)
-            for file, number in groups:
-                characters = 0
-                rows = file.iter_batches(BATCH_ROWS, row_groups=[number], columns=[self.column])
-                for batch in rows:
-                    for text in filter(None, batch.column(self.column).to_pylist()):
-                        yield text
-                        characters += len(text)
-                    if characters > LEARN_CHARS / len(groups):
-                        break
+def read_values(path: str, column: str, row: int) -> Iterator[Any]:
+    """Yields the value of each row of a file in a column, beginning with this row."""
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    kind = "parquet" if is_on_hub(path) else SUFFIX.search(path)[1].lower()
+    with open_file(path) as file:
+        if kind == "parquet":
+            table = ParquetFile(file)
+            check_column(path, column, table.schema_arrow.names)
+            for number, rows in enumerate(row_groups(table)):
+                if row < rows.stop:  # Earlier row groups aren't read, nor downloaded.
+                    values = read_row_group(table, number, column)
+                    yield from islice(values, max(row - rows.start, 0), None)
+        else:
+            # pyarrow finds out that a file is truncated. Others take it for a whole one.
+            unpacked = pa.input_stream(file, COMPRESSION.get(Path(path).suffix.lower()))
+            # Line ends become \n, but not within a value of a .csv. Byte order marks are dropped.
+            newline = "" if kind == "csv" else None
+            with io.TextIOWrapper(unpacked, "utf-8-sig", newline=newline) as text:
+                if kind == "jsonl":
+                    values = read_json_lines(text, column)
+                elif kind == "csv":
+                    values = read_csv(path, text, column)
+                else:  # A .txt or .md file is one row.
+                    values = iter([text.read()])
+                yield from islice(values, row, None)
+
+
+def open_file(path: str) -> BinaryIO:
+    if not is_on_hub(path):
+        return open(path, "rb")
+    from datasets.utils.file_utils import xopen
+
+    return xopen(path, "rb")  # It repeats requests that fail.
+
+
+def check_column(path: str, column: str, columns: Iterable[str]) -> None:
+    if column not in columns:
+        problem = f"no column {column!r}; --text-column takes one of {', '.join(columns)}"
+        raise UserError(f"{path}: {problem}")
+
+
+def row_groups(table: "ParquetFile") -> list[range]:
+    """The rows of each row group of a Parquet file."""
+    groups = []
+    start = 0
+    for number in range(table.num_row_groups):
+        end = start + table.metadata.row_group(number).num_rows
+        groups.append(range(start, end))
+        start = end
+    return groups
+
+
+def read_row_group(table: "ParquetFile", number: int, column: str) -> Iterator[Any]:
+    for batch in table.iter_batches(BATCH_ROWS, row_groups=[number], columns=[column]):
+        yield from batch.column(column).to_pylist()
+
+
+def read_json_lines(text: io.TextIOBase, column: str) -> Iterator[Any]:
+    for line in text:
+        yield json.loads(line)[column] if line.strip() else None
+
+
+def read_csv(path: str, text: io.TextIOBase, column: str) -> Iterator[str | None]:
+    csv.field_size_limit(2**31 - 1)  # By default a value has at most 131,072 characters.
+    table = csv.DictReader(text, strict=True)
+    check_column(path, column, table.fieldnames or [])
+    for row in table:
+        if None in row:  # This happens if a text with a comma isn't in quotes.
+            raise ValueError("there are more values than columns")
+        yield row[column]
+
+
+# --------------------------------------------------------------------------------------------------
+# Text from which a vocabulary is learned
+
+
+def texts_to_learn_from(paths: list[str], column: str) -> Iterator[str]:
+    """Yields texts from all over these files.
+
+    Of a dataset of the Hub, which may be large, these are the beginnings of at most 128 row groups
+    in at most 32 files."""
+    from pyarrow.parquet import ParquetFile
+
+    if not any(map(is_on_hub, paths)):
+        for path in paths:
+            yield from filter(None, read_texts(path, column))
+        return
+    groups = []
+    for path in spread_out(paths, 32):
+        with hub_errors(path), open_file(path) as file:
+            groups += [(path, rows) for rows in row_groups(ParquetFile(file))]
+    groups = spread_out(groups, 128)
+    for path, rows in groups:
+        characters = 0
+        for text in filter(None, islice(read_texts(path, column, rows.start), len(rows))):
+            yield text
+            characters += len(text)
+            if characters > LEARN_CHARS / len(groups):
+                break
 
 
 def spread_out(items: list[Any], n: int) -> list[Any]:
@@ -289,24 +269,17 @@ def spread_out(items: list[Any], n: int) -> list[Any]:
     return [items[i * len(items) // n] for i in range(n)] if len(items) > n else items
 
 
-def how_to_download(dataset: str, names: list[str]) -> str:
-    """How a user gets the text of these files of a dataset without the library `datasets`."""
-    pattern = start = common_start(names)
-    if len(names) > 1:
-        end = common_start([name.removeprefix(start)[::-1] for name in names])[::-1]
-        pattern = f"{start}*{end}"
-    folder = dataset.split("/")[-1]
-    download = f"hf download {dataset} --repo-type dataset --include {shlex.quote(pattern)}"
-    steps = f"`{download} --local-dir {folder}`, then `--input {folder}`"
-    lacking = [name for name in names if not SUFFIX.search(name)]
-    if lacking:
-        kinds = "rename JSON Lines to .jsonl, .jsonl.gz or .jsonl.zst, and convert anything else"
-        steps += f". It does not take {lacking[0]}: {kinds}"
-    return steps
+def pieces_to_learn_from(texts: Iterable[str]) -> list[str]:
+    """Pieces of 1,000 characters that are evenly spread over texts, in their order.
 
-
-def common_start(texts: list[str]) -> str:
-    """The characters with which all texts begin."""
-    first, last = min(texts), max(texts)
-    equal = [a == b for a, b in zip(first, last, strict=False)]
-    return first[: [*equal, False].index(False)]
+    Together they have 10 to 20 million characters, or if there are fewer, all."""
+    kept: list[str] = []
+    every = 1  # every how many pieces one is kept
+    pieces = (text[i : i + 1000] for text in texts for i in range(0, len(text), 1000))
+    for number, piece in enumerate(pieces):
+        if number % every == 0:
+            kept.append(piece)
+        if len(kept) > LEARN_CHARS // 1000:
+            kept = kept[::2]
+            every *= 2
+    return kept

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,6 @@ CHARACTERS |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} 
 # pattern always splits there, so the tokens don't change. \x1c-\x1f are whitespace only to Python.
 CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
 PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
-LEARN_CHARS = 20_000_000  # a vocabulary is learned from at most so many characters
 
 
 class BPETokenizer(tiktoken.Encoding):
@@ -168,22 +167,6 @@ def from_tokenizer_json(text: str) -> Tokenizer:
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in saved["model"]["merges"]]
     added = {token["content"]: token["id"] for token in saved["added_tokens"]}
     return make_tokenizer("\n".join([*pairs, ""]), json.dumps(saved["model"]["vocab"] | added))
-
-
-def spread(texts: Iterable[str]) -> list[str]:
-    """Pieces of 1,000 characters that are evenly spread over texts, in their order.
-
-    Together they have 10 to 20 million characters, or if there are fewer, all."""
-    kept: list[str] = []
-    every = 1  # every how many pieces one is kept
-    pieces = (text[i : i + 1000] for text in texts for i in range(0, len(text), 1000))
-    for number, piece in enumerate(pieces):
-        if number % every == 0:
-            kept.append(piece)
-        if len(kept) > LEARN_CHARS // 1000:
-            kept = kept[::2]
-            every *= 2
-    return kept
 
 
 def learn_vocabulary(texts: list[str], size: int) -> tuple[str, str]:

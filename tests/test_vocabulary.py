@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fineweb
 import hellaswag
 import sample
-from support import huggingface, tokenizer
+from support import documents, huggingface, tokenizer
 from support.errors_and_signals import UserError
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, losses, posix, read_log, train, words
@@ -107,13 +107,13 @@ def test_gpt2s_files_are_openais():
 
 
 def test_what_is_learned_from_is_spread_and_bounded(monkeypatch):
-    monkeypatch.setattr(tokenizer, "LEARN_CHARS", 20_000)
+    monkeypatch.setattr(documents, "LEARN_CHARS", 20_000)
     texts = [f"{i:05d}" * 300 for i in range(100)]  # of 1,500 characters
-    kept = tokenizer.spread(texts)
+    kept = documents.pieces_to_learn_from(texts)
     found = [int(piece[:5]) for piece in kept]
     assert 10_000 <= sum(map(len, kept)) <= 20_000 and found == sorted(found)
     assert max(np.diff([0, *found, 99])) <= 10
-    assert "".join(tokenizer.spread(texts[:9])) == "".join(texts[:9])
+    assert "".join(documents.pieces_to_learn_from(texts[:9])) == "".join(texts[:9])
 
 
 @posix
