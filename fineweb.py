@@ -226,7 +226,7 @@ class Folder:
         """UserError if the shards that are here are damaged, or were made from something else."""
         changed = [key for key in made_from if self.made_from.get(key) != made_from[key]]
         if self.shards and changed:
-            problem = f"its shards were made with another {', '.join(changed)} (see manifest.json)"
+            problem = f"{', '.join(changed)} must be as in its manifest.json"
             raise UserError(f"{self.out}: {problem}; use a new --out, or remove this one")
         expected = [shard["name"] for shard in self.shards]
         for name in expected:
@@ -239,13 +239,6 @@ class Folder:
             if SHARD_NAME.fullmatch(path.name) and path.name not in expected:
                 raise UserError(f"{path}: not in manifest.json; remove it or use a new --out")
         self.made_from = made_from
-
-    def begin(self) -> None:
-        """Saves the manifest before the first shard is there. It tells a run that trains on several
-        folders that this one isn't ready."""
-        for path in self.out.glob(".*.partial"):  # what a killed fineweb.py was writing
-            remove(path)
-        self.save()
 
     def write(self, tokens: np.ndarray, after: Place | None) -> None:
         """Writes the next shard. `after` is the place after it, or None at the end of the text."""
@@ -272,6 +265,8 @@ class Folder:
 
     def verify(self) -> None:
         """UserError that names the shards that have changed, are missing, or are not listed."""
+        if not self.shards:
+            raise UserError(f"{self.out}: no manifest.json that lists shards")
         paths = [path for path in self.out.iterdir() if path.suffix in (".npy", ".bin", ".partial")]
         found = {path.name: sha256(path) for path in progress_bar(paths, "file")}
         listed = {shard["name"]: shard["sha256"] for shard in self.shards}
@@ -305,7 +300,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         made_from |= {"source": dataset, "commit": commit, "config": part, "split": config.split}
     learn = config.vocab_size > 0 and not folder.shards and not (out / "vocab.json").exists()
     if not learn:
-        tokenizer = get_tokenizer(out)  # This reads it for all workers, which are forked later.
+        tokenizer = get_tokenizer(out)  # The workers are forked later, and have it then.
         made_from["vocabulary"] = tokenizer.checksum
     folder.check(made_from)
     if not learn and config.vocab_size not in (0, tokenizer.n_vocab):
@@ -328,7 +323,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
             folder.made_from["vocabulary"] = tokenizer.checksum
         files = len(validation) + len(training)
         print(f"reading {files} files, with a vocabulary of {tokenizer.n_vocab:,} tokens")
-        folder.begin()
+        folder.save()  # It tells a run that trains on several folders that this one isn't ready.
         write_shards(config, folder, validation, training, pool, workers)
 
 
@@ -352,7 +347,7 @@ def write_shards(
     pool: ProcessPoolExecutor,
     workers: int,
 ) -> None:
-    """Reads the files and writes the shards that aren't there yet."""
+    """Reads the files, and writes the shards that aren't there yet."""
     files = validation + training
     val_size = size = config.shard_size or SHARD_SIZE
     if not config.shard_size and (config.input or config.dataset):
@@ -407,7 +402,7 @@ def fetch_pretokenized(folder: Folder) -> None:
     folder.check({"source": PRETOKENIZED, "commit": commit, "vocabulary": gpt2s})
     if folder.is_finished():
         return
-    folder.begin()
+    folder.save()
     downloads = folder.out / ".hub.partial"
     try:
         while not folder.is_finished():
@@ -462,6 +457,8 @@ def main(args: list[str] | None = None) -> None:
         if config.verify:
             folder.verify()
             return
+        for path in out.glob(".*.partial"):  # what a killed fineweb.py was writing
+            remove(path)
         try:
             if config.pretokenized:
                 fetch_pretokenized(folder)

@@ -59,7 +59,7 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
             inside = sorted(glob.glob(f"{glob.escape(pattern)}/**", recursive=True))
             found = [path for path in inside if os.path.isfile(path) and SUFFIX.search(path)]
             found = [path for path in found if os.path.basename(path) not in NO_TEXT]
-        elif os.path.isfile(pattern):  # It may have a [ in its name.
+        elif os.path.isfile(pattern):  # glob() would misread a [ in its name.
             found = [pattern]
         else:
             found = sorted(glob.glob(pattern, recursive=True))
@@ -79,8 +79,8 @@ def find_hub_files(
 ) -> tuple[list[str], list[str]]:
     """The files of a dataset of the Hub, as (those for validation, those for training).
 
-    With an empty `split` the training split is `train`, or the only one that there is. Next to
-    `train`, a validation split is for validation."""
+    An empty `split` means `train`, or the only split that there is. There are files for validation
+    only if the dataset has both `train` and a validation split."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -162,7 +162,7 @@ def read_texts(path: str, column: str, row: int = 0) -> Iterator[str | None]:
 
 
 def read_values(path: str, column: str, row: int) -> Iterator[Any]:
-    """Yields the value of each row of a file in a column, beginning with this row."""
+    """Yields what each row of a file has in a column, beginning with this row."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
@@ -172,11 +172,11 @@ def read_values(path: str, column: str, row: int) -> Iterator[Any]:
             table = ParquetFile(file)
             check_column(path, column, table.schema_arrow.names)
             for number, rows in enumerate(row_groups(table)):
-                if row < rows.stop:  # Earlier row groups aren't read, nor downloaded.
+                if row < rows.stop:  # Earlier groups are neither read nor downloaded.
                     values = read_row_group(table, number, column)
                     yield from islice(values, max(row - rows.start, 0), None)
         else:
-            # pyarrow finds out that a file is truncated. Others take it for a whole one.
+            # pyarrow reads both kinds of compression. It raises an error for a truncated file.
             unpacked = pa.input_stream(file, COMPRESSION.get(Path(path).suffix.lower()))
             # Line ends become \n, but not within a value of a .csv. Byte order marks are dropped.
             newline = "" if kind == "csv" else None

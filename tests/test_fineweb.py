@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import fineweb
-from support import documents
+import support.documents
 from support.errors_and_signals import UserError
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, error_line, posix
@@ -101,10 +101,6 @@ def json_lines(documents):
     return "\n".join(json.dumps(row, ensure_ascii=row["id"] % 2 == 0) for row in lines).encode()
 
 
-def zstd(data):
-    return pa.compress(data, codec="zstd", asbytes=True)
-
-
 def write(path, content):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(content)
@@ -115,7 +111,7 @@ def test_files_of_all_kinds_for_any_workers():
     """In the order of --input. A file's name may look like a pattern."""
     write("b.parquet", parquet(DOCUMENTS))
     write("b.jsonl.gz", gzip.compress(json_lines(DOCUMENTS)))
-    write("b.jsonl.zst", zstd(json_lines(DOCUMENTS)))
+    write("b.jsonl.zst", pa.compress(json_lines(DOCUMENTS), codec="zstd", asbytes=True))
     write("b.csv", csv(DOCUMENTS))
     write("c.CSV.GZ", gzip.compress(csv(DOCUMENTS)))
     write("c.PARQUET", parquet(DOCUMENTS))
@@ -152,12 +148,10 @@ def test_line_ends_and_byte_order_marks():
 
 
 def test_csv():
-    """Values are text. A short row may have none, and a comma outside quotes is an error."""
+    """Values are text, and a short row may have none."""
     content = b'n,text\n1,007\n\n2\n3,"b ""c"",\n\n d"\n4,NA\n'
     make("--input", write("a.csv", content))
     assert shard_tokens() == expected_tokens(["007", 'b "c",\n\n d', "NA"])
-    write("long.csv", b"text,n\na,1\nb,1,x\n")
-    assert "long.csv: row 2: " in refused("--input", "long.csv", "--out", "long")
 
 
 @pytest.mark.parametrize(
@@ -243,9 +237,6 @@ def test_shard_0_is_for_validation_and_leaves_text_for_training(monkeypatch, cap
         assert shard_tokens(f"{count}/out") == tokens
         assert lengths[0] == max(min(len(tokens), 3000) // 10, 1)
         assert set(lengths[1:-1]) <= {3000}
-    for shards in (1, 2, 0):  # the same if continued
-        make("--input", path, "--max-shards", shards)
-    assert contents() == contents("2000/out")
     for size in (1000, len(tokens), 10**9):
         make("--input", path, "--shard-size", size, "--out", f"size{size}")
         assert shard_tokens(f"size{size}") == tokens
@@ -256,21 +247,19 @@ def test_shard_0_is_for_validation_and_leaves_text_for_training(monkeypatch, cap
     assert "training begins in file 2 of 3, 20.jsonl" in capsys.readouterr().out
 
 
-not_utf8 = pa.array([b"ab\xff"]).view(pa.string())
 damaged = b"PAR1" + b"\xff" * 500 + parquet(DOCUMENTS)[504:]
 UNUSABLE = {  # name: (content, what the line names besides)
     "damaged.parquet": (damaged, "row 1: "),
     "column.parquet": (parquet(["x"], "body"), "body"),
     "number.parquet": (parquet([1, 2]), "row 1: 1 is no text"),
-    "utf.parquet": (parquet(not_utf8), "row 1: "),
     "column.csv": (b"body,n\na,1\n", "body"),
+    "comma.csv": (b"text,n\na,1\nb, c,1\n", "row 2: "),
     "quote.csv": (b'text,n\na,1\n"b,2\n', "row 2: "),
     "half.jsonl": (b'{"text": "a"}\n{"text', "row 2: "),
-    "array.jsonl": (b'{"text": "a"}\n\n["b"]', "row 3: "),
+    "key.jsonl": (b'{"text": "a"}\n\n{"body": "b"}', "row 3: "),
     "number.jsonl": (b'{"text": "a"}\n{"text": 5}', "row 2: 5 is no text"),
     "surrogate.jsonl": (b'{"text": "\\ud83d"}', "row 1: "),
     "a [1].txt.gz": (b"text", "row 1: "),
-    "half.txt.zst": (zstd(b"text" * 99)[:-9], "row 1: "),
     "half.txt.gz": (gzip.compress(b"text" * 99)[:-9], "row 1: "),
     "my old.txt": ("Bücher".encode("cp1252"), "UTF-8; `iconv "),
     "empty.jsonl": (b'{"text": ""}\n{"text": null}', None),
@@ -467,9 +456,9 @@ def use_a_sorted_dataset(hub):
     animals = ["zebra", "okapi", "gnu", "lynx", "yak", "emu"]
     texts = [f" {animal}" * 100 for animal in animals for _ in range(50)]
     hub.files["me/sorted"] = {f"{i}.parquet": parquet(texts[i::2], rows=25) for i in range(2)}
-    documents.LEARN_CHARS, kept = 20_000, documents.LEARN_CHARS
+    kept, support.documents.LEARN_CHARS = support.documents.LEARN_CHARS, 20_000
     make("--dataset", "me/sorted", "--vocab-size", 275, "--out", "sorted")
-    documents.LEARN_CHARS = kept
+    support.documents.LEARN_CHARS = kept
     words = json.loads(Path("sorted/vocab.json").read_text())
     assert {f"Ġ{animal}" for animal in animals[1:]} <= {*words}
 

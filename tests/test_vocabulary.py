@@ -187,7 +187,7 @@ def test_shards_with_different_or_damaged_vocabularies_are_refused(text, tmp_pat
     with pytest.raises(UserError, match=r"merges\.txt"):
         train(*run, data)
     (data / "vocab.json").unlink()
-    with pytest.raises(UserError, match="other vocabulary"):
+    with pytest.raises(UserError, match="vocabulary must be as in its manifest"):
         make_shards(text, data)
 
 
