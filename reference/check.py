@@ -3,6 +3,7 @@
 python reference/check.py log               # with the reference of its preset
 python reference/check.py log.txt           # of build-nanogpt
 python reference/check.py log my_reference
+python reference/check.py log_2 log         # two runs: how far their losses differ
 """
 
 import math
@@ -43,10 +44,13 @@ Streams = dict[str, dict[int, float]]  # {stream: {step: value}}
 
 @dataclass(frozen=True)
 class CheckConfig:
-    """Compares a run's losses with a reference's; exit status 0 if they match, 1 if not."""
+    """Compares a run's losses with a reference's; exit status 0 if they match, 1 if not.
+
+    It also compares two runs, without judging them."""
 
     log: Positional[Path]  # log folder, or log.txt
-    reference: Positional[Path | None] = None  # its folder; by default that of the run's preset
+    # folder of a reference, or another run; by default the reference of the run's preset
+    reference: Positional[Path | None] = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,29 @@ def read_streams(log: Path) -> Streams:
     for step, stream, value in log_lines(log):
         streams.setdefault(stream, {})[step] = float(value)
     return streams
+
+
+def log_of(run: Path) -> Path:
+    """The log.txt of a run, which may be named by its folder."""
+    return run / "log.txt" if run.is_dir() else run
+
+
+def compare_runs(runs: list[Path]) -> None:
+    """Prints how far the first training losses of two runs differ, and their last losses."""
+    logs = [read_streams(log_of(run)) for run in runs]
+    ours, theirs = (streams.get("train", {}) for streams in logs)
+    shared = [step for step in range(FIRST_STEPS) if step in ours and step in theirs]
+    print(f"of the first {FIRST_STEPS} training losses, both runs have {len(shared)}")
+    if shared:
+        difference = max(abs(ours[step] - theirs[step]) for step in shared)
+        print(f"their largest difference is {difference:.2g}")
+    for run, streams in zip(runs, logs, strict=True):
+        last = []
+        for stream, name in (("train", "training"), ("val", "validation")):
+            if values := streams.get(stream):
+                step = max(values)
+                last.append(f"{name} loss {values[step]:.4f} at step {step}")
+        print(f"{run}: {', '.join(last) or 'no losses'}")
 
 
 def tolerance(starts: list[dict[str, Any]]) -> float | None:
@@ -185,7 +212,10 @@ def verdict(values: list[Value], name: str) -> bool:
 
 def main(args: list[str] | None = None) -> int:
     config = parse_args(CheckConfig, args=args)
-    log = config.log / "log.txt" if config.log.is_dir() else config.log
+    if config.reference is not None and not (config.reference / "check.txt").exists():
+        compare_runs([config.log, config.reference])
+        return 0
+    log = log_of(config.log)
     streams = read_streams(log)
     starts = run_entries(log.parent)
     ours = starts[-1]["config"] if starts else {}
@@ -195,12 +225,10 @@ def main(args: list[str] | None = None) -> int:
         reference = Path(__file__).parent / ours.get("preset", "gpt2")
     name = reference.name
     entries = run_entries(reference)
-    if not entries and config.reference is None:
+    if not entries:
         print(f"no reference for the preset {name}: there are shakespeare and gpt2")
         judge_alone(streams, V)
         return 1
-    if not entries:
-        raise UserError(f"{reference}: not a reference; choose reference/shakespeare or gpt2")
     theirs = entries[-1]["config"]
     if not starts:
         print(f"no run.json next to {log}: the settings are assumed to be those of {name}")

@@ -8,7 +8,7 @@ import torch
 
 from reference import check
 from support.errors_and_signals import UserError
-from tests.conftest import ROOT, train
+from tests.conftest import ROOT, numbers, train
 
 SHAKESPEARE = ROOT / "reference" / "shakespeare"
 LOG = (SHAKESPEARE / "log.txt").read_text()
@@ -25,6 +25,18 @@ def run_folder(folder, log, precisions=("float32",), reference=SHAKESPEARE, **se
     (folder / "run.json").write_text(json.dumps(entries))
     (folder / "log.txt").write_text(log)
     return str(folder)
+
+
+def test_two_runs_are_compared_and_not_judged(tmp_path, capsys):
+    """The second one may be a log.txt of another program."""
+    ours = run_folder(tmp_path / "a", "0 train 9\n1 train 8\n2 train 7.5\n30 train 3\n30 val 4.5\n")
+    other = tmp_path / "log.txt"
+    other.write_text("0 train 9.0\n1 train 8.25\n30 train 2\n")
+    assert check.main([ours, str(other)]) == 0
+    first, difference, *last = map(numbers, capsys.readouterr().out.splitlines())
+    assert first == [20, 2] and difference == [0.25]
+    assert [line[n:] for line, n in zip(last, (-4, -2), strict=True)] == [[3, 30, 4.5, 30], [2, 30]]
+    assert check.main([ours, ours]) == 0 and "difference is 0\n" in capsys.readouterr().out
 
 
 def test_a_fork_has_no_reference(tmp_path, capsys):

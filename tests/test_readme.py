@@ -112,7 +112,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     shutil.copytree(ROOT / "reference/shakespeare", "log")
     for name in ("log/step_000600", "gpt2"):  # a folder comes before the Hub
         GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(name, get_tokenizer())
-    for name in ("pairs", "gpt2", "mine", "tiny", "german", "small"):
+    for name in ("pairs", "gpt2", "mine", "tiny", "german", "small", "2"):
         shutil.copytree("log", f"log_{name}")
     # instead of the download
     fineweb.main(["--input", "a.txt", "--out", "edu_fineweb10B", "--workers", "1"])
