@@ -677,7 +677,8 @@ def validation_loss(
         with autocast:
             loss = model(tokens[:, :-1].to(ranks.device), targets.to(ranks.device))
         losses.append(n * loss)  # The sum of the losses of n sequences.
-    total = sum(loss.item() for loss in losses)  # At the end, since .item() waits for the GPU.
+    # Without other ranks, this is the only place that waits for the GPU.
+    total = sum(loss.item() for loss in losses)
     return ranks.sum(total) / N
 
 

@@ -198,6 +198,16 @@ def test_a_run_goes_on_with_its_own_settings(start, log, monkeypatch, capsys):
     assert steps_of(log.with_name("resumed"))[-2:] == [4, 5]
 
 
+def test_a_run_goes_on_from_another_working_folder(text, log, tmp_path, monkeypatch):
+    """It finds its data, which were named relative to the first one."""
+    monkeypatch.chdir(text.parent)
+    train("--max-steps 1 --save-every 1 --log-dir", log, "--data", text.name)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert train_gpt2.main(words("--resume --max-steps 2 --log-dir", log)) == 0
+    assert steps_of(log) == [1, 2]
+
+
 def test_a_finished_run_is_extended_and_keeps_its_last_loss(start, log):
     """Also if it is now evaluated at other steps."""
     common = "--save-every 2 --keep-checkpoints 1 --max-lr 1e-9 --min-lr 1e-9 --resume"
