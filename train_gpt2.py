@@ -273,14 +273,13 @@ class GPT(nn.Module):
         A model that does not compute what GPT-2 computes is marked as a fork."""
         tensors = self.state_dict()
         # Compares the logits of a small model of this class with those of the GPT-2 in forks.py.
-        is_gpt2 = forks.is_gpt2(self)
-        if is_gpt2:
+        if forks.is_gpt2(self):
             del tensors["lm_head.weight"]
             tensors = {
                 f"transformer.{name}": tensor.T if name.endswith(TRANSPOSED) else tensor
                 for name, tensor in tensors.items()
             }
-        huggingface.write_model(Path(folder), self, tensors, is_gpt2, tokenizer)
+        huggingface.write_model(Path(folder), self, tensors, tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------

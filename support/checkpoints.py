@@ -1,6 +1,6 @@
-"""Checkpoints: step_*/ folders with a Hugging Face GPT-2, training_state.pt and SHA256SUMS.
+"""Checkpoints: folders step_*/ with a Hugging Face model, training_state.pt and SHA256SUMS.
 
-They appear whole or not at all. Later damage is detected by the checksums."""
+A checkpoint appears whole or not at all, and its checksums reveal later damage."""
 
 import contextlib
 import re
@@ -39,35 +39,94 @@ def list_checkpoints(log_dir: Path) -> list[Path]:
     return sorted(folders, key=step_of)
 
 
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
 def write_checkpoint(
     folder: Path, save_model: Callable[[Path], None], state: dict[str, Any], card: str
 ) -> str:
-    """Writes a checkpoint atomically. Returns what prevented it (e.g. a full disk), or "".
+    """Writes a checkpoint. Returns what went wrong, such as a full disk, or an empty string.
 
-    save_model(folder) writes the model's files. card: the text of README.md"""
+    save_model(folder) writes the files of the model, and `card` is the text of README.md."""
     try:
         with atomic_path(folder) as partial:
             save_model(partial)
+            # For an open file torch.save passes on the error of a full disk. For a path it doesn't.
             with open(partial / "training_state.pt", "wb") as file:
                 torch.save(state, file)
-            # What cannot be read again, such as an object of a fork, is an error now.
+            # This raises an error if the state contains an object that could not be loaded again.
             read_training_state(partial, mmap=True)
-            # As `sha256sum -c` reads it. README.md is not in it: users may edit it.
+            # README.md has no checksum, since users may edit it.
             sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(partial.iterdir())]
             (partial / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
-            (partial / "README.md").write_text(card, encoding="utf-8", errors="replace")
-    except (OSError, RuntimeError, SafetensorError) as error:
-        # When the disk is full, torch.save may raise a RuntimeError while it handles the OSError.
-        if isinstance(error, RuntimeError):
-            if not isinstance(error.__context__, OSError):
-                raise  # a bug
-            error = error.__context__
+            (partial / "README.md").write_text(card, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
         return f"{folder}: not written ({first_line(error)})"
+    except RuntimeError as error:
+        # If the disk is full, torch.save may raise this while it handles the error that says so.
+        cause = error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        return f"{folder}: not written ({first_line(cause)})"
     return ""
 
 
-def find_checkpoint(log_dir: Path) -> Path | None:
-    """The newest intact checkpoint; None if there are none at all."""
+CARD = """---
+pipeline_tag: text-generation
+{library}---
+{kind} after {step:,} steps and {tokens:,} tokens of `{data}`, from {init}, trained by `{script}` of
+gpt2-repro at commit {commit}: `{command}`
+
+It continues text. It does not follow instructions, and what it writes may be false. The prompt and
+the continuation together may have up to {context:,} tokens.
+"""
+
+
+def model_card(model: "GPT", entries: list[dict[str, Any]], step: int) -> str:
+    """The README.md of a checkpoint, in the format of the Hub. `entries` are those of run.json."""
+    this_start = entries[-1]
+    config = this_start["config"]
+    # The command of the first start has the flags. That of a resumed run may be only `--resume`.
+    command = entries[0]["command"]
+    is_gpt2 = forks.is_gpt2(model)
+    return CARD.format(
+        library="library_name: transformers\n" if is_gpt2 else "",
+        kind="A GPT-2" if is_gpt2 else "A changed GPT-2, which needs its own code,",
+        step=step,
+        tokens=step * config["total_batch_size"],
+        data=Path(config["data"]).name,
+        init=config["init"],
+        script=this_start.get("script", "a notebook"),
+        commit=this_start["git_commit"],
+        command=shlex.join(["python", *command]),
+        context=model.config.block_size,
+    )
+
+
+def delete_checkpoints(log_dir: Path, newest: int | None, last: int, keep: set[int | None]) -> None:
+    """Deletes the checkpoints before step `newest`, except the `last` ones and the steps in `keep`.
+
+    With last = 0 it deletes none. Checkpoints after `newest` were found to be damaged, and stay."""
+    if last == 0 or newest is None:
+        return
+    steps = [step for step in map(step_of, list_checkpoints(log_dir)) if step <= newest]
+    for step in set(steps[:-last]) - keep:
+        folder = checkpoint_path(log_dir, step)
+        try:
+            remove_folder(folder)
+        except OSError as error:
+            warn(f"{folder}: not removed ({error.strerror})")
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+def newest_intact(log_dir: Path) -> Path | None:
+    """The newest checkpoint that is not damaged. None if the folder has no checkpoints.
+
+    UserError if it has some, and all of them are damaged."""
     checkpoints = list_checkpoints(log_dir)
     for checkpoint in reversed(checkpoints):
         try:
@@ -81,23 +140,43 @@ def find_checkpoint(log_dir: Path) -> Path | None:
     return None
 
 
+def verify_checksums(folder: Path) -> None:
+    """UserError if a file has changed since the checkpoint was written, or is missing."""
+    try:
+        lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+        sums = {}
+        for line in lines:
+            digest, name = line.split("  ")
+            sums[name] = digest
+        damaged = [name for name, digest in sums.items() if sha256(folder / name) != digest]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: incomplete checkpoint ({first_line(error)})") from None
+    damaged += sorted(REQUIRED - sums.keys())  # SHA256SUMS itself was cut.
+    if damaged:
+        raise UserError(f"{folder}: damaged checkpoint ({', '.join(damaged)})")
+
+
 def read_training_state(checkpoint: Path, mmap: bool = False) -> dict[str, Any]:
     """The dictionary that was saved as training_state.pt. Never runs pickled code.
 
-    With mmap the tensors are not read before they are used."""
+    With mmap the tensors are only read from the disk when they are used."""
     path = checkpoint / "training_state.pt"
     return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
-def newest_settings(log_dir: Path) -> dict[str, Any] | None:
-    """What the newest checkpoint has stored, or None without one. Reads no tensors.
+def newest_state(log_dir: Path) -> dict[str, Any] | None:
+    """The training state in the newest checkpoint, to look up settings. None without checkpoints.
 
-    It is not verified, which takes long, but of a damaged one this usually fails, and then the
-    previous one counts."""
+    This is quick, since it neither reads tensors nor verifies checksums. A checkpoint that cannot
+    be opened is skipped."""
     for checkpoint in reversed(list_checkpoints(log_dir)):
         with contextlib.suppress(OSError, UnpicklingError, RuntimeError, EOFError, ValueError):
             return read_training_state(checkpoint, mmap=True)
     return None
+
+
+# --------------------------------------------------------------------------------------------------
+# The states of the optimizers
 
 
 def optimizer_states(
@@ -118,77 +197,19 @@ def optimizer_states(
 def load_optimizers(
     saved: list[dict[str, Any]], optimizers: list[torch.optim.Optimizer], model: nn.Module
 ) -> None:
-    """Loads what optimizer_states() has returned. UserError if these are other optimizers.
+    """Loads the moments of optimizer_states() into these optimizers.
 
-    Moments come from the checkpoint. Options, such as betas and weight decay, stay as they are."""
-    ours = optimizer_states(optimizers, model)
-    same = len(ours) == len(saved) and all(
-        new[key] == old[key]
-        for new, old in zip(ours, saved, strict=True)
-        for key in ("class", "parameters")
-    )
-    if not same:
+    Their options, such as betas and weight decay, remain those of the code. UserError if the saved
+    optimizers had other classes or other parameters."""
+    current = optimizer_states(optimizers, model)
+    if [described(state) for state in current] != [described(state) for state in saved]:
         problem = "the checkpoint has other optimizers, or other parameters in them"
-        remedy = "--init with its folder and another --log-dir starts a new run from its weights"
+        remedy = "to start a new run from its weights, use --init with the checkpoint's folder"
         raise UserError(f"--resume: {problem}; {remedy}")
-    for optimizer, new, old in zip(optimizers, ours, saved, strict=True):
-        groups = new["state"]["param_groups"]
+    for optimizer, new, old in zip(optimizers, current, saved, strict=True):
+        groups = new["state"]["param_groups"]  # These have the options.
         optimizer.load_state_dict({"state": old["state"]["state"], "param_groups": groups})
 
 
-def verify_checksums(folder: Path) -> None:
-    """UserError unless all files in SHA256SUMS, and the required ones, are unchanged."""
-    try:
-        lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
-        sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
-        damaged = [name for name, digest in sums.items() if sha256(folder / name) != digest]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: incomplete checkpoint ({first_line(error)})") from None
-    damaged += sorted(REQUIRED - sums.keys())
-    if damaged:
-        raise UserError(f"{folder}: damaged checkpoint ({', '.join(damaged)})")
-
-
-def prune_checkpoints(log_dir: Path, newest: int, keep: int, always: set[int | None]) -> None:
-    """Deletes all but the last `keep` up to the step `newest`, and those of the steps `always`.
-
-    With keep = 0 it deletes none. Those after `newest` stay: they are damaged, since the run was
-    resumed from before them."""
-    if keep == 0:
-        return
-    steps = [step for step in map(step_of, list_checkpoints(log_dir)) if step <= newest]
-    for step in set(steps[:-keep]) - always:
-        folder = checkpoint_path(log_dir, step)
-        try:
-            remove_folder(folder)
-        except OSError as error:
-            warn(f"{folder}: not removed ({error.strerror})")
-
-
-CARD = """---
-pipeline_tag: text-generation
-{library}---
-{kind} after {step:,} steps and {tokens:,} tokens of `{data}`, from {init}, trained by `{script}` of
-gpt2-repro at commit {commit}: `{command}`
-
-It continues text, does not follow instructions, and may write what is false. A prompt and what it
-writes may have {context:,} tokens together.
-"""
-
-
-def model_card(model: "GPT", entry: dict[str, Any], step: int) -> str:
-    """A checkpoint's README.md, in the Hub's format. entry: the run's, in run.json."""
-    config = entry["config"]
-    gpt2 = forks.is_gpt2(model)
-    return CARD.format(
-        library="library_name: transformers\n" if gpt2 else "",
-        kind="A GPT-2" if gpt2 else "A changed GPT-2, which only its own code computes,",
-        context=model.config.block_size,
-        step=step,
-        tokens=step * config["total_batch_size"],
-        data=Path(config["data"]).name,
-        init=config["init"],
-        script=entry.get("script"),
-        commit=entry["git_commit"],
-        command=shlex.join(["python", *entry["command"]]),
-    )
+def described(state: dict[str, Any]) -> tuple[str, list[str]]:
+    return state["class"], state["parameters"]

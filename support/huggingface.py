@@ -1,7 +1,8 @@
-"""Models in Hugging Face's format: those that are saved here, and those of a folder or the Hub.
+"""Reads and writes models in the format of Hugging Face.
 
-forks.py finds out whether a model is a GPT-2. If it is none, the model_type in config.json is
-FORK_TYPE, and only the script that trained it can open it."""
+A fork is an edited copy of train_gpt2.py. If its model does not compute what GPT-2 computes any
+more, other programs must not take it for a GPT-2. So the model_type in its config.json is
+FORK_TYPE, and only the script that trained it can load it (forks.py)."""
 
 import json
 from dataclasses import asdict, fields
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 FORK_TYPE = "gpt2-repro-fork"
 # Hugging Face's name for a field of GPTConfig. The other fields have the same name there.
 THEIR_NAMES = {"block_size": "n_positions"}
-# Settings of Hugging Face's GPT-2 that change what it computes. GPT has only these values.
+# Settings that decide what Hugging Face's GPT-2 computes. Our GPT computes it with these values.
 MATHEMATICS = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -42,13 +43,14 @@ def write_model(
     folder: Path,
     model: "GPT",
     tensors: dict[str, Tensor],
-    is_gpt2: bool,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Writes config.json, model.safetensors, the script of the model, and the tokenizer.
+    """Writes a model's folder: config.json, model.safetensors, the files of the tokenizer, and the
+    script in which the class of the model is defined.
 
-    `tensors` are those of the model, with the names and the layout that they have in the file."""
+    `tensors` go into model.safetensors with these names. A GPT-2's have Hugging Face's."""
     folder.mkdir(parents=True, exist_ok=True)
+    is_gpt2 = forks.is_gpt2(model)
     config: dict[str, Any] = {
         "model_type": "gpt2" if is_gpt2 else FORK_TYPE,
         "architectures": ["GPT2LMHeadModel" if is_gpt2 else "GPT"],
@@ -56,10 +58,10 @@ def write_model(
     }
     for name, value in asdict(model.config).items():
         config[THEIR_NAMES.get(name, name)] = value
-    if is_gpt2:  # These are transformers' defaults, except dropout, but other programs read them.
-        config |= MATHEMATICS
-        config |= {"n_ctx": model.config.block_size}
-        config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    if is_gpt2:
+        config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # no dropout
+        # transformers has these as defaults, but other programs, such as llama.cpp, need them.
+        config |= MATHEMATICS | {"n_ctx": model.config.block_size}
     config |= forks.script_entry(type(model))  # the name and the checksum of the script
     script, source = forks.script_of(type(model))
     if script is not None:
@@ -83,12 +85,12 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None
     """Writes the files of a tokenizer as transformers reads them.
 
     transformers could write them as well, but takes seconds to import."""
-    for name, text in tokenizer.files.items():  # vocab.json, and merges.txt unless it has words
+    for name, text in tokenizer.files.items():  # vocab.json, and usually merges.txt
         write_text(folder / name, text)
     config: dict[str, Any] = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size}
     if tokenizer.eot_token is not None:
         config |= {"bos_token": END, "eos_token": END, "unk_token": END}
-    if isinstance(tokenizer, WordTokenizer):  # transformers needs a third file for it
+    if isinstance(tokenizer, WordTokenizer):  # For this kind, transformers needs a third file.
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         words = {
             "version": "1.0",
@@ -143,7 +145,7 @@ def download(name: str) -> Path:
 
 
 def read_json(folder: Path) -> dict[str, Any]:
-    """config.json of the model in a folder, which may be of any kind."""
+    """The config.json of any model."""
     try:
         return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -151,14 +153,14 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def is_ours(folder: Path) -> bool:
-    """True if this project has saved the model in a folder, and transformers has not since."""
+    """True if this project wrote the files in a folder. False if transformers saved them later."""
     raw = read_json(folder)
     saved_here = raw.get("model_type") == FORK_TYPE or "script" in raw
     return saved_here and "transformers_version" not in raw
 
 
 def read_gpt2_json(folder: Path) -> dict[str, Any]:
-    """config.json of a GPT-2, or of the model of a fork. UserError if it is another model."""
+    """The config.json of a GPT-2 or of a fork's model. UserError if it is another model."""
     raw = read_json(folder)
     if raw.get("model_type") not in ("gpt2", FORK_TYPE):
         raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}")
@@ -166,34 +168,44 @@ def read_gpt2_json(folder: Path) -> dict[str, Any]:
 
 
 def read_gpt_config(folder: Path, config_class: "type[GPTConfig]") -> "GPTConfig":
-    """The GPTConfig of the model in a folder. A fork's class may have more fields."""
+    """The GPTConfig of the model in a folder.
+
+    If a fork has added a field that config.json lacks, the field has its default."""
     raw = read_gpt2_json(folder)
-    names = {field.name: THEIR_NAMES.get(field.name, field.name) for field in fields(config_class)}
-    return config_class(**{ours: raw[theirs] for ours, theirs in names.items() if theirs in raw})
+    values = {}
+    for field in fields(config_class):
+        name = THEIR_NAMES.get(field.name, field.name)
+        if name in raw:
+            values[field.name] = raw[name]
+    return config_class(**values)
 
 
 def check_origin(folder: Path, model: "GPT") -> None:
-    """UserError if a fork has trained the model in a folder, and `model` is of another script.
+    """Checks that the model in a folder may be loaded into `model`.
 
-    If the folder has a GPT-2 and `model` is none, this warns."""
+    UserError if the folder has a fork's model, and the class of `model` is not of that fork. If the
+    folder has a GPT-2, and `model` does not compute what GPT-2 computes, this only warns."""
     raw = read_gpt2_json(folder)
-    why_not = forks.why_no_gpt2(model)  # "" if it is a GPT-2
-    if raw["model_type"] == FORK_TYPE and not why_not:
-        copy = f"{shown(folder)}/{raw.get('script')}"
-        problem = f"no GPT-2, so only the script that trained it can use it, as in {copy}"
-        raise UserError(f"{folder}: {problem}; sample.py and hellaswag.py take it with --code")
-    if raw["model_type"] == FORK_TYPE:
+    difference = forks.why_no_gpt2(model)  # from a GPT-2, in words; an empty string without one
+    if raw["model_type"] == "gpt2":
+        if difference:
+            name = forks.script_entry(type(model)).get("script", "this code")
+            problem = f"the weights are a GPT-2's, and {name} computes something else"
+            warn(f"{folder}: {problem} ({difference})")
+    elif difference:
+        # The two scripts must have the same name or the same content.
         forks.check_same_script(raw, type(model), str(folder))
-    elif why_not:
-        name = forks.script_entry(type(model)).get("script", "this code")
-        warn(f"{folder} is a GPT-2, but {name} is not ({why_not}), so its losses change")
+    else:
+        problem = f"not a GPT-2, so it needs the script that trained it, {raw.get('script')}"
+        remedy = f"give sample.py or hellaswag.py --code {shown(folder)}/{raw.get('script')}"
+        raise UserError(f"{folder}: {problem}; {remedy}")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of the model in a folder, by name.
 
-    Those of a GPT-2 have Hugging Face's names and layout, with "transformer." before each name, and
-    lack the head. Those of a fork's model have the names and the layout of its class GPT."""
+    Those of a GPT-2 have Hugging Face's names, such as transformer.wte.weight, and its layout. They
+    lack the head, which is the same as wte. Those of a fork's model are as in its class GPT."""
     path = folder / "model.safetensors"
     if is_ours(folder):
         if not path.exists():
@@ -230,19 +242,18 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     """The tokenizer of the model in a folder. Without one there, it is GPT-2's."""
     tokenizer = get_tokenizer(folder)
     size = read_gpt2_json(folder)["vocab_size"]
-    if tokenizer.n_vocab > size:
+    if tokenizer.n_vocab > size:  # It may be lower, since some models have unused logits.
         problem = f"the model has {size} tokens, but its tokenizer {tokenizer.n_vocab}"
         raise UserError(f"{folder}: {problem}; restore its vocab.json and merges.txt")
     return tokenizer
 
 
 def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, data: str) -> None:
-    """UserError unless the model in a folder was trained with `tokenizer`, which is that of the
-    data."""
+    """UserError unless the model in a folder has the same tokenizer as the data."""
     theirs = tokenizer_of(folder)
     if theirs != tokenizer:
         problem = f"its {theirs.n_vocab} tokens are not the {tokenizer.n_vocab} of {shown(data)}"
-        remedy = "make shards in an --out with its vocab.json and merges.txt (GPT-2's need none)"
+        remedy = "copy its vocab.json and merges.txt into the --out of fineweb.py, and make shards"
         raise UserError(f"{folder}: {problem}; {remedy}")
 
 

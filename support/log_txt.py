@@ -49,9 +49,10 @@ def trim_log(path: Path, step: int) -> dict[str, float]:
 
 def append_values(path: Path, step: int, values: dict[str, float]) -> None:
     """Appends a line for each stream. If the disk is full, it raises OSError and appends none."""
-    lines = [
-        f"{step} {name} {value:{FORMATS.get(name, '.6g')}}\n" for name, value in values.items()
-    ]
+    lines = []
+    for stream, value in values.items():
+        number = f"{value:{FORMATS.get(stream, '.6g')}}"
+        lines.append(f"{step} {stream.replace(' ', '_')} {number}\n")
     text = "".join(lines).encode()
     with open(path, "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
