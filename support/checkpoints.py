@@ -4,23 +4,18 @@ A checkpoint appears whole or not at all, and its checksums reveal later damage.
 
 import contextlib
 import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from support import forks
 from support.command_line import warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import atomic_path, remove_folder, sha256
-
-if TYPE_CHECKING:
-    from train_gpt2 import GPT
 
 REQUIRED = {"training_state.pt", "model.safetensors", "config.json"}
 
@@ -52,66 +47,42 @@ def write_checkpoint(
     try:
         with atomic_path(folder) as partial:
             save_model(partial)
-            # For an open file torch.save passes on the error of a full disk. For a path it doesn't.
-            with open(partial / "training_state.pt", "wb") as file:
-                torch.save(state, file)
-            # This raises an error if the state contains an object that could not be loaded again.
-            read_training_state(partial, mmap=True)
+            save_training_state(state, partial / "training_state.pt")
             # README.md has no checksum, since users may edit it.
             sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(partial.iterdir())]
             (partial / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
             (partial / "README.md").write_text(card, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         return f"{folder}: not written ({first_line(error)})"
-    except RuntimeError as error:
-        # If the disk is full, torch.save may raise this while it handles the error that says so.
-        cause = error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        return f"{folder}: not written ({first_line(cause)})"
     return ""
 
 
-CARD = """---
-pipeline_tag: text-generation
-{library}---
-{kind} after {step:,} steps and {tokens:,} tokens of `{data}`, from {init}, trained by `{script}` of
-gpt2-repro at commit {commit}: `{command}`
-
-It continues text. It does not follow instructions, and what it writes may be false. The prompt and
-the continuation together may have up to {context:,} tokens.
-"""
-
-
-def model_card(model: "GPT", entries: list[dict[str, Any]], step: int) -> str:
-    """The README.md of a checkpoint, in the format of the Hub. `entries` are those of run.json."""
-    this_start = entries[-1]
-    config = this_start["config"]
-    # The command of the first start has the flags. That of a resumed run may be only `--resume`.
-    command = entries[0]["command"]
-    is_gpt2 = forks.is_gpt2(model)
-    return CARD.format(
-        library="library_name: transformers\n" if is_gpt2 else "",
-        kind="A GPT-2" if is_gpt2 else "A changed GPT-2, which needs its own code,",
-        step=step,
-        tokens=step * config["total_batch_size"],
-        data=Path(config["data"]).name,
-        init=config["init"],
-        script=this_start.get("script", "a notebook"),
-        commit=this_start["git_commit"],
-        command=shlex.join(["python", *command]),
-        context=model.config.block_size,
-    )
+def save_training_state(state: dict[str, Any], path: Path) -> None:
+    """Like torch.save(), but a full disk raises OSError, and a state that could not be loaded again
+    raises UnpicklingError."""
+    try:
+        with open(path, "wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:
+        # While it handles the OSError, torch.save may raise this.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    read_training_state(path.parent, mmap=True)
 
 
-def delete_checkpoints(log_dir: Path, newest: int | None, last: int, keep: set[int | None]) -> None:
-    """Deletes the checkpoints before step `newest`, except the `last` ones and the steps in `keep`.
+def delete_checkpoints(
+    log_dir: Path, newest: int | None, number: int, keep: set[int | None]
+) -> None:
+    """Deletes all checkpoints up to step `newest`, except the last `number` of them and those of
+    the steps in `keep`.
 
-    With last = 0 it deletes none. Checkpoints after `newest` were found to be damaged, and stay."""
-    if last == 0 or newest is None:
+    With number = 0 it deletes none. Checkpoints after `newest` are damaged, and will be replaced
+    when the run comes to their steps again."""
+    if number == 0 or newest is None:
         return
     steps = [step for step in map(step_of, list_checkpoints(log_dir)) if step <= newest]
-    for step in set(steps[:-last]) - keep:
+    for step in set(steps[:-number]) - keep:
         folder = checkpoint_path(log_dir, step)
         try:
             remove_folder(folder)
@@ -126,7 +97,7 @@ def delete_checkpoints(log_dir: Path, newest: int | None, last: int, keep: set[i
 def newest_intact(log_dir: Path) -> Path | None:
     """The newest checkpoint that is not damaged. None if the folder has no checkpoints.
 
-    UserError if it has some, and all of them are damaged."""
+    Raises UserError if it has some, and all of them are damaged."""
     checkpoints = list_checkpoints(log_dir)
     for checkpoint in reversed(checkpoints):
         try:
@@ -141,7 +112,7 @@ def newest_intact(log_dir: Path) -> Path | None:
 
 
 def verify_checksums(folder: Path) -> None:
-    """UserError if a file has changed since the checkpoint was written, or is missing."""
+    """Raises UserError if a file has changed since the checkpoint was written, or is missing."""
     try:
         lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
         sums = {}
@@ -151,7 +122,7 @@ def verify_checksums(folder: Path) -> None:
         damaged = [name for name, digest in sums.items() if sha256(folder / name) != digest]
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: incomplete checkpoint ({first_line(error)})") from None
-    damaged += sorted(REQUIRED - sums.keys())  # SHA256SUMS itself was cut.
+    damaged += sorted(REQUIRED - sums.keys())  # These are missing if SHA256SUMS is truncated.
     if damaged:
         raise UserError(f"{folder}: damaged checkpoint ({', '.join(damaged)})")
 
@@ -197,19 +168,18 @@ def optimizer_states(
 def load_optimizers(
     saved: list[dict[str, Any]], optimizers: list[torch.optim.Optimizer], model: nn.Module
 ) -> None:
-    """Loads the moments of optimizer_states() into these optimizers.
+    """Loads moments into optimizers. `saved` is what optimizer_states() has returned.
 
-    Their options, such as betas and weight decay, remain those of the code. UserError if the saved
-    optimizers had other classes or other parameters."""
+    Options, such as betas and weight decay, are not loaded. Raises UserError if these optimizers
+    have other classes or other parameters than the saved ones."""
     current = optimizer_states(optimizers, model)
-    if [described(state) for state in current] != [described(state) for state in saved]:
+    kinds = [(state["class"], state["parameters"]) for state in current]
+    if kinds != [(state["class"], state["parameters"]) for state in saved]:
         problem = "the checkpoint has other optimizers, or other parameters in them"
         remedy = "to start a new run from its weights, use --init with the checkpoint's folder"
         raise UserError(f"--resume: {problem}; {remedy}")
     for optimizer, new, old in zip(optimizers, current, saved, strict=True):
-        groups = new["state"]["param_groups"]  # These have the options.
-        optimizer.load_state_dict({"state": old["state"]["state"], "param_groups": groups})
-
-
-def described(state: dict[str, Any]) -> tuple[str, list[str]]:
-    return state["class"], state["parameters"]
+        # In a state_dict, "state" has the moments, and "param_groups" the options.
+        moments = old["state"]["state"]
+        options = new["state"]["param_groups"]
+        optimizer.load_state_dict({"state": moments, "param_groups": options})

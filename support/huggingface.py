@@ -1,10 +1,11 @@
 """Reads and writes models in the format of Hugging Face.
 
-A fork is an edited copy of train_gpt2.py. If its model does not compute what GPT-2 computes any
-more, other programs must not take it for a GPT-2. So the model_type in its config.json is
-FORK_TYPE, and only the script that trained it can load it (forks.py)."""
+A fork is an edited copy of train_gpt2.py. If its model no longer computes what GPT-2 computes,
+other programs must not load it as a GPT-2. Then the model_type in its config.json is FORK_TYPE, and
+only the script that trained it can load it. forks.py finds out what a model computes."""
 
 import json
+import shlex
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 FORK_TYPE = "gpt2-repro-fork"
 # Hugging Face's name for a field of GPTConfig. The other fields have the same name there.
 THEIR_NAMES = {"block_size": "n_positions"}
-# Settings that decide what Hugging Face's GPT-2 computes. Our GPT computes it with these values.
-MATHEMATICS = {
+# These settings of Hugging Face's GPT-2 change what it computes. Our GPT only has these values.
+GPT2_SETTINGS = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
@@ -48,7 +49,8 @@ def write_model(
     """Writes a model's folder: config.json, model.safetensors, the files of the tokenizer, and the
     script in which the class of the model is defined.
 
-    `tensors` go into model.safetensors with these names. A GPT-2's have Hugging Face's."""
+    `tensors` are the content of model.safetensors. GPT.save_pretrained() has given them the names
+    that the file needs."""
     folder.mkdir(parents=True, exist_ok=True)
     is_gpt2 = forks.is_gpt2(model)
     config: dict[str, Any] = {
@@ -61,7 +63,7 @@ def write_model(
     if is_gpt2:
         config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # no dropout
         # transformers has these as defaults, but other programs, such as llama.cpp, need them.
-        config |= MATHEMATICS | {"n_ctx": model.config.block_size}
+        config |= GPT2_SETTINGS | {"n_ctx": model.config.block_size}
     config |= forks.script_entry(type(model))  # the name and the checksum of the script
     script, source = forks.script_of(type(model))
     if script is not None:
@@ -85,26 +87,48 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None
     """Writes the files of a tokenizer as transformers reads them.
 
     transformers could write them as well, but takes seconds to import."""
-    for name, text in tokenizer.files.items():  # vocab.json, and usually merges.txt
+    for name, text in tokenizer.files.items():
         write_text(folder / name, text)
-    config: dict[str, Any] = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size}
+    has_words = isinstance(tokenizer, WordTokenizer)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast" if has_words else "GPT2Tokenizer",
+        "model_max_length": block_size,
+    }
     if tokenizer.eot_token is not None:
         config |= {"bos_token": END, "eos_token": END, "unk_token": END}
-    if isinstance(tokenizer, WordTokenizer):  # For this kind, transformers needs a third file.
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        words = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [],
-            "normalizer": None,
-            "pre_tokenizer": {"type": "WhitespaceSplit"},
-            "post_processor": None,
-            "decoder": None,
-            "model": {"type": "WordLevel", "vocab": tokenizer.numbers, "unk_token": "<unk>"},
-        }
-        write_text(folder / "tokenizer.json", json.dumps(words))
     write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+
+
+CARD = """---
+pipeline_tag: text-generation
+{library}---
+{kind} after {step:,} steps and {tokens:,} tokens of `{data}`, from {init}, trained by `{script}` of
+gpt2-repro at commit {commit}: `{command}`
+
+It continues text. It does not follow instructions, and what it writes may be false. The prompt and
+the continuation together may have up to {context:,} tokens.
+"""
+
+
+def model_card(model: "GPT", entries: list[dict[str, Any]], step: int) -> str:
+    """The README.md of a checkpoint, in the format of the Hub. `entries` are those of run.json."""
+    this_start = entries[-1]
+    config = this_start["config"]
+    # The command of the first start has the flags. That of a resumed run may be only `--resume`.
+    command = entries[0]["command"]
+    is_gpt2 = forks.is_gpt2(model)
+    return CARD.format(
+        library="library_name: transformers\n" if is_gpt2 else "",
+        kind="A GPT-2" if is_gpt2 else "A changed GPT-2, which needs its own code,",
+        step=step,
+        tokens=step * config["total_batch_size"],
+        data=Path(config["data"]).name,
+        init=config["init"],
+        script=this_start.get("script", "a notebook"),
+        commit=this_start["git_commit"],
+        command=shlex.join(["python", *command]),
+        context=model.config.block_size,
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,14 +177,14 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def is_ours(folder: Path) -> bool:
-    """True if this project wrote the files in a folder. False if transformers saved them later."""
+    """True if this project wrote the model in a folder, and no other program has saved it since."""
     raw = read_json(folder)
     saved_here = raw.get("model_type") == FORK_TYPE or "script" in raw
     return saved_here and "transformers_version" not in raw
 
 
 def read_gpt2_json(folder: Path) -> dict[str, Any]:
-    """The config.json of a GPT-2 or of a fork's model. UserError if it is another model."""
+    """The config.json of a GPT-2 or of a fork's model. Raises UserError if it is another model."""
     raw = read_json(folder)
     if raw.get("model_type") not in ("gpt2", FORK_TYPE):
         raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}")
@@ -183,10 +207,11 @@ def read_gpt_config(folder: Path, config_class: "type[GPTConfig]") -> "GPTConfig
 def check_origin(folder: Path, model: "GPT") -> None:
     """Checks that the model in a folder may be loaded into `model`.
 
-    UserError if the folder has a fork's model, and the class of `model` is not of that fork. If the
-    folder has a GPT-2, and `model` does not compute what GPT-2 computes, this only warns."""
+    Raises UserError if a fork has trained the model in the folder, and `model` belongs to another
+    script. If the folder has a GPT-2, and `model` is not one, this only warns."""
     raw = read_gpt2_json(folder)
-    difference = forks.why_no_gpt2(model)  # from a GPT-2, in words; an empty string without one
+    # How the model differs from a GPT-2, in words. An empty string if it is one.
+    difference = forks.why_no_gpt2(model)
     if raw["model_type"] == "gpt2":
         if difference:
             name = forks.script_entry(type(model)).get("script", "this code")
@@ -204,8 +229,8 @@ def check_origin(folder: Path, model: "GPT") -> None:
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of the model in a folder, by name.
 
-    Those of a GPT-2 have Hugging Face's names, such as transformer.wte.weight, and its layout. They
-    lack the head, which is the same as wte. Those of a fork's model are as in its class GPT."""
+    A GPT-2 has Hugging Face's names, such as transformer.wte.weight, and no lm_head, which is the
+    same as wte. A fork's model has the names of its own class."""
     path = folder / "model.safetensors"
     if is_ours(folder):
         if not path.exists():
@@ -216,22 +241,23 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             raise UserError(f"{path}: damaged ({first_line(error)})") from None
     # Other programs write GPT-2s in several ways, and transformers reads them all.
     theirs = load_by_transformers(folder)
-    others = [key for key, value in MATHEMATICS.items() if getattr(theirs.config, key) != value]
+    others = [key for key, value in GPT2_SETTINGS.items() if getattr(theirs.config, key) != value]
     tensors = theirs.state_dict()
     head = tensors.pop("lm_head.weight")
     if not torch.equal(head, tensors["transformer.wte.weight"]):
         others.append("tie_word_embeddings")
     if others:
-        raise UserError(f"{folder}: computes something else than GPT-2 ({', '.join(others)})")
+        raise UserError(f"{folder}: does not compute what GPT-2 computes ({', '.join(others)})")
     return tensors
 
 
 def load_tensors(model: "GPT", tensors: dict[str, Tensor], folder: Path) -> None:
-    """Loads tensors into a model. UserError, which names their folder, unless all of them fit."""
-    ours = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    theirs = {name: tensor.shape for name, tensor in tensors.items()}
-    if ours != theirs:
-        different = sorted({name for name, _ in ours.items() ^ theirs.items()})
+    """Loads tensors into a model. Raises UserError, which names their folder, unless all fit."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if shapes != expected:
+        names = shapes.keys() | expected.keys()
+        different = sorted(name for name in names if shapes.get(name) != expected.get(name))
         more = ", …" if len(different) > 3 else ""
         problem = f"these tensors do not fit this model: {', '.join(different[:3])}{more}"
         raise UserError(f"{folder}: {problem}")
@@ -239,21 +265,21 @@ def load_tensors(model: "GPT", tensors: dict[str, Tensor], folder: Path) -> None
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
-    """The tokenizer of the model in a folder. Without one there, it is GPT-2's."""
+    """The tokenizer of the model in a folder. If the folder has none, it is GPT-2's."""
     tokenizer = get_tokenizer(folder)
     size = read_gpt2_json(folder)["vocab_size"]
-    if tokenizer.n_vocab > size:  # It may be lower, since some models have unused logits.
-        problem = f"the model has {size} tokens, but its tokenizer {tokenizer.n_vocab}"
+    if tokenizer.n_vocab > size:  # A model may have more logits than there are tokens.
+        problem = f"the model has {size} tokens, but its tokenizer has {tokenizer.n_vocab}"
         raise UserError(f"{folder}: {problem}; restore its vocab.json and merges.txt")
     return tokenizer
 
 
 def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, data: str) -> None:
-    """UserError unless the model in a folder has the same tokenizer as the data."""
+    """Raises UserError unless the model in a folder has the tokenizer of the data."""
     theirs = tokenizer_of(folder)
     if theirs != tokenizer:
         problem = f"its {theirs.n_vocab} tokens are not the {tokenizer.n_vocab} of {shown(data)}"
-        remedy = "copy its vocab.json and merges.txt into the --out of fineweb.py, and make shards"
+        remedy = "copy its vocab.json and merges.txt into a new folder, and make shards there"
         raise UserError(f"{folder}: {problem}; {remedy}")
 
 
@@ -274,7 +300,7 @@ def load_by_transformers(folder: Path) -> Any:
     except Exception as error:  # from transformers, safetensors: no common base
         raise UserError(f"{folder}: cannot be loaded ({first_line(error)})") from None
     missing = [*found["missing_keys"], *found["mismatched_keys"]]
-    if missing:  # transformers draws them at random
+    if missing:  # transformers would use random weights instead
         raise UserError(f"{folder}: its files lack weights ({missing[0]})")
     return model.eval()
 

@@ -33,12 +33,13 @@ def log_lines(path: Path) -> list[tuple[int, str, str]]:
     return lines
 
 
-def trim_log(path: Path, step: int) -> dict[str, float]:
+def trim_log(log_dir: Path, step: int) -> dict[str, float]:
     """Removes what was logged after the checkpoint of `step`, since the run goes on from there.
 
     Evaluations of that checkpoint stay, and are returned as {stream: value}. They come before the
     update of `step`, whose first line is its training loss."""
     kept = []
+    path = log_dir / "log.txt"
     for line in log_lines(path):
         if line[0] > step or line[:2] == (step, "train"):
             break
@@ -47,14 +48,14 @@ def trim_log(path: Path, step: int) -> dict[str, float]:
     return {stream: float(value) for s, stream, value in kept if s == step}
 
 
-def append_values(path: Path, step: int, values: dict[str, float]) -> None:
+def append_values(log_dir: Path, step: int, values: dict[str, float]) -> None:
     """Appends a line for each stream. If the disk is full, it raises OSError and appends none."""
     lines = []
     for stream, value in values.items():
         number = f"{value:{FORMATS.get(stream, '.6g')}}"
         lines.append(f"{step} {stream.replace(' ', '_')} {number}\n")
     text = "".join(lines).encode()
-    with open(path, "ab", buffering=0) as file:
+    with open(log_dir / "log.txt", "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
             while text:  # a nearly full disk takes a part

@@ -56,7 +56,9 @@ class Ranks:
         return values
 
     def on_rank_0(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls function(*args) on rank 0 alone. Every rank gets the result."""
+        """Calls function(*args) on rank 0 alone, and returns the result on every rank.
+
+        If it raises an error there, the other ranks lose their connection to rank 0, and end."""
         values = [function(*args) if self.rank == 0 else None]
         if self.world_size > 1:
             dist.broadcast_object_list(values, src=0)

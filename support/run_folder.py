@@ -1,4 +1,4 @@
-"""The folder of a run: its log, its checkpoints, its curves, and where a resumed run goes on.
+"""The folder of a run, with its log, its checkpoints and its curves.
 
 A folder holds one run, which --resume continues. Without --resume the folder of an earlier run is
 renamed to make room: log/ becomes log_1/, or the next free number.
@@ -9,11 +9,11 @@ log_txt.py, run_json.py and checkpoints.py."""
 import contextlib
 import shlex
 from dataclasses import asdict
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support import checkpoints, forks, log_txt, run_json
+from support import checkpoints, forks, huggingface, log_txt, run_json
 from support.checkpoints import checkpoint_path, list_checkpoints, step_of
 from support.command_line import print0, shown, warn
 from support.errors_and_signals import UserError, first_line
@@ -37,21 +37,18 @@ class RunFolder:
         self.ranks = ranks
         self.path = Path(config.log_dir)
         self.locks = contextlib.ExitStack()
-        # The content of run.json. It has an entry for each start, and the last one is about this
-        # start.
+        # The list in run.json, with one entry for each start of the run. begin() adds the last one.
         self.entries: list[dict[str, Any]] = []
         self.trackers: dict[str, Tracker] = {}  # TensorBoard and W&B, if they are asked for
-        # The step of the newest checkpoint that is not damaged, and the step from which this
-        # process has resumed the run. Without such a checkpoint they are None.
-        self.newest_step: int | None = None
-        self.resumed_step: int | None = None
-        # The values that log.txt already has of the step with which this process begins. Each is
-        # named by its step and its stream. A stream is a series of values, such as `val`.
+        self.newest_step: int | None = None  # the step of the newest checkpoint, unless damaged
+        self.resumed_step: int | None = None  # the step of the checkpoint that was resumed
+        # Evaluations that are in log.txt when the run is resumed, as pairs of a step and a stream.
+        # A stream is a series of values, such as `val`.
         self.already_logged: set[tuple[int, str]] = set()
         self.warned_of_full_log = False
 
     def __enter__(self) -> "RunFolder":
-        # The folder of an earlier run is renamed, and this one must not be.
+        # A new run renames the folder of an earlier one. The repository must never be renamed.
         if self.path.exists() and self.path.samefile(ROOT):
             raise UserError(f"--log-dir {self.path}: the repository itself; choose another folder")
         if self.ranks.rank == 0:
@@ -62,7 +59,9 @@ class RunFolder:
         self.locks.close()
 
     def make_and_lock(self) -> None:
-        """Makes the folder, if it is missing. Raises UserError if another process has locked it."""
+        """Makes the folder, unless it exists, and keeps it locked until __exit__().
+
+        Raises UserError if another process has locked it."""
         problem = f"{self.path}: another run uses it; choose another --log-dir"
         self.locks.enter_context(locked(self.path, problem))
 
@@ -70,7 +69,6 @@ class RunFolder:
 
     def find_checkpoint(self) -> Path | None:
         """The newest checkpoint that is not damaged, or None. Every rank gets the same answer."""
-        # Rank 0 calls the function, and tells the others what it returns.
         checkpoint = self.ranks.on_rank_0(checkpoints.newest_intact, self.path)
         if checkpoint is not None:
             self.newest_step = self.resumed_step = step_of(checkpoint)
@@ -86,22 +84,23 @@ class RunFolder:
 
         Writes run.json and a copy of the script, and removes from log.txt what will be logged
         again. `weights` is the folder from which the model was loaded, or None if its weights are
-        random. `about` has more entries for run.json, such as the device."""
+        random. `about` has the device, the dtype and the micro-batch size, for run.json."""
         if self.ranks.rank > 0:
             return
         has_run = (self.path / "run.json").exists()
-        has_log = (self.path / "log.txt").exists()  # It may be that of another program.
-        if has_run and self.config.resume:
-            pass  # The run goes on in this folder.
-        elif has_run or has_log:
+        has_log = (self.path / "log.txt").exists()  # Other programs, like build-nanogpt, have one.
+        is_resumed = has_run and self.config.resume
+        if (has_run or has_log) and not is_resumed:
             self.rename_earlier()
-        for file in self.path.glob(".*.partial"):  # half-written files of a process that was killed
-            remove(file)
+        for path in self.path.glob(".*.partial"):  # what a killed process was writing
+            remove(path)
 
         about |= {"step": step, "world_size": self.ranks.world_size}
         about |= {"vocab_size": model.config.vocab_size}
         about |= {"init": shown(weights) if weights else "scratch"}
-        about |= forks.script_entry(type(model))  # the name and the checksum of the script
+        # The script may be a fork, which is an edited copy of train_gpt2.py. So run.json also has
+        # the name and the checksum of the script.
+        about |= forks.script_entry(type(model))
         this_start = run_json.new_entry(asdict(self.config), **about)
         self.entries = [*run_json.run_entries(self.path), this_start]
         # This adds the id of a W&B run to the last entry, so it comes before run.json is written.
@@ -112,18 +111,18 @@ class RunFolder:
             with atomic_path(self.path / script.name) as copy:
                 copy.write_bytes(source)
 
-        # Evaluations at this step were logged before the checkpoint was written, and stay.
-        evaluations = log_txt.trim_log(self.path / "log.txt", step)
+        # A run evaluates a checkpoint after saving it. Such evaluations stay in the log.
+        evaluations = log_txt.trim_log(self.path, step)
         self.already_logged = {(step, stream) for stream in evaluations}
         if evaluations:
-            # TensorBoard forgets all that it has from this step on, so they are sent again.
+            # TensorBoard has dropped its values from this step on, so they are sent again.
             self.track(step, evaluations)
 
     def rename_earlier(self) -> None:
-        """Renames the folder of an earlier run, with all that is in it, and makes a new one."""
+        """Renames the folder of an earlier run, and makes a new one in its place."""
         init = Path(self.config.init)
         if init.exists() and init.resolve().is_relative_to(self.path.resolve()):
-            # A restart of this run would not find its weights, or would find others.
+            # After a restart this path would lead nowhere, or to a model of the new run.
             problem = f"is in {self.path}/, which would be renamed"
             raise UserError(f"--init {init}: {problem}; choose another --log-dir")
         try:
@@ -147,7 +146,7 @@ class RunFolder:
             return
         new = {name: x for name, x in values.items() if (step, name) not in self.already_logged}
         try:
-            log_txt.append_values(self.path / "log.txt", step, new)
+            log_txt.append_values(self.path, step, new)
         except OSError as error:
             if not self.warned_of_full_log:
                 warn(f"{self.path}/log.txt: {error.strerror}; lines are lost until there is room")
@@ -158,33 +157,33 @@ class RunFolder:
         for name, tracker in list(self.trackers.items()):
             try:
                 tracker(step, values)
-            except Exception as error:  # of any kind: the run goes on without this tracker
+            except Exception as error:  # The run goes on without this tracker.
                 warn(f"--{name}: nothing more is sent ({first_line(error)})")
                 del self.trackers[name]
 
     def save_checkpoint(
         self, model: "GPT", tokenizer: "Tokenizer", state: dict[str, Any], required: bool
     ) -> None:
-        """Writes a checkpoint, unless there is one of this step. It appears whole or not at all.
+        """Writes a checkpoint, unless this step already has one. It appears whole or not at all.
 
-        `state` is what a resumed run needs besides the weights. If the disk is full, earlier
+        `state` is the dictionary in save() of train_gpt2.py. If the disk is full, earlier
         checkpoints stay as they are, and this prints an error line. If the checkpoint is required,
-        it raises UserError instead."""
+        as the last one of a run is, it raises UserError instead."""
         step = state["step"]
         if step == self.newest_step:
             return
 
         def write() -> str:
             """Returns what went wrong, or an empty string."""
-            # After a power cut, the log must not be older than the checkpoint. So it is flushed
-            # first. If this fails, the run goes on.
+            # The log is flushed first. Otherwise a power cut might lose lines of steps that come
+            # before the checkpoint, and the resumed run would not log them again.
             with contextlib.suppress(OSError):
                 fsync(self.path / "log.txt")
             return checkpoints.write_checkpoint(
                 checkpoint_path(self.path, step),
                 save_model=lambda folder: model.save_pretrained(folder, tokenizer),
                 state=state,
-                card=checkpoints.model_card(model, self.entries, step),
+                card=huggingface.model_card(model, self.entries, step),
             )
 
         problem = self.ranks.on_rank_0(write)
@@ -200,22 +199,24 @@ class RunFolder:
     def validation_losses(self) -> dict[int, float]:
         """{step: validation loss} of the checkpoints that have been evaluated."""
         steps, losses = log_txt.read_log(self.path).get("val", ([], []))
-        evaluated = dict(zip(steps, losses, strict=True))
-        saved = map(step_of, list_checkpoints(self.path))
-        return {step: evaluated[step] for step in saved if isfinite(evaluated.get(step, inf))}
+        saved = {step_of(checkpoint) for checkpoint in list_checkpoints(self.path)}
+        return {
+            step: loss
+            for step, loss in zip(steps, losses, strict=True)
+            if step in saved and isfinite(loss)
+        }
 
     def delete_old_checkpoints(self) -> None:
-        """Deletes all but the last --keep-checkpoints, the best one, and the one that was resumed.
-
-        The last of these stays, so that the same command can begin there again."""
+        """Deletes all checkpoints, except the newest ones (--keep-checkpoints), the best one, and
+        the one from which this process has resumed the run."""
         if self.ranks.rank > 0:
             return
         losses = self.validation_losses()
         keep = {self.resumed_step}
         if losses:
             keep.add(best_of(losses))
-        last = self.config.keep_checkpoints
-        checkpoints.delete_checkpoints(self.path, self.newest_step, last, keep)
+        number = self.config.keep_checkpoints
+        checkpoints.delete_checkpoints(self.path, self.newest_step, number, keep)
 
     def draw_curves(self) -> None:
         """Draws curves.png. If that fails, it prints a warning."""
@@ -225,7 +226,7 @@ class RunFolder:
             from support.plots import save_curves  # imports matplotlib, which takes a second
 
             save_curves(self.path)
-        except Exception as error:  # of any kind, such as a full disk
+        except Exception as error:
             warn(f"{self.path}/curves.png: not drawn ({first_line(error)})")
 
     # ---- The end
@@ -234,7 +235,7 @@ class RunFolder:
         """Prints where the model and the curves are, and how to sample from the model."""
         if self.ranks.rank > 0 or step == 0:  # With --max-steps 0 nothing is saved.
             return
-        # The last evaluation came after the last checkpoint was saved.
+        # The last checkpoint has now been evaluated, and may be the best one.
         self.delete_old_checkpoints()
         self.draw_curves()
         if (self.path / "curves.png").exists():
@@ -243,22 +244,21 @@ class RunFolder:
         is_gpt2 = forks.is_gpt2(model)
         kind = "in Hugging Face format"
         if not is_gpt2:
-            kind = f"not a GPT-2 any more (gpt2-repro-fork), so only {script.name} can open it"
+            name = script.name if script else "its own code"
+            kind = f"no longer a GPT-2 (gpt2-repro-fork), so only {name} can load it"
         print0(f"model: {checkpoint_path(self.path, step)}/, {kind}")
         losses = self.validation_losses()
         best = best_of(losses) if losses else step
         if best != step:
-            advice = f"the last one has {losses[step]:.4f}, " if step in losses else ""
-            advice += "so fewer steps may be enough"
             path = checkpoint_path(self.path, best)
-            print0(f"best: {path}/ with a validation loss of {losses[best]:.4f}; {advice}")
+            print0(f"best: {path}/, with a validation loss of {losses[best]:.4f}")
         command = ["python", shown(ROOT / "sample.py"), str(self.path)]
         if self.config.sample_prompt:  # Without one, sample.py asks for it.
             command.append(self.config.sample_prompt)
         if script and script != ROOT / "train_gpt2.py":
             command += ["--code", shown(script)]
         if not is_gpt2:
-            # Custom code may need the precision in which it was trained.
+            # Other code than GPT-2's may only work in the precision in which it was trained.
             command += ["--dtype", self.entries[-1]["dtype"]]
         print0(f"sample: {shlex.join(command)}")
 
@@ -269,8 +269,8 @@ def best_of(losses: dict[int, float]) -> int:
 
 
 def read_run(log_dir: str) -> dict[str, Any] | None:
-    """Returns a dictionary with the settings of the run in a folder ("config"), and the name and
-    the checksum of its script. Returns None if there is no run.
+    """The settings of the run in a folder, under the key "config", with the name and the checksum
+    of its script under "script" and "script_sha256". None if there is no run.
 
     The newest checkpoint has them. Before the first checkpoint, the last entry of run.json does."""
     state = checkpoints.newest_state(Path(log_dir))

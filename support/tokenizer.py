@@ -84,7 +84,6 @@ class WordTokenizer:
 
     def __init__(self, vocab: str):
         """The content of vocab.json, {word: its number}. ValueError if it is not like that."""
-        self.files = {"vocab.json": vocab}
         self.numbers: dict[str, int] = json.loads(vocab)
         self.checksum = hashlib.sha256(
             json.dumps(self.numbers, sort_keys=True).encode()
@@ -96,6 +95,12 @@ class WordTokenizer:
         if any(word.split() != [word] for word in self.words):
             raise ValueError("a word contains a space, or nothing")
         self.eot_token = self.numbers.get(END)  # None if no word ends a document
+        # transformers reads words from a tokenizer.json, in the format of the library `tokenizers`.
+        parts = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+        words = {"type": "WordLevel", "vocab": self.numbers, "unk_token": "<unk>"}
+        theirs = {"version": "1.0", "added_tokens": [], **dict.fromkeys(parts)}
+        theirs |= {"pre_tokenizer": {"type": "WhitespaceSplit"}, "model": words}
+        self.files = {"vocab.json": vocab, "tokenizer.json": json.dumps(theirs)}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WordTokenizer) and self.checksum == other.checksum
