@@ -25,8 +25,6 @@ While train_gpt2.py trains, it calls load_tasks() and accuracy()."""
 import hashlib
 import json
 import math
-import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -39,7 +37,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from support.command_line import note, parse_args, print0, progress_bar
+from support.command_line import note, parse_args, print0, progress_bar, warn
 from support.devices import (
     choose_device,
     choose_precision,
@@ -62,77 +60,69 @@ SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # o
 DOWNLOADED = ROOT / "hellaswag" / "hellaswag_val.jsonl"  # ROOT is the folder of this script
 
 # --------------------------------------------------------------------------------------------------
-# Tasks
-
-
-def download() -> Path:
-    """Downloads the validation set, unless it is here already. Returns its path."""
-    for attempt in range(3):
-        time.sleep(attempt)  # waits for 0, 1 and 2 seconds
-        try:
-            if DOWNLOADED.exists() and sha256(DOWNLOADED) == SHA256:  # from an earlier run
-                return DOWNLOADED
-            print0(f"downloading {URL}")  # prints on rank 0 only
-            with urlopen(URL, timeout=20) as response:
-                content = response.read()
-            if hashlib.sha256(content).hexdigest() != SHA256:
-                raise OSError("not the official file")
-            DOWNLOADED.parent.mkdir(exist_ok=True)
-            with atomic_path(DOWNLOADED) as partial:
-                partial.write_bytes(content)
-            return DOWNLOADED
-        except (OSError, HTTPException) as error:
-            problem = error
-    remedy = "give a local file with --data, or --hellaswag-data in training"
-    raise UserError(f"{URL}: download failed ({problem}); {remedy}")
-
-
-def read_examples(path: str | Path = "") -> list[dict[str, Any]]:
-    """The tasks in a .jsonl file, by default the official ones."""
-    path = Path(path) if path else download()
-    # Split as bytes, and at \n alone: a text may hold other characters that end a line in Unicode.
-    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
-    examples = []
-    for number, line in enumerate(lines, start=1):
-        example = parse_example(line)
-        if example is None:
-            needs = "with ctx, a label from 0 to 3 and four endings"
-            raise UserError(f"{path}, line {number}: not a HellaSwag task {needs}")
-        examples.append(example)
-    return examples
-
-
-def parse_example(line: bytes) -> dict[str, Any] | None:
-    """The task in a line of JSON, or None if the line is something else."""
-    try:
-        example = json.loads(line)
-        text = json.dumps(example, ensure_ascii=False)
-        text.encode()  # a ValueError if there is half of a character, which cannot be tokenized
-    except (ValueError, RecursionError):  # the latter for brackets that are nested too deeply
-        return None
-    match example:
-        case {
-            "ctx": str(context),
-            "label": 0 | 1 | 2 | 3,
-            "endings": [str(), str(), str(), str()] as endings,
-        } if context and all(endings):
-            return example
-    return None
-
-
-Places = tuple[Tensor, Tensor]
+# Models
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """What score() needs of a model, whether it is train_gpt2.py's or any other."""
+    """What this file needs of a model, whether it is train_gpt2.py's or any other."""
 
     max_length: int  # the longest input that the model takes, in tokens
     encode: Callable[[str], list[int]]  # turns a text into tokens
     start: list[int]  # the tokens before each text: often <s>, none for GPT-2
-    # Takes tokens (B, T) and n places, as two tensors (n,) of rows and of positions. Returns the
-    # logits (n, V) there.
-    logits_at: Callable[[Tensor, Places], Tensor]
+    # Takes tokens (B, T) and a mask (B, T), which is on the CPU. Returns the logits (n, V) at the n
+    # places where the mask is true.
+    logits_at: Callable[[Tensor, Tensor], Tensor]
+
+
+def wrap_gpt(gpt: "GPT", tokenizer: Tokenizer) -> LanguageModel:
+    """A GPT of train_gpt2.py as a LanguageModel."""
+
+    return LanguageModel(
+        max_length=gpt.config.block_size,
+        encode=tokenizer.encode_ordinary,
+        start=[],
+        logits_at=lambda tokens, mask: gpt(tokens, at=mask.nonzero(as_tuple=True)),
+    )
+
+
+def wrap_transformers(folder: Path, device: torch.device) -> LanguageModel:
+    """Loads any causal language model, and its tokenizer, by transformers."""
+    model, tokenizer = load_causal_lm(folder, device)  # in float32, without dropout
+    check_causal(model, folder)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    # `start` is what the tokenizer puts before a text, for example <s> before "a".
+    a = encode("a")[0]
+    with_start = tokenizer("a").input_ids
+    start = with_start[: with_start.index(a)]
+
+    config = model.config.get_text_config()  # A model for text and images has several configs.
+    return LanguageModel(
+        # GPT-2's is 1024. Models without a limit, such as Mamba, do not have this setting.
+        max_length=getattr(config, "max_position_embeddings", None) or 2**20,
+        encode=encode,
+        start=start,
+        logits_at=lambda tokens, mask: model(tokens, use_cache=False).logits[mask],
+    )
+
+
+@torch.no_grad()
+def check_causal(model: Any, folder: Path) -> None:
+    """UserError if the logits of a token depend on later tokens, as they do in BERT."""
+    tokens = torch.arange(8, device=model.device)[None]  # (1, 8)
+    changed = tokens.clone()
+    changed[0, -1] = 8
+    before, after = (model(idx).logits[0, :-1] for idx in (tokens, changed))  # (7, V) each
+    # The same logits, computed twice, can differ by rounding, so a small difference is allowed.
+    if not torch.allclose(before, after, atol=1e-3 * before.std().item()):
+        raise UserError(f"{folder}: not a causal language model: its tokens see later ones")
+
+
+# --------------------------------------------------------------------------------------------------
+# Tasks
 
 
 @dataclass(frozen=True)
@@ -147,8 +137,53 @@ class Task:
         return len(self.context) + max(len(ending) for ending in self.endings)
 
 
+def download() -> Path:
+    """Downloads the official tasks, unless they are here already. Returns their path."""
+    try:
+        if DOWNLOADED.exists() and sha256(DOWNLOADED) == SHA256:
+            return DOWNLOADED
+        print0(f"downloading {URL}")
+        with urlopen(URL, timeout=20) as response:
+            content = response.read()
+        if hashlib.sha256(content).hexdigest() != SHA256:
+            raise OSError("not the official file")
+        DOWNLOADED.parent.mkdir(exist_ok=True)
+        with atomic_path(DOWNLOADED) as partial:
+            partial.write_bytes(content)
+        return DOWNLOADED
+    except (OSError, HTTPException) as error:
+        remedy = "give a local file with --data, or --hellaswag-data in training"
+        raise UserError(f"{URL}: download failed ({error}); {remedy}") from None
+
+
+def read_examples(path: str | Path = "") -> list[dict[str, Any]]:
+    """The tasks in a .jsonl file, by default the official ones.
+
+    UserError if a line is no task. It names the line."""
+    path = Path(path or download())
+    examples = []
+    for number, line in enumerate(path.read_bytes().rstrip().split(b"\n"), start=1):
+        try:
+            example = json.loads(line)
+        except ValueError:
+            example = None
+        match example:
+            case {
+                "ctx": str(context),
+                "label": 0 | 1 | 2 | 3,
+                "endings": [str(), str(), str(), str()],
+            } if context:
+                examples.append(example)
+            case _:
+                needs = "with ctx, a label from 0 to 3 and four endings"
+                raise UserError(f"{path}, line {number}: not a HellaSwag task {needs}")
+    return examples
+
+
 def tokenize(examples: list[dict[str, Any]], model: LanguageModel) -> list[Task]:
-    """Tokenizes tasks. A context that is too long for the model loses its beginning."""
+    """Tokenizes tasks. A context that is too long for the model loses its beginning.
+
+    UserError if an ending does not fit."""
     tasks = []
     shortened = 0
     for number, example in enumerate(examples, start=1):
@@ -185,124 +220,58 @@ def score(
     ranks: Ranks,
     batch_size: int = 8,
     show_progress: bool = False,
-) -> dict[int, list[float]] | None:
-    """Returns {index of a task: the summed losses of its four endings, in nats}.
+) -> list[list[float]] | None:
+    """Returns the summed losses of the four endings of each task, in nats.
 
-    Each rank scores its share of the tasks, and returns that. It returns None if a rank has been
-    asked to stop."""
-    # Tasks of similar lengths are scored together, so that rows need little padding.
+    All ranks call this together. Each scores its share of the tasks, and gets the losses of all.
+    They get None if a rank has been asked to stop."""
+    # Tasks of similar lengths are scored together, so that rows need little padding. The longest
+    # come first, so that a lack of memory shows at once.
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].length)
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    batches.reverse()
     rounds = range(0, len(batches), ranks.world_size)  # in each, every rank scores a batch
-    losses_of_tasks = {}
+    losses_of_tasks = {}  # {index of a task: the losses of its four endings}
     for first in progress_bar(rounds, "batch") if show_progress else rounds:
         if ranks.any(stop_requested()):
             return None
-        if first + ranks.rank >= len(batches):  # The last round has no batch for this rank.
-            break
-        batch = batches[first + ranks.rank]
-        # A row has a context, one of its endings, and zeros at its end, so that all rows have the
-        # same length. The zeros change nothing, since each token sees only earlier ones. The four
-        # rows of a task follow each other.
-        rows = [(tasks[i].context, ending) for i in batch for ending in tasks[i].endings]
-        # A row of T + 1 tokens has T that are read, and T that are predicted.
-        T = max(tasks[i].length for i in batch) - 1
-        # On a GPU this rounds T up to a multiple of 64, which is faster there.
-        T = padded_length(T, ranks.device, longest=model.max_length)
-        tokens = torch.zeros(len(rows), T + 1, dtype=torch.int64)
-        in_ending = torch.zeros(len(rows), T + 1, dtype=torch.bool)
-        for row, (context, ending) in enumerate(rows):
-            end = len(context) + len(ending)
-            tokens[row, :end] = torch.tensor(context + ending)
-            in_ending[row, len(context) : end] = True
-        x = tokens[:, :-1]  # (B, T)
-        y = tokens[:, 1:]  # (B, T), where y[row, t] is predicted from x[row, : t + 1]
-        mask = in_ending[:, 1:]  # (B, T), true where y is a token of the ending
-        # nonzero() would wait for a GPU, so it is called before the tensors are moved there.
-        rows_of_places, positions = mask.nonzero(as_tuple=True)  # (n,) each
-        places = (rows_of_places.to(ranks.device), positions.to(ranks.device))
-        logits = model.logits_at(x.to(ranks.device), places)  # (n, V)
-        losses = F.cross_entropy(logits.float(), y[mask].to(ranks.device), reduction="none")  # (n,)
-        # Put each loss back in its place, and add up the rows, in float64 against rounding.
-        table = torch.zeros(len(rows), T, dtype=torch.float64)
-        table[mask] = losses.cpu().double()
-        sums = table.sum(dim=1).view(len(batch), 4)
-        losses_of_tasks |= dict(zip(batch, sums.tolist(), strict=True))
-    return losses_of_tasks
+        if first + ranks.rank < len(batches):  # The last round may have no batch for this rank.
+            batch = batches[first + ranks.rank]
+            losses = score_batch(model, [tasks[i] for i in batch], ranks.device)
+            losses_of_tasks |= dict(zip(batch, losses, strict=True))
+    for of_a_rank in ranks.gather(losses_of_tasks):
+        losses_of_tasks |= of_a_rank
+    return [losses_of_tasks[i] for i in range(len(tasks))]
+
+
+def score_batch(model: LanguageModel, tasks: list[Task], device: torch.device) -> list[list[float]]:
+    """The summed losses of the four endings of a few tasks, computed in one pass of the model."""
+    T = max(task.length for task in tasks) - 1  # The last token of an ending is not read.
+    # On a GPU this rounds T up to a multiple of 64, which is faster there.
+    T = padded_length(T, device, longest=model.max_length)
+    B = 4 * len(tasks)
+    # A row has a context, one of its endings, and zeros at its end, so that all rows have the same
+    # length. The zeros change nothing, since each token sees only earlier ones.
+    x = torch.zeros(B, T, dtype=torch.int64)
+    predicts_ending = torch.zeros(B, T, dtype=torch.bool)
+    rows = [(task.context, ending) for task in tasks for ending in task.endings]
+    for row, (context, ending) in enumerate(rows):
+        tokens = context + ending[:-1]
+        x[row, : len(tokens)] = torch.tensor(tokens)
+        predicts_ending[row, len(context) - 1 : len(tokens)] = True
+    logits = model.logits_at(x.to(device), predicts_ending)  # (n, V)
+    targets = torch.tensor([token for _, ending in rows for token in ending])  # (n,)
+    losses = F.cross_entropy(logits.float(), targets.to(device), reduction="none")  # (n,)
+    # The losses of a row follow each other. They are added up in float64, against rounding.
+    parts = losses.cpu().double().split([len(ending) for _, ending in rows])
+    sums = torch.stack([part.sum() for part in parts])  # (B,)
+    return sums.view(-1, 4).tolist()
 
 
 def choices(task: Task, losses: list[float]) -> tuple[int, int]:
     """The endings that `acc` and `acc_norm` choose, by the summed losses of the four endings."""
     means = [loss / len(ending) for loss, ending in zip(losses, task.endings, strict=True)]
     return losses.index(min(losses)), means.index(min(means))
-
-
-# --------------------------------------------------------------------------------------------------
-# Models
-
-
-def wrap_gpt(gpt: "GPT", tokenizer: Tokenizer) -> LanguageModel:
-    """Wraps a GPT of train_gpt2.py for score()."""
-
-    def logits_at(tokens: Tensor, places: Places) -> Tensor:
-        return gpt(tokens, at=places)  # computes no other logits
-
-    return LanguageModel(
-        max_length=gpt.config.block_size,
-        encode=tokenizer.encode_ordinary,
-        start=[],
-        logits_at=logits_at,
-    )
-
-
-MAX_LOGITS = 2**28  # logits that transformers computes at a time; in float32 they take 1 GB
-
-
-def wrap_transformers(folder: Path, device: torch.device) -> LanguageModel:
-    """Loads any causal language model by transformers, with its own tokenizer, for score()."""
-    model, tokenizer = load_causal_lm(folder, device)  # in float32, without dropout
-    check_causal(model, folder)
-    config = model.config.get_text_config()  # A model for text and images has several configs.
-
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False).input_ids
-
-    # `start` is what the tokenizer puts before a text, for example <s> before "a".
-    a = encode("a")[0]
-    with_start = tokenizer("a").input_ids
-    start = with_start[: with_start.index(a)]
-
-    def logits_at(tokens: Tensor, places: Places) -> Tensor:
-        # transformers computes the logits at all places, which may take much memory. So a few rows
-        # are computed at a time, with at most MAX_LOGITS numbers.
-        count = max(MAX_LOGITS // (config.vocab_size * tokens.size(1)), 1)
-        rows, positions = places
-        parts = []
-        for first in range(0, len(tokens), count):
-            chosen = (rows >= first) & (rows < first + count)
-            logits = model(tokens[first : first + count], use_cache=False).logits
-            parts.append(logits[rows[chosen] - first, positions[chosen]])
-        return torch.cat(parts)
-
-    return LanguageModel(
-        # GPT-2's is 1024. Models without a limit, such as Mamba, do not have this setting.
-        max_length=getattr(config, "max_position_embeddings", None) or 2**20,
-        encode=encode,
-        start=start,
-        logits_at=logits_at,
-    )
-
-
-@torch.no_grad()
-def check_causal(model: Any, folder: Path) -> None:
-    """UserError if the logits of a token depend on later tokens, as they do in BERT."""
-    tokens = torch.arange(8, device=model.device)[None]  # (1, 8)
-    changed = tokens.clone()
-    changed[0, -1] = 8
-    before, after = (model(idx).logits[0, :-1] for idx in (tokens, changed))  # (7, V) each
-    # The same logits, computed twice, can differ by rounding, so a small difference is allowed.
-    if not torch.allclose(before, after, atol=1e-3 * before.std().item()):
-        raise UserError(f"{folder}: not a causal language model: its tokens see later ones")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -324,10 +293,10 @@ def load_tasks(path: str, gpt: "GPT", tokenizer: Tokenizer, ranks: Ranks) -> lis
         except UserError as error:
             problem = str(error)
     # gather() gives each rank the problems of all, so all of them wait for the downloads.
-    for found in ranks.gather(problem):
-        if found:
-            print0(f"warning: training without HellaSwag: {found}")
-            return []
+    problems = [problem for problem in ranks.gather(problem) if problem]
+    if problems:
+        warn(f"training without HellaSwag: {problems[0]}")
+        return []
     examples = read_examples(path)  # finds the file that was downloaded
     return tokenize(examples, wrap_gpt(gpt, tokenizer))
 
@@ -347,13 +316,13 @@ def accuracy(
         losses_of_tasks = score(wrap_gpt(gpt, tokenizer), tasks, ranks)
     if losses_of_tasks is None:
         return None
-    right = 0.0
-    for i, losses in losses_of_tasks.items():
+    right = 0
+    for task, losses in zip(tasks, losses_of_tasks, strict=True):
         if any(map(math.isnan, losses)):
-            right = math.nan  # choices() would take the first ending, which says nothing
-        _, chosen = choices(tasks[i], losses)
-        right += int(chosen == tasks[i].label)
-    return ranks.sum(right) / len(tasks)
+            return math.nan  # choices() would take the first ending, which says nothing
+        _, chosen = choices(task, losses)
+        right += chosen == task.label
+    return right / len(tasks)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -378,22 +347,12 @@ class HellaSwagConfig:
     code: str = str(ROOT / "train_gpt2.py")  # script that has trained the model
 
 
-def check_writable(path: str) -> None:
-    """UserError unless a file can be written at `path`."""
-    if Path(path).is_dir():
-        raise UserError(f"{path}: is a folder; name a file")
-    if not os.access(Path(path).absolute().parent, os.W_OK):
-        raise UserError(f"{path}: its folder is missing or not writable; choose another")
-
-
 def main(args: list[str] | None = None) -> None:
     config = parse_args(HellaSwagConfig, args=args)
     if config.batch_size < 1:
         raise UserError(f"--batch-size {config.batch_size}: must be at least 1")
     if config.limit < 0:
         raise UserError(f"--limit {config.limit}: must be at least 0")
-    if config.json:
-        check_writable(config.json)  # before hours of scoring, not after
     device = choose_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()  # makes scoring faster
@@ -412,21 +371,26 @@ def main(args: list[str] | None = None) -> None:
     else:
         model = wrap_transformers(folder, device)
     tasks = tokenize(examples, model)
+    if config.json:
+        # If no file can be written there, this fails now and not after hours of scoring.
+        with open(config.json, "a"):
+            pass
     one_rank = Ranks(rank=0, world_size=1, device=device)
     with autocast:
         losses_of_tasks = score(model, tasks, one_rank, config.batch_size, show_progress=True)
 
-    if any(math.isnan(loss) for losses in losses_of_tasks.values() for loss in losses):
-        raise RunError(f"{folder}: its logits are not numbers, so nothing is chosen")
     rows = []
     for i, task in enumerate(tasks):
-        by_sum, by_mean = choices(task, losses_of_tasks[i])
+        losses = losses_of_tasks[i]
+        if any(map(math.isnan, losses)):
+            raise RunError(f"{folder}: its logits are not numbers, so nothing is chosen")
+        prediction, prediction_norm = choices(task, losses)
         row = {
             "task": i,
             "label": task.label,
-            "prediction": by_sum,
-            "prediction_norm": by_mean,
-            "losses": losses_of_tasks[i],
+            "prediction": prediction,
+            "prediction_norm": prediction_norm,
+            "losses": losses,
             "lengths": [len(ending) for ending in task.endings],
         }
         rows.append(row)
