@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import math
 import re
-import shutil
 import signal
 import statistics
 import subprocess
@@ -25,24 +23,21 @@ from tests.conftest import ROOT, numbers, posix, starts, train, words
 # and --max-lr. Its vocabulary has --tokens tokens. With a file `slow` it takes a minute, unless it
 # is asked to stop.
 CODE = """
-import json, math, os, pathlib, signal, sys, time
+import json, pathlib, signal, sys, time
 import helper
 from support.run_json import loaded_code
 
 value = dict(zip(sys.argv[1:], sys.argv[2:]))
 me = pathlib.Path(__file__)
 if "--no-such-flag" in sys.argv:
-    print("note: hello\\nerror: no such flag", file=sys.stderr)
-    sys.exit(2)
+    sys.exit("error: no such flag")
 if "--plan" in sys.argv:
-    1 / int(value.get("--divide-by", 1))
     sys.exit()
 with open(me.with_name("calls.txt"), "a") as calls:
     print(json.dumps(sys.argv), file=calls)
 seed = int(value["--seed"])
-if me.with_name(f"crash_{me.stem}").exists() and seed == 1338:
-    print("Traceback\\nZeroDivisionError: 0 / 0", file=sys.stderr)
-    sys.exit(1)
+if me.with_name(f"crash_{me.stem}").exists() and seed == 1339:
+    sys.exit("it crashed")
 folder = pathlib.Path(value["--log-dir"])
 folder.mkdir(parents=True)
 entry = {"config": {"max_steps": 20}, "command": sys.argv, "code": loaded_code()}
@@ -53,10 +48,8 @@ if me.with_name("slow").exists():
     me.with_name("slow").unlink()
     time.sleep(60)
 loss = 5 + float(value.get("--max-lr", 0)) + 0.1 * (seed % 7) * ("b" in me.stem) + seed / 1e3
-bpb = loss / (math.log(2) * 4)
-(folder / "log.txt").write_text(
-    f"0 val 9\\n1 train 3\\n1 ms 250\\n20 val {loss:.6f}\\n20 bpb {bpb:.6f}\\n10 hella 0.3\\n"
-)
+lines = "0 val 9", "1 train 3", "1 ms 250", f"20 val {loss}", f"20 bpb {loss / 4}", "10 hella 0.3"
+(folder / "log.txt").write_text("\\n".join(lines) + "\\n")
 """
 
 
@@ -91,7 +84,9 @@ def test_codes_are_compared_by_seed(folder, capsys):
     for _ in range(2):
         assert run("--code", "a.py", "b.py") == 0
     assert len(calls()) == 6
-    table = rows(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    assert not captured.err
+    table = rows(captured.out)
     a = [5 + seed / 1e3 for seed in (1337, 1338, 1339)]
     differences = [0.1 * (seed % 7) for seed in (1337, 1338, 1339)]
     b = [x + d for x, d in zip(a, differences, strict=True)]
@@ -111,13 +106,10 @@ def test_codes_are_compared_by_seed(folder, capsys):
 
 
 def test_recipes_and_codes_have_flags_of_their_own(folder, capsys):
-    """They follow the common ones, a code's before a recipe's. The first recipe has none.
-
-    Two seeds have one degree of freedom: 12.7."""
+    """They follow the common ones, a code's before a recipe's. The first recipe has none."""
     args = words("--code a.py --seeds 2 --out o -- --preset x -- -- --max-lr 1")
     assert run(*args) == 0
-    output = capsys.readouterr().out
-    assert numbers(rows(output)["--max-lr 1"][2]) == [1, 0] and "12.7" in output
+    assert numbers(rows(capsys.readouterr().out)["--max-lr 1"][2]) == [1, 0]
     found = [call[1:-5] for call in calls()]
     assert found == [["--preset", "x"], ["--preset", "x", "--max-lr", "1"]] * 2
     run("--code", "a.py", "'b.py' --max-lr '2'", "--seeds", 1, *words("-- -- --bytes 5"))
@@ -128,46 +120,36 @@ def test_recipes_and_codes_have_flags_of_their_own(folder, capsys):
 
 def test_a_code_that_fails_is_named_and_not_started_again(folder, capsys):
     """The others go on, and what was trained before counts. The next start trains the rest."""
-    args = ["--code", "a.py", "b.py"]
+    args = ["--code", "a.py", "b.py", "--seeds", 4]
     Path("crash_b").touch()
     assert run(*args) == 1
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
-    assert "b, seed 1338" in line and "ZeroDivisionError: 0 / 0" in line
-    assert "compared/b/seed_1338.txt" in line
+    assert "b, seed 1339" in line and "compared/b/seed_1339.txt" in line
+    assert Path("compared/b/seed_1339.txt").read_text() == "it crashed\n"
     table = rows(captured.out)
-    assert (table["a"][0], table["b"][0], len(calls())) == ("3", "1", 5)
+    assert (table["a"][0], table["b"][0], len(calls())) == ("4", "2", 7)
+    assert numbers(table["b"][2])[0] == pytest.approx(0.05, abs=6e-5), "of the seeds that both have"
     Path("crash_b").unlink()
-    assert run(*args) == 0 and len(calls()) == 7
-    shutil.rmtree("compared/b/seed_1338")
-    Path("crash_b").touch()
-    capsys.readouterr()
-    assert run(*args) == 1
-    table = rows(capsys.readouterr().out)
-    assert (table["a"][0], table["b"][0]) == ("3", "2")
-    assert numbers(table["b"][2])[0] == pytest.approx(0.1, abs=6e-5), "of the seeds that both have"
+    assert run(*args) == 0 and len(calls()) == 9
 
 
 def test_a_stream_that_is_there_at_the_end_can_be_compared(folder, capsys):
     """hella has a value, but not of the last step. A finished run is not started again for it."""
     args = words("--code a.py --seeds 1 --stream")
     assert run(*args, "bpb") == 0
-    expected = pytest.approx((5 + 1.337) / (4 * math.log(2)), abs=6e-5)
+    expected = pytest.approx((5 + 1.337) / 4, abs=6e-5)
     assert numbers(rows(capsys.readouterr().out)["a"][1]) == [expected]
-    for stream in ("ema", "hella"):
-        with pytest.raises(UserError, match=f"--stream {stream}: .*seed_1337.* val, bpb"):
-            run(*args, stream)
-    assert len(calls()) == 1
-    assert run(*args, "hella", "--out", "o") == 1
+    assert run(*args, "hella") == 1
     assert "seed_1337/log.txt has no hella " in capsys.readouterr().err
+    assert len(calls()) == 1
 
 
-@pytest.mark.parametrize("tokens", [50257, 700])
-def test_losses_of_other_tokens_are_not_compared_without_a_warning(folder, capsys, tokens):
+def test_losses_of_other_tokens_are_not_compared_without_a_warning(folder, capsys):
     """Bits per byte do compare."""
-    args = ["--code", "a.py", f"b.py --tokens {tokens}", "--seeds", 3]
+    args = ["--code", "a.py", "b.py --tokens 700", "--seeds", 1]
     assert run(*args) == 0
-    assert capsys.readouterr().err.startswith("warning: ") == (tokens != 50257)
+    assert capsys.readouterr().err.startswith("warning: ")
     run(*args, "--stream", "bpb")
     assert not capsys.readouterr().err
 
@@ -175,25 +157,22 @@ def test_losses_of_other_tokens_are_not_compared_without_a_warning(folder, capsy
 def test_mistakes_are_found_before_any_run(folder, capsys):
     for args, named in {
         "--code a.py none.py": "none.py",
-        "--code a.py -- -- --max-lr 1 -- --no-such-flag": "no such flag",
         "--code a.py a.py": "twice",
         "--code a.py -- --seed 1": "--seed",
         "--code a.py -- --log_dir=b": "--log-dir",
         "--code a.py --seeds 0": "--seeds 0",
+        "--code a.py -- -- --max-lr 1 -- --no-such-flag": "python a.py --no-such-flag --plan",
     }.items():
         with pytest.raises(UserError, match=re.escape(named)):
             run(*args.split())
-    with pytest.raises(UserError, match="--code"):
-        run("--code", "'a.py")
-    assert not capsys.readouterr().err
-    with pytest.raises(UserError, match=r"python a.py --divide-by 0 --plan"):
-        run("--code", "a.py", "--", "--divide-by", "0")
-    errors = capsys.readouterr().err
-    assert errors.startswith("Traceback") and "ZeroDivisionError" in errors, "a bug keeps it"
+    assert capsys.readouterr().err == "error: no such flag\n"
     assert not calls()
 
 
 def test_a_run_of_another_code_or_with_other_flags_is_not_taken_for_it(folder):
+    """A run of one's own counts. Its flags may be in another order than in compare.py's command."""
+    flags = words("--log-dir compared/a/seed_1337 --resume --seed 1337")
+    subprocess.run([sys.executable, "a.py", *flags], check=True)
     args = ["--code", "a.py", "--seeds", "1"]
     run(*args)
     with pytest.raises(UserError, match=r"seed_1337.*flags"):
@@ -219,14 +198,6 @@ def test_a_run_records_the_code_that_it_ran(text, tmp_path, monkeypatch):
     for name in ("train_gpt2.py", "hellaswag.py", "support/muon.py", "support/run_json.py"):
         assert code[name] == hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
     assert not [name for name in code if name.startswith("tests/") or "library" in name]
-
-
-def test_runs_from_jobs_of_ones_own_count(folder):
-    """Their flags may be in another order than in compare.py's command."""
-    flags = words("--log-dir compared/a/seed_1337 --max-lr 1 --resume --seed 1337")
-    subprocess.run([sys.executable, "a.py", *flags], check=True)
-    run(*words("--code a.py b.py --seeds 1 -- --max-lr 1"))
-    assert len(calls()) == 2
 
 
 @posix
