@@ -44,12 +44,13 @@ def parse_args(
     `ignore_help` it does not react to --help."""
     import tyro
 
+    words = sys.argv[1:] if args is None else args
     if ignore_help:
-        args = [word for word in args or sys.argv[1:] if word not in ("-h", "--help")]
+        words = [word for word in words if word not in ("-h", "--help")]
     rank0 = os.environ.get("RANK", "0") == "0"
     # console_outputs=False still prints some errors
     with contextlib.redirect_stderr(sys.stderr if rank0 else io.StringIO()):
-        return tyro.cli(config_class, args=args, console_outputs=rank0, **options)
+        return tyro.cli(config_class, args=words, console_outputs=rank0, **options)
 
 
 def print_line(message: str) -> None:
