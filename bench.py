@@ -15,7 +15,6 @@ import contextlib
 import json
 import math
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,11 +31,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
 import train_gpt2
-from support import devices, micro_batch
+from support import devices
 from support.command_line import parse_args
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, write_text
 from support.log_txt import read_log
+from support.micro_batch import choose_micro_batch
 from support.ranks import Ranks, torchrun_ranks
 from support.run_json import run_entries
 from support.shards import open_tokenizer
@@ -68,16 +68,16 @@ class BenchConfig:
 
 
 def summary(rung: str, device: str, tokens: int, ms: list[float]) -> Row:
-    """tokens: per step. ms: of each step."""
-    ms = ms[WARMUP:]
+    """The figures of a rung. tokens: of a step. ms: the time of each step."""
+    low, median, high = np.percentile(ms[WARMUP:], [25, 50, 75]).tolist()
     return {
         "rung": rung,
         "device": device,
         "tokens": tokens,
-        "steps": len(ms),
-        "ms": statistics.median(ms),
-        "ms_quartiles": np.percentile(ms, [25, 75]).tolist(),
-        "tok_per_sec": 1e3 * tokens / statistics.median(ms),
+        "steps": len(ms) - WARMUP,
+        "ms": median,
+        "ms_quartiles": [low, high],
+        "tok_per_sec": 1e3 * tokens / median,
         "peak_memory": devices.peak_memory(),  # bytes
     }
 
@@ -92,63 +92,59 @@ def measure_ours(flags: list[str], steps: int) -> Row:
         log = read_log(folder)
         start = run_entries(folder)[-1]
     row = summary("ours", start["device"], start["config"]["total_batch_size"], log["ms"][1])
-    return row | {"mfu": statistics.median(log["mfu"][1][WARMUP:])}
+    return row | {"mfu": float(np.median(log["mfu"][1][WARMUP:]))}
 
 
-def meta_model(run: TrainConfig) -> GPT:
-    with torch.device("meta"):  # allocates nothing
-        return GPT(train_gpt2.model_config(run, open_tokenizer(run.data), weights=None))
-
-
-def rungs_of(run: TrainConfig) -> list[str]:
-    """The rungs up to what train_gpt2.py does on this device."""
-    device = devices.choose_device(run.device)
-    precision, _ = devices.choose_precision(run.dtype, device, meta_model(run).num_parameters())
-    used = {
+def rungs_of(run: TrainConfig, device: torch.device) -> list[str]:
+    """The rungs that this device has, up to the precision of the run."""
+    precision, _ = devices.choose_precision(run.dtype, device)
+    available = {
         "tf32": precision in ("tf32", "bfloat16") and devices.has_tf32(device),
         "bf16": precision == "bfloat16",
         "compile": run.compile == "on" or (run.compile == "auto" and device.type == "cuda"),
     }
-    return [rung for rung in RUNGS if used.get(rung, True)]
+    return [rung for rung in RUNGS if available.get(rung, True)]
 
 
 def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
     """Trains in a plain loop with the changes up to `rung`."""
-    changes = rungs_of(run)
-    if rung not in changes:
-        raise UserError(
-            f"--rung {rung}: not on this device, or needs -- --dtype or -- --compile on"
-        )
-    changes = changes[: changes.index(rung) + 1]
     device = devices.choose_device(run.device)
-    precisions = {"bf16": "bfloat16", "tf32": "tf32", "float32": "float32"}
-    precision = next(name for change, name in precisions.items() if change in changes)
+    changes = rungs_of(run, device)
+    if rung not in changes:
+        remedy = "not on this device, or needs -- --dtype or -- --compile on"
+        raise UserError(f"--rung {rung}: {remedy}")
+    changes = changes[: changes.index(rung) + 1]
+    precision = "float32"
+    if "tf32" in changes:
+        precision = "tf32"
+    if "bf16" in changes:
+        precision = "bfloat16"
     autocast = devices.use_precision(precision, device)
+    dtype = devices.dtype_of(precision)
     attention = contextlib.nullcontext()
     if "flash" not in changes:
         attention = sdpa_kernel(SDPBackend.MATH)  # keeps the (T, T) matrices in memory
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # or they'd be in float32
-    shape = meta_model(run).config
-    model = GPT(replace(shape, vocab_size=50_304) if "padded" in changes else shape).to(device)
+    shape = train_gpt2.model_config(run, open_tokenizer(run.data), weights=None)
+    if "padded" in changes:
+        shape = replace(shape, vocab_size=50_304)
+    model = GPT(shape).to(device)
 
     def loss_function(x: Tensor, y: Tensor) -> Tensor:
         logits = model(x)  # (B, T, V): those of all tokens
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
-    if "compile" in changes:
+    compiled = "compile" in changes
+    if compiled:
         loss_function = torch.compile(loss_function, dynamic=False)
-    dtype = devices.dtype_of(precision)
     optimizers = train_gpt2.configure_optimizers(model, run, dtype)
     if "fused" not in changes:
         for group in optimizers[-1].param_groups:  # AdamW's
             group["fused"] = None  # as torch chooses by default
 
-    T = run.seq_len
-    compiled = "compile" in changes
-    B, micro_steps = micro_batch.choose_micro_batch(
-        run, model, Ranks(0, 1, device), dtype, compiled
-    )
-    loader = DataLoaderLite(run.data, "train", B, T, seed=run.seed, shuffle=run.shuffle)
+    one_rank = Ranks(rank=0, world_size=1, device=device)
+    B, micro_steps = choose_micro_batch(run, model, one_rank, dtype, compiled)
+    loader = DataLoaderLite(run.data, "train", B, run.seq_len, seed=run.seed, shuffle=run.shuffle)
     ms = []
     with attention:
         for _ in range(WARMUP + steps):
@@ -198,24 +194,27 @@ def columns(row: Row) -> dict[str, str]:
 
 
 def measure_ladder(run: TrainConfig, given: list[str], steps: int) -> list[Row]:
-    """Measures each rung in a process of its own. Prints a table and draws bench_ladder.png."""
+    """Measures each rung in a process of its own. Prints a table and draws bench_ladder.png.
+
+    given: the flags after --. A rung that fails has a row that says why."""
     titles = ["rung", "what it adds", "ms per step", "quartiles", "tok/s", "peak memory"]
     print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
+    rungs = rungs_of(run, devices.choose_device(run.device))
     rows = []
-    left_out = ", ".join(rung for rung in RUNGS if rung not in rungs_of(run))
-    for rung in rungs_of(run):
+    for rung in rungs:
         command = [sys.executable, __file__, "--rung", rung, "--steps", str(steps), "--", *given]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.splitlines() or [f"status {done.returncode}"])[-1]
             rows.append({"rung": rung, "failed": reason})
             print(f"| {rung} | {reason} |", flush=True)
-            continue
-        row = json.loads(done.stdout)
-        print(f"| {' | '.join([rung, RUNGS[rung], *columns(row).values()])} |", flush=True)
-        rows.append(row)
+        else:
+            row = json.loads(done.stdout)
+            rows.append(row)
+            print(f"| {' | '.join([rung, RUNGS[rung], *columns(row).values()])} |", flush=True)
+    left_out = [rung for rung in RUNGS if rung not in rungs]
     if left_out:
-        print(f"left out, since the chip has none of it or it is turned off: {left_out}")
+        print(f"left out, since this chip has none of it or it is off: {', '.join(left_out)}")
     measured = [row for row in rows if "ms" in row]
     if measured:
         draw(measured, Path("bench_ladder.png"))
@@ -223,6 +222,7 @@ def measure_ladder(run: TrainConfig, given: list[str], steps: int) -> list[Row]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
+    """Draws the milliseconds of each rung as a bar."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 1.5 + 0.5 * len(rows)), layout="constrained")

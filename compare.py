@@ -147,7 +147,7 @@ def changed_files(recorded: dict[str, str], code: Path) -> list[str]:
 def train_all(variants: list[Variant], seeds: range, config: CompareConfig) -> int:
     """Trains what is missing, and enters the curves into the variants.
 
-    Returns the number of variants of which a run has failed."""
+    Returns how many runs have failed, or lack the stream."""
     # All variants of a seed are trained before those of the next, since they are compared by seed.
     runs = [(variant, seed) for seed in seeds for variant in variants]
     failed = []  # names of variants
