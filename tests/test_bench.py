@@ -81,15 +81,12 @@ def test_the_default_is_train_gpt2_as_it_comes(tmp_path, monkeypatch, capsys):
     steps = [numbers(line) for line in out.splitlines() if line.startswith("step ")]
     assert [row[:2] for row in steps] == [[step, 15] for step in range(15)]  # none is evaluated
     ms, mfu = ([row[i] for row in steps[10:]] for i in (5, 7))
-    low, median, high = statistics.quantiles(ms, method="inclusive")
-    assert found["ms"] == pytest.approx(median, abs=0.51)
-    assert found["ms_quartiles"] == pytest.approx([low, high], abs=0.51)
+    quartiles = statistics.quantiles(ms, method="inclusive")
+    low, high = found["ms_quartiles"]
+    assert [low, found["ms"], high] == pytest.approx(quartiles, abs=0.51)
     assert found["tok_per_sec"] == pytest.approx(64e3 / found["ms"])
     assert 100 * found["mfu"] == pytest.approx(statistics.median(mfu), abs=0.06)
-    assert (found["steps"], found["tokens"]) == (5, 64) and found["peak_memory"] > 1e8
-    shown = [number for line in out.splitlines() for number in numbers(line)]
-    assert round(found["ms"], 1) in shown and round(found["peak_memory"] / 1e9, 2) in shown
-    assert "GB/s" in out and "TFLOP/s" in out
+    assert f"{found['ms']:,.1f}" in out and "GB/s" in out and "TFLOP/s" in out
 
 
 def test_wrong_input_is_one_line(monkeypatch):
