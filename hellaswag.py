@@ -42,13 +42,12 @@ from support.devices import (
     choose_device,
     choose_precision,
     keep_freed_memory,
-    padded_length,
     use_precision,
 )
-from support.errors_and_signals import RunError, UserError, run_and_exit, stop_requested
+from support.errors_and_signals import RunError, UserError, first_line, run_and_exit, stop_requested
 from support.files_and_locks import ROOT, atomic_path, sha256, write_text
 from support.forks import load_gpt_class
-from support.huggingface import find_model, is_ours, load_causal_lm, tokenizer_of
+from support.huggingface import find_model, is_ours, load_by_transformers, tokenizer_of
 from support.ranks import Ranks
 from support.tokenizer import Tokenizer, WordTokenizer
 
@@ -87,8 +86,17 @@ def wrap_gpt(gpt: "GPT", tokenizer: Tokenizer) -> LanguageModel:
 
 
 def wrap_transformers(folder: Path, device: torch.device) -> LanguageModel:
-    """Loads any causal language model, and its tokenizer, by transformers."""
-    model, tokenizer = load_causal_lm(folder, device)  # in float32, without dropout
+    """Loads any causal language model, and its tokenizer, by transformers. It is in float32."""
+    import transformers
+
+    patterns = ("tokenizer.json", "vocab.*", "merges.txt", "*.model")
+    if not any(list(folder.glob(name)) for name in patterns):  # transformers would not complain
+        raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
+    model = load_by_transformers(folder).to(device)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of transformers or tokenizers, which have no common base class
+        raise UserError(f"{folder}: its tokenizer cannot be loaded ({first_line(error)})") from None
     check_causal(model, folder)
 
     def encode(text: str) -> list[int]:
@@ -171,8 +179,8 @@ def read_examples(path: str | Path = "") -> list[dict[str, Any]]:
             case {
                 "ctx": str(context),
                 "label": 0 | 1 | 2 | 3,
-                "endings": [str(), str(), str(), str()],
-            } if context:
+                "endings": [str(), str(), str(), str()] as endings,
+            } if context and all(endings):
                 examples.append(example)
             case _:
                 needs = "with ctx, a label from 0 to 3 and four endings"
@@ -247,8 +255,10 @@ def score(
 def score_batch(model: LanguageModel, tasks: list[Task], device: torch.device) -> list[list[float]]:
     """The summed losses of the four endings of a few tasks, computed in one pass of the model."""
     T = max(task.length for task in tasks) - 1  # The last token of an ending is not read.
-    # On a GPU this rounds T up to a multiple of 64, which is faster there.
-    T = padded_length(T, device, longest=model.max_length)
+    if device.type == "cuda":
+        # cuDNN plans its attention kernels again for each new length, which takes time. So T is
+        # rounded up to a multiple of 64.
+        T = min(64 * math.ceil(T / 64), model.max_length)
     B = 4 * len(tasks)
     # A row has a context, one of its endings, and zeros at its end, so that all rows have the same
     # length. The zeros change nothing, since each token sees only earlier ones.

@@ -82,13 +82,6 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: don't shrink the heap
 
 
-def padded_length(T: int, device: torch.device, longest: int) -> int:
-    """On a CUDA GPU the next multiple of 64 tokens, but at most `longest`. Elsewhere T itself.
-
-    cuDNN plans its attention kernels again for each new length, which takes time."""
-    return min(T + -T % 64, longest) if device.type == "cuda" else T
-
-
 def peak_memory() -> int | None:
     """Peak bytes: of tensors on the CUDA device, otherwise of the process; None on Windows."""
     if torch.cuda.is_initialized():  # a run on the CPU leaves a GPU alone

@@ -283,10 +283,6 @@ def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, data: str) -> None:
         raise UserError(f"{folder}: {problem}; {remedy}")
 
 
-# --------------------------------------------------------------------------------------------------
-# Models that transformers runs
-
-
 def load_by_transformers(folder: Path) -> Any:
     """A causal language model in float32, by transformers."""
     import transformers
@@ -303,18 +299,3 @@ def load_by_transformers(folder: Path) -> Any:
     if missing:  # transformers would use random weights instead
         raise UserError(f"{folder}: its files lack weights ({missing[0]})")
     return model.eval()
-
-
-def load_causal_lm(folder: Path, device: torch.device) -> tuple[Any, Any]:
-    """(model, tokenizer) of any causal language model in float32, by transformers."""
-    import transformers
-
-    patterns = ("tokenizer.json", "vocab.*", "merges.txt", "*.model")
-    if not any(list(folder.glob(name)) for name in patterns):  # it would make an empty one
-        raise UserError(f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
-    model = load_by_transformers(folder)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # from transformers, tokenizers: no common base
-        raise UserError(f"{folder}: its tokenizer cannot be loaded ({first_line(error)})") from None
-    return model.to(device), tokenizer
