@@ -55,7 +55,7 @@ Ts = st.integers(1, 9)
 
 
 @given(shard_sets, Ts, st.integers(0, 9))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_an_epoch_reads_each_shard_once(lengths, T, seed):
     """No token is an input twice, and few are left out. All shards begin at the same token."""
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +116,7 @@ def test_without_shuffle_it_reads_in_order_and_joins_nothing(lengths, T):
 
 
 @given(shard_sets, st.integers(1, 3), Ts, st.integers(1, 9), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_ranks_together_see_what_one_resumed_process_sees(lengths, B, T, world_size, shuffle):
     """So a step has the same tokens for every division into ranks, B and micro-steps."""
     if not room(lengths, T, shuffle):

@@ -49,7 +49,6 @@ def add_dropout(replace=setattr):
     "dtype, optimizer, ranks",
     [
         ("float32", "adamw", 1),
-        ("float16", "muon", 1),
         ("bfloat16", "muon", 2),
     ],
 )

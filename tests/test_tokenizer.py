@@ -43,7 +43,7 @@ strings = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=16).m
 
 
 @given(text=strings)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_it_equals_tiktokens_own_and_that_of_a_saved_model(others, text):
     theirs, saved = others
     ids = get_tokenizer().encode_ordinary(text)

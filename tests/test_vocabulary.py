@@ -69,7 +69,7 @@ strings = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=16).m
 
 @given(text=strings)
 @example(text="a" * 1_000_000)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_tokens_are_those_of_tokenizers_and_transformers(three, text):
     ours, by_tokenizers, by_transformers = three
     ids = ours.encode_ordinary(text)
