@@ -64,11 +64,11 @@ def save_training_state(state: dict[str, Any], path: Path) -> None:
         with open(path, "wb") as file:
             torch.save(state, file)
     except RuntimeError as error:
-        # While it handles the OSError, torch.save may raise this.
+        # torch.save may turn the OSError into a RuntimeError.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
-    read_training_state(path.parent, mmap=True)
+    read_training_state(path.parent, mmap=True)  # only to see if it can be read
 
 
 def delete_checkpoints(
@@ -77,8 +77,8 @@ def delete_checkpoints(
     """Deletes all checkpoints up to step `newest`, except the last `number` of them and those of
     the steps in `keep`.
 
-    With number = 0 it deletes none. Checkpoints after `newest` are damaged, and will be replaced
-    when the run comes to their steps again."""
+    If `number` is 0, it deletes none. Checkpoints after `newest` are damaged, and are replaced when
+    the run reaches their steps again."""
     if number == 0 or newest is None:
         return
     steps = [step for step in map(step_of, list_checkpoints(log_dir)) if step <= newest]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FORK_TYPE = "gpt2-repro-fork"
 # Hugging Face's name for a field of GPTConfig. The other fields have the same name there.
 THEIR_NAMES = {"block_size": "n_positions"}
-# These settings of Hugging Face's GPT-2 change what it computes. Our GPT only has these values.
+# These settings change what Hugging Face's GPT-2 computes. Our GPT computes this variant.
 GPT2_SETTINGS = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -239,7 +239,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             return safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
             raise UserError(f"{path}: damaged ({first_line(error)})") from None
-    # Other programs write GPT-2s in several ways, and transformers reads them all.
+    # There are several formats of GPT-2 weights. transformers reads all of them.
     theirs = load_by_transformers(folder)
     others = [key for key, value in GPT2_SETTINGS.items() if getattr(theirs.config, key) != value]
     tensors = theirs.state_dict()
@@ -252,7 +252,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def load_tensors(model: "GPT", tensors: dict[str, Tensor], folder: Path) -> None:
-    """Loads tensors into a model. Raises UserError, which names their folder, unless all fit."""
+    """Loads tensors into a model. If they do not fit, it raises a UserError that names `folder`."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if shapes != expected:

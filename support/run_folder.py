@@ -37,15 +37,15 @@ class RunFolder:
         self.ranks = ranks
         self.path = Path(config.log_dir)
         self.locks = contextlib.ExitStack()
-        # The list in run.json, with one entry for each start of the run. begin() adds the last one.
+        # run.json is a list with one entry for each start of the run. begin() fills this.
         self.entries: list[dict[str, Any]] = []
         self.trackers: dict[str, Tracker] = {}  # TensorBoard and W&B, if they are asked for
-        self.newest_step: int | None = None  # the step of the newest checkpoint, unless damaged
-        self.resumed_step: int | None = None  # the step of the checkpoint that was resumed
-        # Evaluations that are in log.txt when the run is resumed, as pairs of a step and a stream.
-        # A stream is a series of values, such as `val`.
+        self.newest_step: int | None = None  # step of the newest checkpoint that is not damaged
+        self.resumed_step: int | None = None  # step of the checkpoint from which the run resumed
+        # A resumed run repeats the evaluations of its first step. Those that log.txt already has
+        # must not be logged twice. They are named by step and stream, such as (200, "val").
         self.already_logged: set[tuple[int, str]] = set()
-        self.warned_of_full_log = False
+        self.warned_of_log = False
 
     def __enter__(self) -> "RunFolder":
         # A new run renames the folder of an earlier one. The repository must never be renamed.
@@ -88,7 +88,7 @@ class RunFolder:
         if self.ranks.rank > 0:
             return
         has_run = (self.path / "run.json").exists()
-        has_log = (self.path / "log.txt").exists()  # Other programs, like build-nanogpt, have one.
+        has_log = (self.path / "log.txt").exists()  # build-nanogpt, for example, writes one, too.
         is_resumed = has_run and self.config.resume
         if (has_run or has_log) and not is_resumed:
             self.rename_earlier()
@@ -111,7 +111,7 @@ class RunFolder:
             with atomic_path(self.path / script.name) as copy:
                 copy.write_bytes(source)
 
-        # A run evaluates a checkpoint after saving it. Such evaluations stay in the log.
+        # A run evaluates a checkpoint after saving it, so log.txt may have these evaluations.
         evaluations = log_txt.trim_log(self.path, step)
         self.already_logged = {(step, stream) for stream in evaluations}
         if evaluations:
@@ -122,7 +122,7 @@ class RunFolder:
         """Renames the folder of an earlier run, and makes a new one in its place."""
         init = Path(self.config.init)
         if init.exists() and init.resolve().is_relative_to(self.path.resolve()):
-            # After a restart this path would lead nowhere, or to a model of the new run.
+            # If this run were restarted, its --init would be missing, or another model.
             problem = f"is in {self.path}/, which would be renamed"
             raise UserError(f"--init {init}: {problem}; choose another --log-dir")
         try:
@@ -148,9 +148,9 @@ class RunFolder:
         try:
             log_txt.append_values(self.path, step, new)
         except OSError as error:
-            if not self.warned_of_full_log:
+            if not self.warned_of_log:
                 warn(f"{self.path}/log.txt: {error.strerror}; lines are lost until there is room")
-            self.warned_of_full_log = True
+            self.warned_of_log = True
         self.track(step, new)
 
     def track(self, step: int, values: dict[str, float]) -> None:
@@ -258,13 +258,13 @@ class RunFolder:
         if script and script != ROOT / "train_gpt2.py":
             command += ["--code", shown(script)]
         if not is_gpt2:
-            # Other code than GPT-2's may only work in the precision in which it was trained.
+            # A changed model may only work in the precision in which it was trained.
             command += ["--dtype", self.entries[-1]["dtype"]]
         print0(f"sample: {shlex.join(command)}")
 
 
 def best_of(losses: dict[int, float]) -> int:
-    """The step with the lowest loss. If several have it, this is the latest of them."""
+    """The step with the lowest loss. Of equally good steps it is the latest."""
     return min(sorted(losses, reverse=True), key=losses.get)
 
 
