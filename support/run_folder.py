@@ -87,7 +87,8 @@ class RunFolder:
         random. `about` has the device, the dtype and the micro-batch size, for run.json."""
         if self.ranks.rank > 0:
             return
-        has_run = (self.path / "run.json").exists()
+        # A folder into which somebody has only copied a checkpoint holds a run as well.
+        has_run = (self.path / "run.json").exists() or bool(list_checkpoints(self.path))
         has_log = (self.path / "log.txt").exists()  # build-nanogpt, for example, writes one, too.
         is_resumed = has_run and self.config.resume
         if (has_run or has_log) and not is_resumed:
