@@ -676,7 +676,7 @@ def validation_loss(
         with autocast:
             loss = model(tokens[:, :-1].to(ranks.device), targets.to(ranks.device))
         losses.append(n * loss)  # The sum of the losses of n sequences.
-    # Without other ranks, this is the only place that waits for the GPU.
+    # item() waits for the GPU, so it is called after all batches.
     total = sum(loss.item() for loss in losses)
     return ranks.sum(total) / N
 

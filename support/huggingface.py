@@ -221,9 +221,12 @@ def check_origin(folder: Path, model: "GPT") -> None:
         # The two scripts must have the same name or the same content.
         forks.check_same_script(raw, type(model), str(folder))
     else:
-        problem = f"not a GPT-2, so it needs the script that trained it, {raw.get('script')}"
-        remedy = f"give sample.py or hellaswag.py --code {shown(folder)}/{raw.get('script')}"
-        raise UserError(f"{folder}: {problem}; {remedy}")
+        problem = "not a GPT-2, so it needs the code that trained it"
+        if script := raw.get("script"):  # A class that was defined in a notebook has none.
+            problem += (
+                f", {script}; sample.py and hellaswag.py take --code {shown(folder)}/{script}"
+            )
+        raise UserError(f"{folder}: {problem}")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

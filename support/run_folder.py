@@ -96,9 +96,12 @@ class RunFolder:
         for path in self.path.glob(".*.partial"):  # what a killed process was writing
             remove(path)
 
-        about |= {"step": step, "world_size": self.ranks.world_size}
-        about |= {"vocab_size": model.config.vocab_size}
-        about |= {"init": shown(weights) if weights else "scratch"}
+        about |= {
+            "step": step,
+            "world_size": self.ranks.world_size,
+            "vocab_size": model.config.vocab_size,
+            "init": shown(weights) if weights else "scratch",
+        }
         # The script may be a fork, which is an edited copy of train_gpt2.py. So run.json also has
         # the name and the checksum of the script.
         about |= forks.script_entry(type(model))

@@ -96,11 +96,18 @@ class WordTokenizer:
             raise ValueError("a word contains a space, or nothing")
         self.eot_token = self.numbers.get(END)  # None if no word ends a document
         # transformers reads words from a tokenizer.json, in the format of the library `tokenizers`.
-        parts = ("truncation", "padding", "normalizer", "post_processor", "decoder")
-        words = {"type": "WordLevel", "vocab": self.numbers, "unk_token": "<unk>"}
-        theirs = {"version": "1.0", "added_tokens": [], **dict.fromkeys(parts)}
-        theirs |= {"pre_tokenizer": {"type": "WhitespaceSplit"}, "model": words}
-        self.files = {"vocab.json": vocab, "tokenizer.json": json.dumps(theirs)}
+        tokenizer_json = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": None,
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "post_processor": None,
+            "decoder": None,
+            "model": {"type": "WordLevel", "vocab": self.numbers, "unk_token": "<unk>"},
+        }
+        self.files = {"vocab.json": vocab, "tokenizer.json": json.dumps(tokenizer_json)}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WordTokenizer) and self.checksum == other.checksum

@@ -208,6 +208,24 @@ def test_a_run_goes_on_from_another_working_folder(text, log, tmp_path, monkeypa
     assert steps_of(log) == [1, 2]
 
 
+def test_a_folder_with_a_copied_checkpoint_is_a_run(start, log):
+    """--resume goes on in it, and a new run renames it. The log may have been copied as well."""
+    start("--max-steps 2 --save-every 2")
+    for name, copied in (("a", ["step_000002"]), ("b", ["step_000002", "log.txt"])):
+        folder = log.with_name(name)
+        for resume, names in (("--resume", [name]), ("", [name, f"{name}_1"])):
+            folder.mkdir()
+            shutil.copytree(log / "step_000002", folder / "step_000002")
+            if "log.txt" in copied:
+                shutil.copy(log / "log.txt", folder)
+            start(f"--max-steps 3 --save-every 1 {resume} --log-dir {folder}")
+            assert sorted(path.name for path in log.parent.glob(f"{name}*")) == names
+            assert steps_of(folder) == ([2, 3] if resume else [1, 2, 3])
+            if resume:
+                shutil.rmtree(folder)
+        assert steps_of(log.with_name(f"{name}_1")) == [2]
+
+
 def test_a_finished_run_is_extended_and_keeps_its_last_loss(start, log):
     """Also if it is now evaluated at other steps."""
     common = "--save-every 2 --keep-checkpoints 1 --max-lr 1e-9 --min-lr 1e-9 --resume"
