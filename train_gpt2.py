@@ -149,6 +149,7 @@ class Head(nn.Linear):
         weight = F.pad(self.weight, (0, 0, 0, added))  # (V + added, C)
         bias = F.pad(x.new_zeros(V), (0, added), value=-math.inf)  # (V + added,)
         logits = F.linear(x.flatten(0, 1), weight, bias)  # (B * T, V + added)
+        # A loss that reads all logits, such as label smoothing, must take logits[:, :V].
         return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-100)
 
 
