@@ -118,7 +118,9 @@ def draw_panel(
     )
     if x == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.ticklabel_format(axis="y", scilimits=(-2, 4))
+    axes.ticklabel_format(axis="y", scilimits=(-3, 4))  # 6e-4 has a factor above the axis
+    if panel == "tok_per_sec":
+        axes.set_ylim(bottom=0)  # so that a few per cent look like a few per cent
     axes.grid(alpha=0.3)
     if several and panel in ("loss", "hella"):
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
