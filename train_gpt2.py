@@ -63,8 +63,8 @@ from support.muon import Muon
 from support.progress import Progress, print_cost, print_header, print_validation
 from support.ranks import Ranks, settle_buckets
 from support.run_folder import RunFolder, read_run
-from support.shards import check_tokens, holds_shards, open_split, open_tokenizer, prompt_tokens
-from support.tokenizer import Tokenizer, measure_text, printable
+from support.shards import check_tokens, holds_shards, open_split, open_tokenizer
+from support.tokenizer import Tokenizer, measure_text, printable, prompt_tokens
 
 # --------------------------------------------------------------------------------------------------
 # Model: section 2.3 of "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019)
@@ -659,8 +659,11 @@ def validation_loss(
 
     It is None if a rank has been asked to stop."""
     N = len(sequences)
-    losses = []
-    for first in range(0, N, ranks.world_size * B):  # B sequences for each rank
+    firsts = range(0, N, ranks.world_size * B)  # B sequences for each rank
+    # The losses have one place. A new small tensor per batch, kept between the large ones of its
+    # batch, would leave gaps in a CPU's memory, which could add up to gigabytes.
+    losses = torch.zeros(len(firsts), device=ranks.device)
+    for i, first in enumerate(firsts):
         if ranks.any(stop_requested()):
             return None
         start = first + ranks.rank * B
@@ -676,10 +679,9 @@ def validation_loss(
         targets[n:] = -100
         with autocast:
             loss = model(tokens[:, :-1].to(ranks.device), targets.to(ranks.device))
-        losses.append(n * loss)  # The sum of the losses of n sequences.
-    # item() waits for the GPU, so it is called after all batches.
-    total = sum(loss.item() for loss in losses)
-    return ranks.sum(total) / N
+        losses[i] = n * loss  # The sum of the losses of n sequences.
+    # tolist() waits for the GPU, so it is called after all batches.
+    return ranks.sum(sum(losses.tolist())) / N
 
 
 def print_samples(
@@ -714,7 +716,7 @@ class Evaluations:
         self.B = B
         self.ranks = ranks
         self.autocast = autocast
-        self.prompt = prompt_tokens(config, tokenizer) if config.sample_every else []
+        self.prompt = prompt_tokens(config.sample_prompt, tokenizer) if config.sample_every else []
         if config.eval_every:
             T = config.seq_len
             loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)

@@ -9,16 +9,12 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from support.command_line import print0
 from support.errors_and_signals import UserError
 from support.tokenizer import Tokenizer, encode, get_tokenizer, holds_vocabulary
-
-if TYPE_CHECKING:
-    from train_gpt2 import TrainConfig
 
 NO_TEXT = {"README.md", "merges.txt"}  # files of a folder that are not part of its text
 # The files of text that fineweb.py takes. (No .parquet.gz: .parquet is compressed inside.)
@@ -154,23 +150,6 @@ def open_split(
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
     return paths, [open_shard(path, vocab_size) for path in paths]
-
-
-def prompt_tokens(config: "TrainConfig", tokenizer: Tokenizer) -> list[int]:
-    """The tokens of --sample-prompt. Without one, that is a new line.
-
-    A vocabulary of words may lack those of the prompt. Then this prints a line, and returns the
-    first eight words of the validation data."""
-    prompt = config.sample_prompt or "\n"
-    try:
-        tokens = tokenizer.encode_ordinary(prompt)
-    except UserError as error:
-        print0(f"note: samples continue the validation data: {error}")
-        tokens = []
-    if not tokens:
-        _, shards = open_split(config.data, "val", tokenizer.n_vocab)
-        tokens = shards[0][:8].tolist()
-    return tokens
 
 
 def check_tokens(tokens: np.ndarray, path: Path, vocab_size: int) -> None:

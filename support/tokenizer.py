@@ -19,6 +19,7 @@ import numpy as np
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's split of text into words
 
+from support.command_line import print0
 from support.errors_and_signals import UserError
 
 GPT2 = Path(__file__).parent / "gpt2"
@@ -202,6 +203,18 @@ def learn_vocabulary(texts: list[str], size: int) -> tuple[str, str]:
 def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
     """The tokens of a prompt. An empty one becomes <|endoftext|>, where a document begins."""
     return tokenizer.encode(prompt, allowed_special="all") or [tokenizer.eot_token or 0]
+
+
+def prompt_tokens(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of --sample-prompt. Without one, that is a new line.
+
+    A vocabulary of words has no new line, and may lack words of the prompt. Then samples begin a
+    new document."""
+    try:
+        return encode_prompt(prompt or "\n", tokenizer)
+    except UserError as error:
+        print0(f"note: samples begin a new document: {error}")
+        return encode_prompt("", tokenizer)
 
 
 def text_bytes(tokens: list[int], tokenizer: Tokenizer) -> bytes:
