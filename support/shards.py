@@ -43,8 +43,8 @@ def encode_file(path: Path, *version: int) -> np.ndarray:
 def not_utf8(path: Path) -> UserError:
     """The error for a file of text in another encoding."""
     name = shlex.quote(str(path))
-    command = f"iconv -f ENCODING -t UTF-8 {name} > utf8.txt && mv utf8.txt {name}"
-    return UserError(f"{path}: not UTF-8; `{command}` converts it, with the name of its encoding")
+    command = f"iconv -f ENCODING -t UTF-8 {name} > utf8.txt"
+    return UserError(f"{path}: not UTF-8; `{command}` converts it, if ENCODING is its encoding")
 
 
 def tokenize_text(path: Path, split: str) -> np.ndarray:
