@@ -98,7 +98,7 @@ def read_variants(config: CompareConfig, words: list[str]) -> list[Variant]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Checks, before the first run
+# Checks
 
 
 def check(variant: Variant, seeds: range) -> None:
@@ -109,6 +109,17 @@ def check(variant: Variant, seeds: range) -> None:
     for own in ("--seed", "--log-dir", "--resume", "--plan"):
         if own in given:
             raise UserError(f"{own}: compare.py sets it; see --seeds and --out")
+    check_runs(variant, seeds)
+    # --plan reads the flags and makes the model, without training it.
+    command = [str(variant.code), *variant.flags, "--plan"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    if done.returncode:
+        print(done.stderr, end="", file=sys.stderr)
+        raise UserError(f"`{shlex.join(['python', *command])}` fails; what it says is above")
+
+
+def check_runs(variant: Variant, seeds: range) -> None:
+    """UserError if a folder has a run with other flags, or of a code that has changed since."""
     for seed in seeds:
         command = [shown(word) for word in variant.command(seed)]  # as run.json has it
         for entry in run_entries(variant.log_dir(seed)):
@@ -120,12 +131,6 @@ def check(variant: Variant, seeds: range) -> None:
             if problem:
                 remedy = "remove it, or choose another --out"
                 raise UserError(f"{variant.log_dir(seed)}: {problem}; {remedy}")
-    # --plan reads the flags and makes the model, without training it.
-    command = [str(variant.code), *variant.flags, "--plan"]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
-    if done.returncode:
-        print(done.stderr, end="", file=sys.stderr)
-        raise UserError(f"`{shlex.join(['python', *command])}` fails; what it says is above")
 
 
 def changed_files(recorded: dict[str, str], code: Path) -> list[str]:
@@ -158,6 +163,7 @@ def train_all(variants: list[Variant], seeds: range, config: CompareConfig) -> i
         if not curves:
             if variant.name in failed:  # it would probably fail with each seed
                 continue
+            check_runs(variant, seeds)  # The code may have been edited during the last run.
             console = variant.log_dir(seed).with_suffix(".txt")
             print(f"{name}, whose output goes to {shown(console)} …", flush=True)
             status = train(variant.command(seed), console, config.nproc_per_node)

@@ -184,6 +184,21 @@ def test_a_run_of_another_code_or_with_other_flags_is_not_taken_for_it(folder):
     assert len(calls()) == 1
 
 
+def test_a_code_that_is_edited_during_a_comparison_ends_it(folder, monkeypatch):
+    """A row of the table has the runs of one code."""
+    train = compare.train
+
+    def train_and_edit(*args):
+        status = train(*args)
+        Path("helper.py").write_text("edited = True")
+        return status
+
+    monkeypatch.setattr(compare, "train", train_and_edit)
+    with pytest.raises(UserError, match=r"before a change of .*helper\.py"):
+        run(*words("--code a.py --seeds 3"))
+    assert len(calls()) == 1
+
+
 def test_the_code_of_a_run_is_what_it_has_loaded(tmp_path, monkeypatch):
     """Without tests and libraries, which may be in the script's folder."""
     files = {"__main__": "fork.py", "library": "venv/site-packages/library.py"}
