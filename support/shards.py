@@ -43,7 +43,7 @@ def encode_file(path: Path, *version: int) -> np.ndarray:
 def not_utf8(path: Path) -> UserError:
     """The error for a file of text in another encoding."""
     name = shlex.quote(str(path))
-    command = f"iconv -f ENCODING -t UTF-8 {name} > utf8.txt"
+    command = f"iconv -f ENCODING -t UTF-8 {name} > utf8{path.suffix}"
     return UserError(f"{path}: not UTF-8; `{command}` converts it, if ENCODING is its encoding")
 
 
