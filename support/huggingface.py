@@ -222,10 +222,10 @@ def check_origin(folder: Path, model: "GPT") -> None:
         forks.check_same_script(raw, type(model), str(folder))
     else:
         problem = "not a GPT-2, so it needs the code that trained it"
-        if script := raw.get("script"):  # A class that was defined in a notebook has none.
-            problem += (
-                f", {script}; sample.py and hellaswag.py take --code {shown(folder)}/{script}"
-            )
+        script = raw.get("script")
+        if script:  # A class that was defined in a notebook has none.
+            code = f"{shown(folder)}/{script}"
+            problem += f", {script}; sample.py and hellaswag.py take --code {code}"
         raise UserError(f"{folder}: {problem}")
 
 

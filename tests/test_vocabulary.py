@@ -310,6 +310,7 @@ def test_words_go_from_the_shards_to_sample_and_transformers(kind, tmp_path, cap
     assert err.count("HellaSwag is left out") == 2
     for sampled in re.findall("^sample .*:\n(.*)$", out, re.MULTILINE):
         assert {*sampled.split()} <= {*vocabulary}
+        assert sampled.split()[0] == vocabulary[0]  # where a game begins
     train(*args, log, "--max-steps 4 --resume")
     assert losses(log) == losses(tmp_path / "straight") and losses(log)[-1] < losses(log)[0]
     assert losses(log, "val")[0] == pytest.approx(np.log(len(vocabulary)), abs=0.3)
