@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
 import train_gpt2
-from support import devices
+from support import devices, settings
 from support.command_line import parse_args
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, write_text
@@ -40,7 +40,7 @@ from support.micro_batch import choose_micro_batch
 from support.ranks import Ranks, torchrun_ranks
 from support.run_json import run_entries
 from support.shards import open_tokenizer
-from train_gpt2 import GPT, DataLoaderLite, TrainConfig
+from train_gpt2 import GPT, DataLoaderLite, GPTConfig, TrainConfig
 
 RUNGS = {  # each keeps the changes of those before it, except ours
     "float32": "matmuls in float32",
@@ -93,6 +93,12 @@ def measure_ours(flags: list[str], steps: int) -> Row:
         start = run_entries(folder)[-1]
     row = summary("ours", start["device"], start["config"]["total_batch_size"], log["ms"][1])
     return row | {"mfu": float(np.median(log["mfu"][1][WARMUP:]))}
+
+
+def read_config(flags: list[str]) -> TrainConfig:
+    """The settings of a run of train_gpt2.py with these flags."""
+    presets, fixed = train_gpt2.PRESETS, train_gpt2.MUST_NOT_CHANGE
+    return settings.read_config(flags, TrainConfig, presets, fixed, GPTConfig)
 
 
 def rungs_of(run: TrainConfig, device: torch.device) -> list[str]:
@@ -247,13 +253,13 @@ def main(args: list[str] | None = None) -> int:
         raise UserError(f"--steps {config.steps}: must be at least 1")
     if (config.ladder or config.rung) and torchrun_ranks()[2] > 1:
         raise UserError("--ladder and --rung measure one device: start them without torchrun")
-    asked = train_gpt2.read_config(given).device
+    asked = read_config(given).device
     gpu = asked in ("auto", "cuda") and torch.cuda.is_available()
     flags = ["--preset", "gpt2" if gpu else "shakespeare", "--data", str(ROOT / "input.txt"), *OFF]
     if gpu and (config.ladder or config.rung):
         flags += ["--micro-batch-size", "16", "--total-batch-size", str(16 * 1024)]
     flags += given
-    run = train_gpt2.read_config(flags)
+    run = read_config(flags)
     if config.ladder:
         result = measure_ladder(run, given, config.steps)
     elif config.rung:

@@ -44,11 +44,11 @@ from support.devices import (
     keep_freed_memory,
     use_precision,
 )
-from support.errors_and_signals import RunError, UserError, first_line, run_and_exit, stop_requested
+from support.errors_and_signals import RunError, UserError, first_line, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, sha256, write_text
-from support.forks import load_gpt_class
 from support.huggingface import find_model, is_ours, load_by_transformers, tokenizer_of
 from support.ranks import Ranks
+from support.scripts import load_gpt_class
 from support.tokenizer import Tokenizer, WordTokenizer
 
 if TYPE_CHECKING:
@@ -228,11 +228,11 @@ def score(
     ranks: Ranks,
     batch_size: int = 8,
     show_progress: bool = False,
-) -> list[list[float]] | None:
+) -> list[list[float]]:
     """Returns the summed losses of the four endings of each task, in nats.
 
     All ranks call this together. Each scores its share of the tasks, and gets the losses of all.
-    They get None if a rank has been asked to stop."""
+    Raises StopRequested if a rank has received a stop signal."""
     # Tasks of similar lengths are scored together, so that rows need little padding. The longest
     # come first, so that a lack of memory shows at once.
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].length)
@@ -241,8 +241,7 @@ def score(
     rounds = range(0, len(batches), ranks.world_size)  # in each, every rank scores a batch
     losses_of_tasks = {}  # {index of a task: the losses of its four endings}
     for first in progress_bar(rounds, "batch") if show_progress else rounds:
-        if ranks.any(stop_requested()):
-            return None
+        ranks.check_stop()
         if first + ranks.rank < len(batches):  # The last round may have no batch for this rank.
             batch = batches[first + ranks.rank]
             losses = score_batch(model, [tasks[i] for i in batch], ranks.device)
@@ -317,15 +316,12 @@ def accuracy(
     tasks: list[Task],
     ranks: Ranks,
     autocast: torch.autocast,
-) -> float | None:
-    """The acc_norm of a GPT. All ranks call this together, and get the same number. It is None if
-    a rank has been asked to stop.
+) -> float:
+    """The acc_norm of a GPT. All ranks call this together, and get the same number.
 
-    `tasks` must not be empty."""
+    `tasks` must not be empty. Raises StopRequested if a rank has received a stop signal."""
     with autocast:
         losses_of_tasks = score(wrap_gpt(gpt, tokenizer), tasks, ranks)
-    if losses_of_tasks is None:
-        return None
     right = 0
     for task, losses in zip(tasks, losses_of_tasks, strict=True):
         if any(map(math.isnan, losses)):

@@ -17,8 +17,8 @@ from support.command_line import flag, parse_args
 from support.devices import choose_device
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT
-from support.forks import load_gpt_class
 from support.huggingface import find_model, tokenizer_of
+from support.scripts import load_gpt_class
 from support.tokenizer import Tokenizer, encode_prompt, text_bytes
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Trains GPT-2 (124M) from scratch and saves it in Hugging Face's format.
 
-    python train_gpt2.py                  # GPT-2 if edu_fineweb10B/ has data, else Shakespeare
+    python train_gpt2.py                  # GPT-2 if a GPU and data are there, else Shakespeare
     python train_gpt2.py --preset gpt2 --data my_shards   # GPT-2 on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py --preset gpt2     # on eight GPUs
     python train_gpt2.py --resume                         # continues the run in log/
@@ -9,13 +9,9 @@
 From top to bottom, this file has the model, the data loader, the settings, the optimizers, the
 evaluations, and the training loop. Files, processes and devices are handled in support/.
 
-To try an idea, copy this file to my_idea.py in the same folder, and edit the copy. Such a copy is
-called a fork. You may also edit it between a stop and --resume. This is what edits can break:
-- If you add, remove, rename or reshape a parameter, earlier checkpoints no longer load.
-- If you replace an optimizer, or assign other parameters to it, earlier runs no longer resume.
-- If the model no longer computes what GPT-2 computes, Hugging Face cannot load its checkpoints, and
-  sample.py and hellaswag.py need --code my_idea.py. The first lines of a run say if this is so.
-- --resume continues a run only with a file of the same name or of the same content.
+Edit anything, here or in a copy. After an edit --resume continues a run as long as its parameters
+and optimizers are the same. The first lines of a run say whether its model still is a GPT-2, which
+Hugging Face can load.
 
 Terms: the training data are tokens, stored in files called shards. A step is one update of the
 weights, from total_batch_size tokens. Steps are counted from 0, and the loss of a step is computed
@@ -30,11 +26,9 @@ Errors: a UserError is a mistake that the user can fix. A RunError ends a run wi
 example if the loss is not finite. Both are printed as one line. Bugs keep their traceback."""
 
 import math
-import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 from typing import Literal
@@ -42,15 +36,16 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 import hellaswag
-from support import checkpoints, devices, forks, huggingface, plan
-from support.command_line import absolute, flag, parse_args, print0, print_line, range_problems
+from support import huggingface
+from support.checkpoints import load_optimizers, optimizer_states
+from support.command_line import print0, print_line
 from support.errors_and_signals import (
     RunError,
+    StopRequested,
     UserError,
     collect_stop_signals,
     run_and_exit,
@@ -58,12 +53,14 @@ from support.errors_and_signals import (
     stop_requested,
 )
 from support.files_and_locks import ROOT
-from support.micro_batch import choose_micro_batch
 from support.muon import Muon
-from support.progress import Progress, print_cost, print_header, print_validation
-from support.ranks import Ranks, settle_buckets
-from support.run_folder import RunFolder, read_run
-from support.shards import check_tokens, holds_shards, open_split, open_tokenizer
+from support.plan import print_plan
+from support.progress import Progress, print_results
+from support.ranks import Ranks, wrap_in_ddp
+from support.run_folder import RunFolder, find_weights
+from support.run_setup import Setup, choose_setup
+from support.settings import print_preset, read_config
+from support.shards import check_tokens, open_split, open_tokenizer
 from support.tokenizer import Tokenizer, measure_text, printable, prompt_tokens
 
 # --------------------------------------------------------------------------------------------------
@@ -82,7 +79,7 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head self-attention to the same and earlier tokens. (B, T, C) -> (B, T, C)"""
+    """Multi-head self-attention. No token sees later ones. (B, T, C) -> (B, T, C)"""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -131,30 +128,23 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))  # each token on its own
 
 
-class Head(nn.Linear):
-    """The last layer. It computes the logits of the next token or, with targets, their loss. Both
-    are in one module, so that train() can compile them together."""
+def next_token_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy in nats of predicting targets (B, T) from x (B, T, C). A scalar.
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(B, T, C) -> logits (B, T, V), or the mean cross-entropy over the targets (B, T).
+    The logits are x times the transpose of `head` (V, C). Targets of -100 are ignored. What this
+    returns in training is logged as `train`.
 
-        Targets of -100 do not count."""
-        if targets is None:
-            return F.linear(x, self.weight)
-        # A GPU computes this product faster if V is a multiple of 64, and 50,257 is not. So rows of
-        # zeros are added to a copy of the weight, which costs little. A bias of -inf makes their
-        # probability 0, so the loss stays the same.
-        V = self.weight.size(0)
-        added = 64 * math.ceil(V / 64) - V  # rows
-        weight = F.pad(self.weight, (0, 0, 0, added))  # (V + added, C)
-        bias = F.pad(x.new_zeros(V), (0, added), value=-math.inf)  # (V + added,)
-        logits = F.linear(x.flatten(0, 1), weight, bias)  # (B * T, V + added)
-        # A loss that reads all logits, such as label smoothing, must take logits[:, :V].
-        return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-100)
-
-
-# Hugging Face's GPT-2 stores these weights as (in, out), while nn.Linear stores (out, in).
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+    A GPU multiplies faster if V is a multiple of 64, which 50,257 is not. So rows of zeros are
+    added to a copy of `head`, and a bias of -inf makes their probability 0, which leaves the loss
+    as it is. The vocabulary of the model itself has no such rows, so that its weights have
+    the shape that Hugging Face expects, and its samples are GPT-2's tokens. If you change the loss
+    to one that reads all logits, such as label smoothing, give it logits[:, :V]."""
+    V = head.size(0)
+    added = 64 * math.ceil(V / 64) - V  # rows
+    padded = F.pad(head, (0, 0, 0, added))  # (V + added, C)
+    bias = F.pad(x.new_zeros(V), (0, added), value=-math.inf)  # (V + added,)
+    logits = F.linear(x.flatten(0, 1), padded, bias)  # (B * T, V + added)
+    return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-100)
 
 
 class GPT(nn.Module):
@@ -167,14 +157,11 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # The head shares the weight of wte. On the device "meta" its own weight takes no memory.
-        self.lm_head = Head(config.n_embd, config.vocab_size, bias=False, device="meta")
-        self.lm_head.weight = self.wte.weight
+        self.loss = next_token_loss  # train() may compile it
+        self.low_memory = False  # recompute blocks in the backward pass instead of storing them
 
-        # The initial weights. LayerNorms keep torch's, which are ones and zeros.
+        # The initial weights. LayerNorms keep theirs, which are ones and zeros.
         for name, module in self.named_modules():
-            if module is self.lm_head:  # its weight is that of wte
-                continue
             if isinstance(module, nn.Linear | nn.Embedding):
                 std = 0.02  # as in Hugging Face's code
                 if name.endswith("c_proj"):
@@ -197,11 +184,16 @@ class GPT(nn.Module):
             raise UserError(f"{T} tokens, but the model's context is {self.config.block_size}")
         x = self.wte(idx) + self.wpe(torch.arange(T, device=idx.device))  # (B, T, C)
         for block in self.h:
-            x = block(x)
+            if self.low_memory and self.training:
+                x = recompute_in_backward(block, x, use_reentrant=False)
+            else:
+                x = block(x)
         x = self.ln_f(x)
+        if targets is not None:
+            return self.loss(x, self.wte.weight, targets)
         if at is not None:
             x = x[at]
-        return self.lm_head(x, targets)
+        return F.linear(x, self.wte.weight)  # The embedding of the tokens is also the head.
 
     @torch.no_grad()
     def generate(
@@ -222,13 +214,7 @@ class GPT(nn.Module):
             temperature = 1.0
         for _ in range(max_new_tokens):
             window = idx[:, -self.config.block_size :]  # what fits into the context
-            T = window.size(1)
-            if idx.is_cuda:
-                # cuDNN, which may compute the attention, needs time for each new length. So zeros
-                # are appended up to a multiple of 64 tokens. No token attends to zeros after it.
-                length = min(64 * math.ceil(T / 64), self.config.block_size)
-                window = F.pad(window, (0, length - T))
-            logits = self(window, at=(slice(None), T - 1))  # (B, V), for the last token
+            logits = self(window, at=(slice(None), -1))  # (B, V), for the last token
             logits, candidates = (logits.float() / temperature).topk(k)  # (B, k) each
             p = logits.softmax(-1)
             if not p.isfinite().all():
@@ -242,45 +228,21 @@ class GPT(nn.Module):
 
     def flops_per_token(self, T: int) -> int:
         """Training FLOPs per token: 6 N + 12 L C T, with L = n_layer (PaLM, Chowdhery et al. 2022,
-        appendix B). N counts the weights of the linear layers, including the head."""
+        appendix B). N counts the weights of the linear layers and of the head."""
         N = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        if not any(isinstance(m, nn.Linear) for m in self.children()):
+            N += self.wte.weight.numel()  # The head is not a layer of its own.
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> "GPT":
-        """Loads the model in a folder, the newest checkpoint of the run in a log folder, or else a
-        GPT-2 from the Hugging Face Hub, such as gpt2-medium. It is in evaluation mode."""
-        folder = huggingface.find_model(name)
-        model = cls(huggingface.read_gpt_config(folder, GPTConfig))
-        model.load_weights(folder)
-        return model.eval()
-
-    def load_weights(self, folder: Path) -> None:
-        """Loads the weights in a model's folder. Raises UserError if they do not fit."""
-        # Raises UserError if a fork has trained them, and this class is of a different script.
-        huggingface.check_origin(folder, self)
-        tensors = huggingface.read_tensors(folder)
-        if "transformer.wte.weight" in tensors:  # A fork's tensors have our names and layout.
-            tensors = {
-                name.removeprefix("transformer."): tensor.T if name.endswith(TRANSPOSED) else tensor
-                for name, tensor in tensors.items()
-            }
-            tensors["lm_head.weight"] = tensors["wte.weight"]
-        huggingface.load_tensors(self, tensors, folder)
+        """A model in Hugging Face's format, in evaluation mode. `name` is its folder, or the folder
+        of a run, or a name on the Hub, such as gpt2-medium."""
+        return huggingface.load_model(cls, GPTConfig, name)
 
     def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-        """Writes the model, and the tokenizer if given, in the format of Hugging Face's GPT-2.
-
-        A model that does not compute what GPT-2 computes is marked as a fork."""
-        tensors = self.state_dict()
-        # Compares the logits of a small model of this class with those of the GPT-2 in forks.py.
-        if forks.is_gpt2(self):
-            del tensors["lm_head.weight"]
-            tensors = {
-                f"transformer.{name}": tensor.T if name.endswith(TRANSPOSED) else tensor
-                for name, tensor in tensors.items()
-            }
-        huggingface.write_model(Path(folder), self, tensors, tokenizer)
+        """Saves the model in Hugging Face's format, with the files of the tokenizer if given."""
+        huggingface.save_model(self, folder, tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -415,11 +377,16 @@ Dtype = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
 # The library tyro makes a flag of each field, such as --max-steps, with its comment as help text.
 @dataclass
 class TrainConfig:
-    """The settings of a run. Flags replace the values of the preset."""
+    """The settings of a run. Each has its value from the first of these that has one:
+
+    1. the flag on the command line,
+    2. with --resume, the run in log_dir; with --init, the shape of its model,
+    3. the preset,
+    4. the default below."""
 
     # What to train on, and where to start
 
-    preset: Preset = "auto"  # a recipe; auto: gpt2 if edu_fineweb10B/ has data, else shakespeare
+    preset: Preset = "auto"  # a recipe; auto: gpt2 with a GPU and shards, else shakespeare
     data: str = SHARDS_FOLDER  # folder of token shards, which may be in subfolders, or a .txt file
     init: str = "scratch"  # scratch, a GPT-2 of the Hub, such as gpt2-medium, or a model's folder
     log_dir: str = "log"  # folder of the run; an earlier run in it is renamed, or resumed
@@ -428,7 +395,7 @@ class TrainConfig:
     seed: int = 1337  # seed of the initial weights and of the data order
     shuffle: bool = True  # read shards and sequences in a new random order in every epoch
 
-    # The shape of the model. With --init the defaults are 0, and the weights decide the shape.
+    # The shape of the model
 
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # number of attention heads
@@ -436,15 +403,15 @@ class TrainConfig:
 
     # Batches and optimization
 
-    max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
+    max_steps: int = 19_073  # number of updates; the default is one epoch of 10 billion tokens
     total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
     seq_len: int = 1024  # tokens per sequence (T)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the linear layers inside the blocks
     max_lr: float = 6e-4  # learning rate at the end of the warm-up; lower it if the loss diverges
     min_lr: float = 6e-5  # what the learning rate falls to
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay (see get_lr)
-    warmup_steps: int = 715  # steps in which the rate rises; 715 are GPT-3's 375 million tokens
-    warmdown_steps: int = 5000  # the last steps, in which the rate falls if the schedule is wsd
+    warmup_steps: int = 715  # steps in which the rate rises; the default is as in GPT-3
+    warmdown_steps: int = 5000  # number of last steps in which the rate falls, with wsd
     weight_decay: float = 0.1  # decoupled weight decay of matrices
     beta2: float = 0.95  # AdamW's decay rate of squared gradients
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
@@ -452,7 +419,7 @@ class TrainConfig:
     # Speed and memory
 
     device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: Dtype = "auto"  # precision of matrix products; auto: 16 bits on a CUDA GPU
+    dtype: Dtype = "auto"  # precision of matrix products; auto: the fastest that is safe
     micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a CUDA GPU
     low_memory: bool = False  # recompute blocks in the backward pass instead of storing them
@@ -461,11 +428,11 @@ class TrainConfig:
     # Evaluations and samples
 
     eval_every: int = 250  # steps between validation losses; 0: never
-    eval_tokens: int = 10_485_760  # tokens per validation loss, 20 x 524,288; at most all
+    eval_tokens: int = 10_485_760  # tokens per validation loss; all, if there are fewer
     hellaswag_every: int = 250  # steps between HellaSwag evaluations; 0: never
     hellaswag_data: str = ""  # local HellaSwag .jsonl; empty: the official tasks, downloaded once
     sample_every: int = 250  # steps between samples; 0: never
-    sample_prompt: str = "Hello, I'm a language model,"  # what samples continue; empty: a new line
+    sample_prompt: str = "Hello, I'm a language model,"  # text that samples continue
 
     # Checkpoints and logs
 
@@ -475,12 +442,8 @@ class TrainConfig:
     wandb: bool = False  # also log to Weights & Biases
 
 
-SHAPE = ("n_layer", "n_head", "n_embd")
-
-# --resume refuses to continue a run with different values of these settings. The others may change.
-# For example, a lower rate may save a run that diverges, and more steps make it longer. Another
-# preset is refused since its values would not be used. The data are compared by their shards. If
-# you add a setting that must stay the same during a run, add it here.
+# A resumed run must have the same values of these settings. The others may change. For example, a
+# lower rate may save a run that diverges, and more steps make it longer.
 # fmt: off
 MUST_NOT_CHANGE = (
     "preset", "init", "seed", "shuffle", "n_layer", "n_head", "n_embd", "total_batch_size",
@@ -522,77 +485,6 @@ PRESETS = {
 # fmt: on
 
 
-def read_config(args: list[str] | None = None) -> TrainConfig:
-    """Reads the settings of a run. `args` is the command line, by default that of the process.
-
-    Each value comes from the first of these that has it:
-    1. the flag on the command line,
-    2. with --resume, the settings of the run in --log-dir, if there is one,
-    3. the preset,
-    4. the default in TrainConfig.
-    Raises UserError with all values that are wrong, or that must not change on resume."""
-    words = sys.argv[1:] if args is None else args
-    # The command line is parsed twice. The first time is for --resume, --log-dir, --preset and
-    # --init. They decide the defaults with which it is parsed the second time.
-    given = parse_args(TrainConfig, words, ignore_help=True)
-    # The settings and the script of the run in --log-dir. None if there is no run.
-    before = read_run(given.log_dir) if given.resume else None
-    if before:
-        # Raises UserError if the script had a different name and different content than the file
-        # that defines the class GPT.
-        forks.check_same_script(before, GPT, f"--resume: {given.log_dir}")
-        # A setting that this script no longer has is ignored.
-        names = asdict(given).keys() - {"log_dir", "resume", "plan"}
-        values = {name: value for name, value in before["config"].items() if name in names}
-    else:
-        preset = given.preset
-        if preset == "auto":
-            preset = "gpt2" if holds_shards(Path(SHARDS_FOLDER)) else "shakespeare"
-        values = {"preset": preset, **PRESETS[preset]}
-        if given.init != "scratch":
-            values |= dict.fromkeys(SHAPE, 0)
-    defaults = TrainConfig(**values)
-    config = parse_args(TrainConfig, words, default=defaults)
-    if config.preset == "auto":  # if --preset auto was given
-        config.preset = defaults.preset
-    # Paths that exist become absolute, so that --resume works in any folder. The defaults are
-    # changed as well, since they are compared below.
-    for settings in (defaults, config):
-        settings.data = absolute(settings.data)
-        settings.hellaswag_data = absolute(settings.hellaswag_data)
-        if settings.init != "scratch":
-            settings.init = absolute(settings.init)
-
-    problems = find_problems(config)
-    if before:
-        for name in MUST_NOT_CHANGE:
-            was, now = getattr(defaults, name), getattr(config, name)
-            if was != now:
-                problems.append(f"--resume: {flag(name)} was {was} in {given.log_dir}, is {now}")
-    if problems:
-        raise UserError("; ".join(problems))
-    return config
-
-
-def find_problems(config: TrainConfig) -> list[str]:
-    """Describes each setting that has an impossible value."""
-    above_0 = {"total_batch_size", "seq_len", "eval_tokens", "max_lr"}
-    if config.init == "scratch":
-        above_0.update(SHAPE)
-    problems = range_problems(config, above_0)  # no other number may be negative
-    if config.n_head > 0 and config.n_embd % config.n_head:
-        problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
-    if config.seed >= 2**32:
-        problems.append(f"--seed {config.seed}: must be below 2**32")  # for RandomState
-    if config.beta2 >= 1:
-        problems.append(f"--beta2 {config.beta2}: must be below 1")
-    if config.eval_every and config.eval_tokens < config.seq_len:
-        problems.append(f"--eval-tokens {config.eval_tokens}: less than --seq-len {config.seq_len}")
-    if config.min_lr > config.max_lr:
-        problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
-    return problems
-
-
 # --------------------------------------------------------------------------------------------------
 # Optimizers and learning rate
 
@@ -601,24 +493,25 @@ def configure_optimizers(
     model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32
 ) -> list[torch.optim.Optimizer]:
     """AdamW. With --optimizer muon, Muon (support/muon.py) takes over the linear layers inside the
-    blocks.
+    blocks. `dtype` is the precision of the model's matrix products.
 
-    At each step train() sets the learning rate of all groups to that of get_lr(). `dtype` is the
-    precision of the model's matrix products."""
+    Every step sets the learning rate of each group to that of get_lr(), times the group's
+    "lr_scale" if it has one."""
     optimizers = []
-    by_muon = set()
+    parameters = dict(model.named_parameters())
     if config.optimizer == "muon":
-        by_muon = {m.weight for m in model.h.modules() if isinstance(m, nn.Linear)}
-        matrices = [p for p in model.parameters() if p in by_muon]
-        # Muon scales its updates to the size of AdamW's, so both use the same learning rate. It
-        # computes in bfloat16 if the model does. The range of float16 is too small for it.
+        modules = model.h.named_modules()
+        names = [f"h.{name}.weight" for name, m in modules if isinstance(m, nn.Linear)]
+        matrices = [parameters.pop(name) for name in names]
+        # Muon computes in bfloat16 if the model does. The range of float16 is too small for it.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
-    others = [p for p in model.parameters() if p not in by_muon]
     # Matrices and embeddings decay. Biases and LayerNorms have one dimension and do not decay.
+    decaying = [p for p in parameters.values() if p.dim() >= 2]
+    others = [p for p in parameters.values() if p.dim() < 2]
     groups = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+        {"params": decaying, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     betas = (0.9, config.beta2)
     # With fused=True one kernel updates all parameters, on any device.
@@ -654,34 +547,31 @@ def get_lr(step: int, config: TrainConfig) -> float:
 @torch.no_grad()
 def validation_loss(
     model: GPT, sequences: np.ndarray, B: int, ranks: Ranks, autocast: torch.autocast
-) -> float | None:
-    """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them.
-
-    It is None if a rank has been asked to stop."""
+) -> float:
+    """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them."""
     N = len(sequences)
     firsts = range(0, N, ranks.world_size * B)  # B sequences for each rank
-    # The losses have one place. A new small tensor per batch, kept between the large ones of its
-    # batch, would leave gaps in a CPU's memory, which could add up to gigabytes.
+    # One tensor for all losses. A small one per batch, kept between the large ones of its batch,
+    # would leave gaps in a CPU's memory, which could add up to gigabytes.
     losses = torch.zeros(len(firsts), device=ranks.device)
     for i, first in enumerate(firsts):
-        if ranks.any(stop_requested()):
-            return None
+        ranks.check_stop()  # raises StopRequested
         start = first + ranks.rank * B
         rows = sequences[start : start + B]
         n = len(rows)
         if n == 0:  # This is the last round, and there are no sequences left for this rank.
             break
         # The last batch may be smaller. Rows of zeros give it the shape for which the model was
-        # compiled, and their targets of -100 do not count.
+        # compiled, and their targets of -100 are ignored.
         tokens = torch.zeros(B, sequences.shape[1], dtype=torch.int64)
         tokens[:n] = torch.from_numpy(rows)
         targets = tokens[:, 1:].clone()
         targets[n:] = -100
         with autocast:
-            loss = model(tokens[:, :-1].to(ranks.device), targets.to(ranks.device))
-        losses[i] = n * loss  # The sum of the losses of n sequences.
-    # tolist() waits for the GPU, so it is called after all batches.
-    return ranks.sum(sum(losses.tolist())) / N
+            mean = model(tokens[:, :-1].to(ranks.device), targets.to(ranks.device))
+        losses[i] = n * mean
+    total = sum(losses.tolist())  # waits for the GPU, so it comes after all batches
+    return ranks.sum(total) / N
 
 
 def print_samples(
@@ -702,47 +592,37 @@ class Evaluations:
     """Validation loss, HellaSwag and samples, each at its own steps and after the last one."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        model: GPT,
-        tokenizer: Tokenizer,
-        B: int,
-        ranks: Ranks,
-        autocast: torch.autocast,
+        self, config: TrainConfig, model: GPT, tokenizer: Tokenizer, ranks: Ranks, setup: Setup
     ):
         self.config = config
         self.model = model
         self.tokenizer = tokenizer
-        self.B = B
         self.ranks = ranks
-        self.autocast = autocast
-        self.prompt = prompt_tokens(config.sample_prompt, tokenizer) if config.sample_every else []
+        self.B = setup.B
+        self.autocast = setup.autocast
+        if config.sample_every:
+            self.prompt = prompt_tokens(config.sample_prompt, tokenizer)
+        self.text_size = None  # bytes and characters of the validation text, if it is a text
         if config.eval_every:
             T = config.seq_len
-            loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)
+            loader = DataLoaderLite(config.data, "val", self.B, T, shuffle=False)
             N = min(config.eval_tokens // T, loader.sequences_per_epoch)
             self.sequences = loader.read(0, N)  # (N, T + 1)
-            # The number of bytes and characters in the validation text. Losses per byte or per
-            # character can be compared between tokenizers. None if the data are not text, for
-            # example chess moves (docs/data.md).
             self.text_size = measure_text(self.sequences[:, 1:].ravel(), tokenizer)
         if config.hellaswag_every:
-            # Downloads the tasks once, and tokenizes them for the context of the model. If that
-            # fails, it prints a warning and returns [].
+            # The tokens of the tasks. [] if they cannot be downloaded, which prints a warning.
             self.tasks = hellaswag.load_tasks(config.hellaswag_data, model, tokenizer, ranks)
 
-    def run(self, step: int) -> dict[str, float] | None:
-        """Runs and prints the evaluations that are due after `step` updates.
+    def run(self, step: int) -> dict[str, float]:
+        """Runs and prints the evaluations that are due after `step` updates. Returns the results
+        under their names in log.txt.
 
-        Returns the results under the names used in log.txt, or None if any rank has been asked to
-        stop. In that case --resume repeats these evaluations."""
+        Raises StopRequested if a rank has received a stop signal. --resume then repeats them."""
         config, model, ranks, autocast = self.config, self.model, self.ranks, self.autocast
         results = {}
         model.eval()
         if is_due(config.eval_every, step, config):
             loss = validation_loss(model, self.sequences, self.B, ranks, autocast)
-            if loss is None:
-                return None
             results["val"] = loss
             line = f"step {step:5d} validation loss {loss:.4f}"
             if self.text_size:
@@ -754,8 +634,6 @@ class Evaluations:
         with torch.compiler.set_stance("force_eager"):
             if is_due(config.hellaswag_every, step, config) and self.tasks:
                 accuracy = hellaswag.accuracy(model, self.tokenizer, self.tasks, ranks, autocast)
-                if accuracy is None:
-                    return None
                 results["hella"] = accuracy
                 print0(f"step {step:5d} HellaSwag {accuracy:.4f}")
             if is_due(config.sample_every, step, config) and step > 0:
@@ -773,30 +651,40 @@ def is_due(every: int, step: int, config: TrainConfig) -> bool:
 
 
 def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None) -> GPTConfig:
-    """The shape of the model to train. `weights` is the folder of a model, or None.
+    """The shape of the model to train. `weights` is the folder of the model to start from, or None.
 
-    Raises UserError if the weights do not have the shape or the tokenizer that the settings say."""
-    shape = {
-        "block_size": config.seq_len,
-        "vocab_size": tokenizer.n_vocab,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-    }
+    Its context may be longer than the sequences of this run, and its vocabulary larger than that of
+    the tokenizer. Raises UserError if one of them is too small."""
+    block_size = config.seq_len
+    vocab_size = tokenizer.n_vocab
     if weights:
-        huggingface.check_same_tokenizer(weights, tokenizer, config.data)
-        theirs = asdict(huggingface.read_gpt_config(weights, GPTConfig))
-        shape = {name: theirs[name] for name in shape}
-        for name in SHAPE:
-            if getattr(config, name) not in (0, shape[name]):
-                asked = f"{flag(name)} {getattr(config, name)}"
-                raise UserError(f"{asked}: {config.init} has {shape[name]}")
-        if config.seq_len > shape["block_size"]:
-            problem = f"the context of {config.init} is {shape['block_size']}"
-            raise UserError(f"--seq-len {config.seq_len}: {problem}")
-    # All runs come through this line. If you add a field to GPTConfig, such as dropout, write
-    # GPTConfig(**shape, dropout=config.dropout).
-    return GPTConfig(**shape)
+        block_size, vocab_size = huggingface.context_and_vocabulary(weights, config, tokenizer)
+    # If you add a field to GPTConfig, such as dropout, add it to TrainConfig and to this call.
+    return GPTConfig(
+        block_size=block_size,
+        vocab_size=vocab_size,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_embd=config.n_embd,
+    )
+
+
+def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScaler) -> bool:
+    """Whether a step must leave the weights as they are, since a gradient is not finite.
+
+    In float16 gradients overflow from time to time. The optimizers then skip the step, and the
+    scaler lowers its scale. In any other precision, or if the scale has fallen to 1, the model has
+    diverged, which is a RunError. `norm` is the norm of all gradients."""
+    if math.isfinite(loss) and math.isfinite(norm):
+        return False
+    problem = f"the loss is {loss} and the norm of the gradients {norm}"
+    if math.isfinite(loss) and scaler.get_scale() > 1:  # The scale is 1 if it is not float16.
+        print0(f"step {step:5d} skipped: {problem}")
+        return True
+    remedy = "so the model has diverged; lower --max-lr; --resume continues from a checkpoint"
+    if step == 0:
+        remedy = "before any update; check --init, and your change of the model or its loss"
+    raise RunError(f"step {step}: {problem}, {remedy}")
 
 
 def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
@@ -805,75 +693,42 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     T = config.seq_len
 
     # ---- The model, with the weights of a checkpoint, or those of --init, or random ones
-    checkpoint = run.find_checkpoint() if config.resume else None  # the newest intact one, or None
-    saved = {}  # the dictionary that save() below has stored
-    if checkpoint:
-        saved = checkpoints.read_training_state(checkpoint)
+    # With --resume, the newest intact checkpoint, and the dictionary that save() below has stored
+    # in it. Without one they are None and {}.
+    checkpoint, saved = run.find_checkpoint()
     step = saved.get("step", 0)  # number of updates so far
-    weights = checkpoint  # the folder of a model
+    weights = checkpoint  # the folder of the model to start from, or None
     if checkpoint is None and config.init != "scratch":
-        weights = huggingface.find_model(config.init)
+        weights = huggingface.find_model_on_ranks(config.init, ranks)
     tokenizer = open_tokenizer(config.data)
     torch.manual_seed(config.seed)
     model = GPT(model_config(config, tokenizer, weights))
+    model.low_memory = config.low_memory
     if weights:
-        model.load_weights(weights)
+        huggingface.load_weights(model, weights, resumed=checkpoint is not None)
 
-    # ---- Precision, compiling, and whether to save memory
-    # Rank 0 chooses the precision for all ranks. --dtype auto means the precision of the resumed
-    # run, or else what suits the device. On a CPU that is float32, or bfloat16 for a large model if
-    # the chip is faster with it. device_line is a line for the user that gives the reason.
-    precision, device_line = ranks.on_rank_0(
-        devices.choose_precision,
-        config.dtype,
-        device,
-        model.num_parameters(),
-        saved.get("precision"),
+    # ---- The precision, whether to compile, B, and the number of micro-batches per step
+    setup = choose_setup(
+        config,
+        model,
+        ranks,
+        previous_precision=saved.get("precision"),
+        previous_B=saved.get("B"),
     )
-    dtype = devices.dtype_of(precision)  # torch.float32 for tf32, otherwise as the name says
-    if device.type == "cuda":
-        # "high" means TF32 for products that stay in float32.
-        torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
-    compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
-    if compiled:
-        # Compiles something small to see if it works. If not, "auto" prints a line and returns
-        # False, and "on" raises UserError.
-        compiled = devices.can_compile(ranks, required=config.compile == "on")
-    if compiled:
-        # All blocks run the same code, so torch compiles it for the first block and reuses it for
-        # the others. Compiling the whole model takes longer, and steps are hardly faster.
-        for part in [*model.h, model.lm_head]:
-            part.forward = torch.compile(part.forward, dynamic=False)  # all batches have one shape
-    if config.low_memory:
-        # A block stores only its input, and recomputes the rest in the backward pass.
+    if setup.compiled:
+        # Each block is compiled by itself. All of them run the same code, so torch compiles it once
+        # and uses it for all, unless an attribute that differs between blocks, such as a layer's
+        # number, makes their code differ. A copy of the model must be compiled again.
         for block in model.h:
-            block.forward = partial(
-                torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
-            )
-    elif device.type == "cpu":
-        # From here on malloc keeps freed memory for later tensors, instead of returning it to the
-        # system. Steps are faster, but take more memory.
-        devices.keep_freed_memory()
-    autocast = torch.autocast(
-        device.type,
-        dtype=dtype,
-        enabled=dtype != torch.float32,
-        cache_enabled=not config.low_memory,  # The cache has a copy of the weights in this dtype.
-    )
-
-    # ---- B, and the number of micro-batches per step on each rank
-    # On a GPU, B is the largest power of two that is estimated to fit into the free memory, so it
-    # is chosen before the model is moved there. Raises UserError if B does not divide a step.
-    B, micro_steps = choose_micro_batch(
-        config, model, ranks, dtype, compiled, before=saved.get("B", 0)
-    )
+            block.compile(dynamic=False)  # all batches have one shape
+        model.loss = torch.compile(model.loss, dynamic=False)
     model.to(device)
 
     # ---- Data, optimizers, evaluations
     loader = DataLoaderLite(
         config.data,
         "train",
-        B,
+        setup.B,
         T,
         rank=rank,
         world_size=world_size,
@@ -881,19 +736,18 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         shuffle=config.shuffle,
         device=device,
     )
-    optimizers = configure_optimizers(model, config, dtype)
+    optimizers = configure_optimizers(model, config, setup.dtype)
     # The scaler keeps small float16 gradients from becoming 0. Otherwise it does nothing.
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    evaluations = Evaluations(config, model, tokenizer, B, ranks, autocast)
-    progress = Progress(config, model, ranks, precision)  # measures the speed
+    scaler = torch.amp.GradScaler(device.type, enabled=setup.dtype == torch.float16)
+    evaluations = Evaluations(config, model, tokenizer, ranks, setup)
+    progress = Progress(config, model, ranks, setup)  # measures the speed
 
     # ---- What a checkpoint contains besides the weights: first restoring it, then saving it
-    if checkpoint:
-        if saved["shards"] != loader.shard_sizes:
-            raise UserError(f"--resume: {config.data} now has different shards")
+    if saved:
+        run.check_same_shards(saved["shards"], loader.shard_sizes)
         loader.go_to(step * config.total_batch_size // T)
         # Raises UserError if the class or the parameters of an optimizer differ.
-        checkpoints.load_optimizers(saved["optimizers"], optimizers, model)
+        load_optimizers(saved["optimizers"], optimizers, model)
         if saved["scaler"]:  # {} if it was not float16
             scaler.load_state_dict(saved["scaler"])
         progress.training_seconds = saved["training_seconds"]
@@ -903,118 +757,90 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         raises UserError if the checkpoint is required. Rank 0 does the work."""
         state = {
             "step": step,
-            "config": asdict(config),
-            **forks.script_entry(GPT),  # the name and the checksum of this file
-            "precision": precision,
-            "B": B,
+            "precision": setup.precision,
+            "B": setup.B,
             "shards": loader.shard_sizes,
-            "optimizers": checkpoints.optimizer_states(optimizers, model),
+            "optimizers": optimizer_states(optimizers, model),
             "scaler": scaler.state_dict(),
             "training_seconds": progress.training_seconds,
         }
         run.save_checkpoint(model, tokenizer, state, required)
 
     # ---- All checks are done, and log_dir is still as it was. From here on it changes: an earlier
-    # run is renamed, unless this one resumes it. run.json and a copy of this script are written.
-    run.begin(model, step, weights, device=device_line, dtype=precision, micro_batch_size=B)
-    print_header(config, model, optimizers, loader, progress, device_line, compiled, checkpoint)
-    forks.warn_if_not_causal(model, autocast)  # if predictions depend on later tokens
+    # run is renamed, unless this one resumes it.
+    run.begin(model, setup, step)
+    progress.print_header(loader, optimizers, checkpoint)
+    # With several ranks DDP averages their gradients. With one rank this is the model itself.
+    ddp_model = wrap_in_ddp(model, ranks, setup, T)
 
-    # ---- With several ranks, DDP averages their gradients
-    ddp_model = model
-    if world_size > 1:
-        torch._dynamo.config.optimize_ddp = False  # or DDP would split the compiled blocks
-        ddp_model = DistributedDataParallel(
-            model,
-            device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,  # gradients stay in DDP's own buffers
-        )
-        # DDP settles the order in which it sums gradients during its first two backward passes.
-        # These are made on zeros here, and their gradients are cleared. So all steps use the same
-        # order, also after a resume.
-        settle_buckets(ddp_model, B, T, autocast)
+    # From here on a stop signal does not end the process. Instead all ranks raise StopRequested at
+    # the same place: after an update, or between two batches of an evaluation. On a CPU, where a
+    # step may take hours, they also raise it before a micro-step, and the unfinished step is lost.
+    collect_stop_signals()
+    try:
+        while step < config.max_steps:
+            run.log(step, **evaluations.run(step))
 
-    collect_stop_signals()  # From here on Ctrl-C and SIGTERM only make stop_requested() true.
-    stop = False  # the same on all ranks
-    while True:
-        # ---- Evaluate
-        if not stop:
-            results = evaluations.run(step)
-            if results:
-                run.log(step, **results)
-            stop = results is None  # They ended early, since a rank was asked to stop.
-        if stop or step == config.max_steps:
-            break
-
-        # ---- One update of the weights -----------------------------------------------------------
-        began = time.perf_counter()
-        lr = get_lr(step, config)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-        # Seeds the random numbers of this step on this rank, for example those of a dropout layer.
-        torch.manual_seed(
-            int(np.random.SeedSequence([config.seed, step, rank]).generate_state(1)[0])
-        )
-        model.train()
-        loss_sum = torch.zeros((), device=device)
-        for micro_step in range(micro_steps):
-            x, y = loader.next_batch()  # (B, T) each
-            # DDP averages the gradients over the ranks only in the last micro-step. Without DDP
-            # this attribute has no effect.
-            ddp_model.require_backward_grad_sync = micro_step == micro_steps - 1
-            with autocast:
-                micro_loss = ddp_model(x, y)
-            # The gradients of micro-steps add up, so each counts as its share of the mean.
-            scaler.scale(micro_loss / micro_steps).backward()
-            loss_sum += micro_loss.detach()
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        # One exchange tells all ranks the sum of their losses, and how many were asked to stop.
-        # tolist() is the first call in a step that waits for the GPU.
-        asked = torch.full_like(loss_sum, float(stop_requested()))
-        total_loss, stops = ranks.sum_tensor(torch.stack([loss_sum, asked])).tolist()
-        loss = total_loss / (micro_steps * world_size)
-        norm = norm.item()
-        # In float16 the gradients overflow from time to time. Then no optimizer takes a step, and
-        # scaler.update() lowers the scale. At a scale of 1 the model has diverged. Without float16
-        # the scale is always 1.
-        overflow = not math.isfinite(norm)
-        if not math.isfinite(loss) or (overflow and scaler.get_scale() <= 1):
-            problem = f"step {step}: the loss is {loss} and the norm of the gradients {norm}"
-            remedy = "lower --max-lr; --resume continues from a checkpoint"
-            raise RunError(f"{problem}, so the model has diverged; {remedy}")
-        if overflow:
-            print0(f"step {step:5d} skipped: the norm of the gradients is {norm}")
-        else:
+            # ---- One update of the weights -------------------------------------------------------
+            began = time.perf_counter()
+            lr = get_lr(step, config)
             for optimizer in optimizers:
-                scaler.step(optimizer)
-        scaler.update()
-        # Gradients in DDP's buffers are set to 0 in place. Without DDP their memory is freed.
-        model.zero_grad(set_to_none=world_size == 1)
-        # ---- End of the update -------------------------------------------------------------------
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * group.get("lr_scale", 1.0)
+            ranks.seed(config.seed, step)  # of random numbers in this step, if there is dropout
+            model.train()
+            loss_sum = torch.zeros((), device=device)
+            for micro_step in range(setup.micro_steps):
+                if device.type == "cpu":
+                    ranks.check_stop()
+                x, y = loader.next_batch()  # (B, T) each
+                # DDP averages the gradients over the ranks only in the last micro-step. Without DDP
+                # this attribute has no effect.
+                ddp_model.require_backward_grad_sync = micro_step == setup.micro_steps - 1
+                with setup.autocast:
+                    micro_loss = ddp_model(x, y)
+                # The gradients of micro-steps add up, so each counts as its share of the mean.
+                scaler.scale(micro_loss / setup.micro_steps).backward()
+                loss_sum += micro_loss.detach()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            # Each p.grad is now the mean over all micro-steps and ranks, the same on every rank.
+            norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+            # One exchange adds up the losses of the ranks, and tells all of them if one was asked
+            # to stop. tolist() is the first call in a step that waits for the GPU.
+            stop = torch.full_like(loss_sum, stop_requested())
+            loss_sum, stop = ranks.sum_tensor(torch.stack([loss_sum, stop])).tolist()
+            loss = loss_sum / (setup.micro_steps * world_size)
+            norm = norm.item()
+            if not skips_update(step, loss, norm, scaler):
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+            scaler.update()
+            # Gradients in DDP's buffers are set to 0 in place. Without DDP their memory is freed.
+            model.zero_grad(set_to_none=world_size == 1)
+            # ---- End of the update ---------------------------------------------------------------
 
-        # On a GPU the optimizer may still be running. Its time counts as part of the next step.
-        progress.end_step(step, began)
-        print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
-        run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
-        step += 1
-        stop = stops > 0
-        if is_due(config.save_every, step, config):  # before an evaluation, which may fail
-            save(step, required=step == config.max_steps)
-
-    # ---- The end, after a signal or after the last step
-    if stop:
+            # On a GPU the optimizer may still be running. Its time counts as part of the next step.
+            progress.end_step(step, began)
+            print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
+            # Any other name becomes another stream of log.txt, with a panel in curves.png.
+            run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
+            step += 1
+            if is_due(config.save_every, step, config):  # before an evaluation, which may fail
+                save(step, required=step == config.max_steps)
+            if stop:
+                raise StopRequested
+        results = evaluations.run(step)
+        run.log(step, **results)
+    except StopRequested:
         hint = "nothing is saved"
         if config.save_every:
             save(step, required=True)
             hint = f"--resume --log-dir {config.log_dir} continues"
         print0(f"stopped by a signal after {step} updates; {hint}")
         return status_after_signal()
-    if config.eval_every:
-        print_validation(results["val"], evaluations.text_size)  # of the last evaluation
-    print_cost(step, progress.training_seconds)
+
+    print_results(results, evaluations.text_size, progress)
     if config.save_every:
         run.finish(model, step)  # draws curves.png, and prints how to sample from the model
     return 0
@@ -1022,16 +848,13 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 
 def main(args: list[str] | None = None) -> int:
     """Reads the command line and trains. Returns the exit status."""
-    config = read_config(args)
-    hint = (
-        "; for GPT-2, `python fineweb.py` makes the data" if config.preset == "shakespeare" else ""
-    )
-    print0(f"preset: {config.preset}{hint}")
+    config = read_config(args, TrainConfig, PRESETS, MUST_NOT_CHANGE, GPTConfig)
+    print_preset(config)
     if config.plan:
-        weights = huggingface.find_model(config.init) if config.init != "scratch" else None
+        weights = find_weights(config)
         with torch.device("meta"):  # tensors without memory
             model = GPT(model_config(config, open_tokenizer(config.data), weights))
-        plan.print_plan(config, model)  # also tries a step with tensors that have no memory
+        print_plan(config, model)  # also tries a step with tensors that have no memory
         return 0
     ranks = Ranks.start(config.device, config.deterministic)  # joins torchrun's process group
     with RunFolder(config, ranks) as run:  # keeps other runs out of the folder

@@ -2,11 +2,9 @@
 
 A checkpoint appears whole or not at all, and its checksums reveal later damage."""
 
-import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -94,14 +92,15 @@ def delete_checkpoints(
 # Reading
 
 
-def newest_intact(log_dir: Path) -> Path | None:
+def newest_intact(log_dir: Path, suffixes: tuple[str, ...] = ("",)) -> Path | None:
     """The newest checkpoint that is not damaged. None if the folder has no checkpoints.
 
-    Raises UserError if it has some, and all of them are damaged."""
+    Only files whose names end with one of `suffixes` are checked. Raises UserError if there are
+    checkpoints, and all of them are damaged."""
     checkpoints = list_checkpoints(log_dir)
     for checkpoint in reversed(checkpoints):
         try:
-            verify_checksums(checkpoint)
+            verify_checksums(checkpoint, suffixes)
             return checkpoint
         except UserError as error:
             warn(f"{error}; trying the previous one")
@@ -111,18 +110,20 @@ def newest_intact(log_dir: Path) -> Path | None:
     return None
 
 
-def verify_checksums(folder: Path) -> None:
+def verify_checksums(folder: Path, suffixes: tuple[str, ...]) -> None:
     """Raises UserError if a file has changed since the checkpoint was written, or is missing."""
     try:
         lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
         sums = {}
         for line in lines:
             digest, name = line.split("  ")
-            sums[name] = digest
+            if name.endswith(suffixes):
+                sums[name] = digest
         damaged = [name for name, digest in sums.items() if sha256(folder / name) != digest]
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: incomplete checkpoint ({first_line(error)})") from None
-    damaged += sorted(REQUIRED - sums.keys())  # These are missing if SHA256SUMS is truncated.
+    required = {name for name in REQUIRED if name.endswith(suffixes)}
+    damaged += sorted(required - sums.keys())  # These are missing if SHA256SUMS is truncated.
     if damaged:
         raise UserError(f"{folder}: damaged checkpoint ({', '.join(damaged)})")
 
@@ -133,17 +134,6 @@ def read_training_state(checkpoint: Path, mmap: bool = False) -> dict[str, Any]:
     With mmap the tensors are only read from the disk when they are used."""
     path = checkpoint / "training_state.pt"
     return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-
-
-def newest_state(log_dir: Path) -> dict[str, Any] | None:
-    """The training state in the newest checkpoint, to look up settings. None without checkpoints.
-
-    This is quick, since it neither reads tensors nor verifies checksums. A checkpoint that cannot
-    be opened is skipped."""
-    for checkpoint in reversed(list_checkpoints(log_dir)):
-        with contextlib.suppress(OSError, UnpicklingError, RuntimeError, EOFError, ValueError):
-            return read_training_state(checkpoint, mmap=True)
-    return None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,30 @@ def range_problems(config: "TrainConfig", above_0: set[str]) -> list[str]:
     problems = []
     for name, default in asdict(type(config)()).items():
         value = getattr(config, name)
-        if isinstance(value, int | float) and default >= 0:  # a fork's may be negative
+        # A fork may have a setting that is negative, or None.
+        if isinstance(value, int | float) and isinstance(default, int | float) and default >= 0:
             if not 0 <= value < 2**63:  # this is also true of nan
                 problems.append(f"{flag(name)} {value}: must be at least 0, below 2**63")
             elif value == 0 and name in above_0:
                 problems.append(f"{flag(name)} {value}: must be above 0")
     return problems
+
+
+def is_utf8(text: str) -> bool:
+    """False if an argument has bytes that are no text. Python reads them as lone surrogates."""
+    with contextlib.suppress(UnicodeEncodeError):
+        text.encode()
+        return True
+    return False
+
+
+def print_changes(
+    before: dict[str, Any], now: dict[str, Any], ignore: Collection[str] = ()
+) -> None:
+    """Prints a line for each setting that has another value now."""
+    for name, value in before.items():
+        if name in now and now[name] != value and name not in ignore:
+            print0(f"{flag(name)}: {value} -> {now[name]}")
 
 
 def parse_args(

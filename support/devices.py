@@ -49,12 +49,19 @@ def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torc
     return chosen
 
 
-def can_compile(ranks: "Ranks", required: bool) -> bool:
-    """True if torch.compile works for the device, as rank 0 has tried. Else it prints a line.
+def wants_compile(compile: str, device: torch.device) -> bool:
+    """Whether --compile asks for torch.compile. auto does on a CUDA GPU."""
+    return compile == "on" or (compile == "auto" and device.type == "cuda")
 
-    If it is required, that is a UserError."""
+
+def can_compile(compile: str, ranks: "Ranks") -> bool:
+    """True if --compile asks for torch.compile, and it works for the device, as rank 0 has tried.
+
+    If it does not work, auto prints a line, and on is a UserError."""
+    if not wants_compile(compile, ranks.device):
+        return False
     problem = ranks.on_rank_0(compiler_problem, ranks.device)
-    if problem and required:
+    if problem and compile == "on":
         raise UserError(f"--compile on: torch has no compiler here ({problem}); use --compile off")
     if problem:
         print0(f"not compiled, which is slower: torch has no compiler here ({problem})")
@@ -104,12 +111,12 @@ LARGE = 50_000_000  # parameters from which a CPU may train in bfloat16
 
 
 def choose_precision(
-    dtype: str, device: torch.device, parameters: int = 0, before: str | None = None
+    dtype: str, device: torch.device, parameters: int = 0, previous: str | None = None
 ) -> tuple[str, str]:
     """(the precision of matrix products, a line with device, precision and the reason for it)
 
-    dtype: --dtype. parameters: of the model; without them it counts as small. before: the precision
-    of a run that is resumed."""
+    dtype: --dtype. parameters: of the model; without them it counts as small. previous: the
+    precision so far of a run that is resumed."""
     chip = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
@@ -128,16 +135,16 @@ def choose_precision(
         name, reason = "float32", "the safe choice on MPS"
     elif parameters < LARGE:
         name, reason = "float32", "the same first losses on every CPU"
-    elif before:
-        name, reason = before, "as in the checkpoint"
+    elif previous:
+        name, reason = previous, "as in the checkpoint"
     else:
         speedup = matmul_flops(device, torch.bfloat16) / matmul_flops(device, torch.float32)
         name = "bfloat16" if speedup >= 1.3 else "float32"
         reason = f"bfloat16 matmuls are {speedup:.2g} times as fast as float32's"
     if name == "tf32" and not has_tf32(device):
         name, reason = "float32", "the chip has no TF32"
-    if before not in (None, name):
-        reason += f"; {before} so far"
+    if previous not in (None, name):
+        reason += f"; {previous} so far"
     return name, f"{device} ({chip}), {name}: {reason}"
 
 
@@ -150,15 +157,16 @@ def dtype_of(precision: str) -> torch.dtype:
     return torch.float32 if precision == "tf32" else getattr(torch, precision)
 
 
-def use_precision(precision: str, device: torch.device) -> torch.autocast:
+def use_precision(precision: str, device: torch.device, cache: bool = True) -> torch.autocast:
     """A context in which matrix products are computed in one of float32, tf32, bfloat16, float16.
 
-    From here on, unless it is float32, a CUDA GPU may use TF32 for products in float32."""
+    With `cache` it keeps a copy of the weights in this precision. From here on, unless it is
+    float32, a CUDA GPU may use TF32 for products in float32."""
     dtype = dtype_of(precision)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
     enabled = dtype != torch.float32
-    return torch.autocast(device.type, dtype=dtype, enabled=enabled)
+    return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
 
 # Dense 16-bit TFLOP/s with float32 accumulation, by torch.cuda.get_device_name without the vendor.

@@ -27,6 +27,10 @@ class RunError(Exception):
     """A run with valid input cannot go on. The message is one line."""
 
 
+class StopRequested(Exception):
+    """A rank has received a stop signal. All ranks raise this at the same place."""
+
+
 class LostRank(RunError):
     """An exchange failed, probably since another rank has ended."""
 
@@ -74,8 +78,8 @@ def explain(error: Exception) -> Exception:
 # Stop signals: a run that is asked to stop saves and exits after the current update.
 #
 # They are SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal closes), and SIGUSR1, which Slurm can send
-# before a time limit. Evaluations, which may take longer, end early. A signal may reach only some
-# of the ranks, so they tell each other in every update and in every round of an evaluation.
+# before a time limit. A signal may reach only some of the ranks, so they tell each other in every
+# update and in every round of an evaluation. Then all of them raise StopRequested.
 
 # The stop signals that this process has received. Global, as signal handlers are.
 received_signals: list[int] = []
@@ -86,13 +90,18 @@ def collect_stop_signals() -> None:
     received_signals.clear()
 
     def note(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and signal.SIGINT in received_signals:
-            os._exit(130)
+        if number in received_signals:
+            if number == signal.SIGINT:
+                os._exit(130)
+            return
         received_signals.append(number)
-        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0":
+            line = f"\n{signal.Signals(number).name}: the run will stop as soon as it can save."
+            if number == signal.SIGINT:
+                line += " Another Ctrl-C ends it at once, and loses what is not saved."
             # A print could interrupt another one. With `2>&1 | tee` Ctrl-C has ended its reader.
             with contextlib.suppress(OSError):
-                os.write(2, b"\nThe run stops after this step. Another Ctrl-C stops it at once.\n")
+                os.write(2, f"{line}\n".encode())
 
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows lacks the last two.

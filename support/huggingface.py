@@ -1,8 +1,8 @@
 """Reads and writes models in the format of Hugging Face.
 
-A fork is an edited copy of train_gpt2.py. If its model no longer computes what GPT-2 computes,
-other programs must not load it as a GPT-2. Then the model_type in its config.json is FORK_TYPE, and
-only the script that trained it can load it. forks.py finds out what a model computes."""
+If a model no longer computes what GPT-2 computes, other programs must not load it as a GPT-2. Then
+the model_type in its config.json is FORK_TYPE, and only the script that trained it can load it.
+forks.py finds out what a model computes."""
 
 import json
 import shlex
@@ -14,15 +14,16 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from support import forks
-from support.checkpoints import list_checkpoints
+from support import forks, scripts
+from support.checkpoints import newest_intact
 from support.command_line import shown, warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import atomic_path, write_text
+from support.ranks import Ranks
 from support.tokenizer import END, Tokenizer, WordTokenizer, get_tokenizer
 
 if TYPE_CHECKING:
-    from train_gpt2 import GPT, GPTConfig
+    from train_gpt2 import GPT, GPTConfig, TrainConfig
 
 FORK_TYPE = "gpt2-repro-fork"
 # Hugging Face's name for a field of GPTConfig. The other fields have the same name there.
@@ -36,21 +37,24 @@ GPT2_SETTINGS = {
     "add_cross_attention": False,
 }
 
+# Hugging Face's GPT-2 stores these weights as (in, out), while nn.Linear stores (out, in).
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+PREFIX = "transformer."  # of the names of all tensors in model.safetensors
+
+
+def change_layout(name: str, tensor: Tensor) -> Tensor:
+    """A tensor in Hugging Face's layout from one in ours, or the other way round."""
+    return tensor.mT if name.endswith(TRANSPOSED) and tensor.dim() >= 2 else tensor
+
+
 # --------------------------------------------------------------------------------------------------
 # Writing
 
 
-def write_model(
-    folder: Path,
-    model: "GPT",
-    tensors: dict[str, Tensor],
-    tokenizer: Tokenizer | None,
-) -> None:
+def save_model(model: "GPT", folder: str | Path, tokenizer: Tokenizer | None) -> None:
     """Writes a model's folder: config.json, model.safetensors, the files of the tokenizer, and the
-    script in which the class of the model is defined.
-
-    `tensors` are the content of model.safetensors. GPT.save_pretrained() has given them the names
-    that the file needs."""
+    script in which the class of the model is defined."""
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     is_gpt2 = forks.is_gpt2(model)
     config: dict[str, Any] = {
@@ -64,21 +68,21 @@ def write_model(
         config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # no dropout
         # transformers has these as defaults, but other programs, such as llama.cpp, need them.
         config |= GPT2_SETTINGS | {"n_ctx": model.config.block_size}
-    config |= forks.script_entry(type(model))  # the name and the checksum of the script
-    script, source = forks.script_of(type(model))
+    config |= scripts.script_entry(type(model))  # the name and the checksum of the script
+    script = scripts.script_of(type(model))
     if script is not None:
-        (folder / script.name).write_bytes(source)
+        (folder / script.name).write_bytes(scripts.read_once(script))
     if tokenizer is not None:
         config |= {"bos_token_id": tokenizer.eot_token, "eos_token_id": tokenizer.eot_token}
         write_tokenizer(tokenizer, folder, model.config.block_size)
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     # safetensors refuses tensors that share memory, so each is copied.
-    copies = {
-        name: tensor.cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        copy = change_layout(name, tensor.cpu()).clone(memory_format=torch.contiguous_format)
+        tensors[PREFIX + name] = copy
     with atomic_path(folder / "model.safetensors") as partial:
-        safetensors.torch.save_file(copies, partial, metadata={"format": "pt"})
+        safetensors.torch.save_file(tensors, partial, metadata={"format": "pt"})
         # safetensors makes a file that only its owner can read.
         partial.chmod((folder / "config.json").stat().st_mode)
 
@@ -135,23 +139,63 @@ def model_card(model: "GPT", entries: list[dict[str, Any]], step: int) -> str:
 # Reading
 
 
-def find_model(name: str | Path) -> Path:
+def load_model(
+    model_class: "type[GPT]", config_class: "type[GPTConfig]", name: str | Path
+) -> "GPT":
+    """The model of a name or a folder (see find_model), in evaluation mode."""
+    folder = find_model(name)
+    model = model_class(config_class(**read_fields(folder, config_class)))
+    load_weights(model, folder)
+    return model.eval()
+
+
+def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
+    """Loads the weights in a model's folder. Raises UserError if they do not fit.
+
+    A run that is `resumed` has already said which files of the code have changed."""
+    check_origin(folder, model, resumed)
+    tensors = {
+        name.removeprefix(PREFIX): change_layout(name, tensor)
+        for name, tensor in read_tensors(folder).items()
+    }
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if shapes != expected:
+        names = shapes.keys() | expected.keys()
+        different = sorted(name for name in names if shapes.get(name) != expected.get(name))
+        more = ", …" if len(different) > 3 else ""
+        problem = f"these tensors do not fit this model: {', '.join(different[:3])}{more}"
+        raise UserError(f"{folder}: {problem}")
+    model.load_state_dict(tensors)
+
+
+MODEL_FILES = (".json", ".txt", ".safetensors")  # the endings of what is read of a checkpoint
+
+
+def find_model(name: str | Path, only_config: bool = False) -> Path:
     """The folder of a model.
 
-    `name` is this folder itself, or the log folder of a run, whose newest checkpoint is taken, or a
-    model of the Hub, which is downloaded once."""
+    `name` is this folder itself, or the log folder of a run, whose newest intact checkpoint is
+    taken, or a model of the Hub, which is downloaded once. With `only_config` only its config.json
+    is downloaded or checked."""
     folder = Path(name)
     if not folder.exists():
-        folder = download(str(name))
+        folder = download(str(name), only_config)
     if (folder / "config.json").exists():
         return folder
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
+    checkpoint = newest_intact(folder, ("config.json",) if only_config else MODEL_FILES)
+    if checkpoint is None:
         raise UserError(f"{name}: neither a model (config.json) nor a run with checkpoints")
-    return checkpoints[-1]
+    return checkpoint
 
 
-def download(name: str) -> Path:
+def find_model_on_ranks(name: str, ranks: Ranks) -> Path:
+    """The same for all ranks. Rank 0 checks a local folder, and each rank downloads from the Hub,
+    since it may be on another machine."""
+    return ranks.on_rank_0(find_model, name) if Path(name).exists() else find_model(name)
+
+
+def download(name: str, only_config: bool) -> Path:
     """Downloads a model of the Hub, as safetensors if it has any, and returns its folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import logging
@@ -159,8 +203,10 @@ def download(name: str) -> Path:
     logging.set_verbosity_error()  # It would log every retry.
     try:
         patterns = ["*.json", "*.txt", "*.model", "*.safetensors"]
+        if only_config:
+            patterns = ["config.json"]
         folder = Path(snapshot_download(name, allow_patterns=patterns))
-        if not list(folder.glob("*.safetensors")):
+        if not only_config and not list(folder.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=["*.bin"])
         return folder
     except Exception as error:  # from the Hub, HTTP or a socket: no common base
@@ -174,6 +220,17 @@ def read_json(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UserError(f"{folder}: no model here (config.json is missing or damaged)") from None
+
+
+def read_fields(folder: Path, config_class: "type[GPTConfig]") -> dict[str, Any]:
+    """{field: value} of a GPTConfig, as the config.json of a model has them.
+
+    A changed class may have a field that the model does not know."""
+    raw = read_gpt2_json(folder)
+    names = {field.name: THEIR_NAMES.get(field.name, field.name) for field in fields(config_class)}
+    # JSON has made lists of tuples.
+    values = {name: raw[key] for name, key in names.items() if key in raw}
+    return {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
 
 
 def is_ours(folder: Path) -> bool:
@@ -191,49 +248,34 @@ def read_gpt2_json(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def read_gpt_config(folder: Path, config_class: "type[GPTConfig]") -> "GPTConfig":
-    """The GPTConfig of the model in a folder.
-
-    If a fork has added a field that config.json lacks, the field has its default."""
-    raw = read_gpt2_json(folder)
-    values = {}
-    for field in fields(config_class):
-        name = THEIR_NAMES.get(field.name, field.name)
-        if name in raw:
-            values[field.name] = raw[name]
-    return config_class(**values)
-
-
-def check_origin(folder: Path, model: "GPT") -> None:
+def check_origin(folder: Path, model: "GPT", resumed: bool) -> None:
     """Checks that the model in a folder may be loaded into `model`.
 
-    Raises UserError if a fork has trained the model in the folder, and `model` belongs to another
-    script. If the folder has a GPT-2, and `model` is not one, this only warns."""
+    Raises UserError if the model in the folder is not a GPT-2, and `model` is one, or belongs to
+    another script. If the folder has a GPT-2, and `model` is not one, this only warns, and so it
+    does if the script has changed since, unless a run is `resumed`."""
     raw = read_gpt2_json(folder)
     # How the model differs from a GPT-2, in words. An empty string if it is one.
     difference = forks.why_no_gpt2(model)
     if raw["model_type"] == "gpt2":
         if difference:
-            name = forks.script_entry(type(model)).get("script", "this code")
+            name = scripts.script_entry(type(model)).get("script", "this code")
             problem = f"the weights are a GPT-2's, and {name} computes something else"
             warn(f"{folder}: {problem} ({difference})")
     elif difference:
-        # The two scripts must have the same name or the same content.
-        forks.check_same_script(raw, type(model), str(folder))
+        if scripts.is_other_version(raw, type(model), str(folder)) and not resumed:
+            warn(f"{raw['script']} has changed since it trained {folder}")
     else:
         problem = "not a GPT-2, so it needs the code that trained it"
         script = raw.get("script")
         if script:  # A class that was defined in a notebook has none.
-            code = f"{shown(folder)}/{script}"
-            problem += f", {script}; sample.py and hellaswag.py take --code {code}"
+            code = shlex.quote(f"{shown(folder)}/{script}")
+            problem += f": {script} trains it on, sample.py and hellaswag.py take --code {code}"
         raise UserError(f"{folder}: {problem}")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the model in a folder, by name.
-
-    A GPT-2 has Hugging Face's names, such as transformer.wte.weight, and no lm_head, which is the
-    same as wte. A fork's model has the names of its own class."""
+    """The tensors of the model in a folder, by Hugging Face's names."""
     path = folder / "model.safetensors"
     if is_ours(folder):
         if not path.exists():
@@ -246,25 +288,12 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     theirs = load_by_transformers(folder)
     others = [key for key, value in GPT2_SETTINGS.items() if getattr(theirs.config, key) != value]
     tensors = theirs.state_dict()
-    head = tensors.pop("lm_head.weight")
-    if not torch.equal(head, tensors["transformer.wte.weight"]):
+    head = tensors.pop("lm_head.weight")  # which must be the same as wte
+    if not torch.equal(head, tensors[f"{PREFIX}wte.weight"]):
         others.append("tie_word_embeddings")
     if others:
         raise UserError(f"{folder}: does not compute what GPT-2 computes ({', '.join(others)})")
     return tensors
-
-
-def load_tensors(model: "GPT", tensors: dict[str, Tensor], folder: Path) -> None:
-    """Loads tensors into a model. If they do not fit, it raises a UserError that names `folder`."""
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    if shapes != expected:
-        names = shapes.keys() | expected.keys()
-        different = sorted(name for name in names if shapes.get(name) != expected.get(name))
-        more = ", …" if len(different) > 3 else ""
-        problem = f"these tensors do not fit this model: {', '.join(different[:3])}{more}"
-        raise UserError(f"{folder}: {problem}")
-    model.load_state_dict(tensors)
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
@@ -277,13 +306,22 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, data: str) -> None:
-    """Raises UserError unless the model in a folder has the tokenizer of the data."""
+def context_and_vocabulary(
+    folder: Path, config: "TrainConfig", tokenizer: Tokenizer
+) -> tuple[int, int]:
+    """(block_size, vocab_size) of the model in a folder, from which a run starts.
+
+    Raises UserError if its tokenizer is not that of the data, or its context too short."""
     theirs = tokenizer_of(folder)
     if theirs != tokenizer:
-        problem = f"its {theirs.n_vocab} tokens are not the {tokenizer.n_vocab} of {shown(data)}"
+        problem = f"its {theirs.n_vocab} tokens are not the {tokenizer.n_vocab} of {config.data}"
         remedy = "copy its vocab.json and merges.txt into a new folder, and make shards there"
         raise UserError(f"{folder}: {problem}; {remedy}")
+    raw = read_gpt2_json(folder)
+    block_size = raw[THEIR_NAMES["block_size"]]
+    if config.seq_len > block_size:
+        raise UserError(f"--seq-len {config.seq_len}: the context of {folder} is {block_size}")
+    return block_size, raw["vocab_size"]
 
 
 def load_by_transformers(folder: Path) -> Any:

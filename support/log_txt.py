@@ -48,12 +48,17 @@ def trim_log(log_dir: Path, step: int) -> dict[str, float]:
     return {stream: float(value) for s, stream, value in kept if s == step}
 
 
+def valid_name(stream: str) -> str:
+    """The name of a stream as log.txt has it, without spaces."""
+    return "_".join(stream.split())
+
+
 def append_values(log_dir: Path, step: int, values: dict[str, float]) -> None:
     """Appends a line for each stream. If the disk is full, it raises OSError and appends none."""
     lines = []
     for stream, value in values.items():
         number = f"{value:{FORMATS.get(stream, '.6g')}}"
-        lines.append(f"{step} {stream.replace(' ', '_')} {number}\n")
+        lines.append(f"{step} {valid_name(stream)} {number}\n")
     text = "".join(lines).encode()
     with open(log_dir / "log.txt", "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)

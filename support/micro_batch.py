@@ -24,14 +24,14 @@ def choose_micro_batch(
     ranks: Ranks,
     dtype: torch.dtype,
     compiled: bool,
-    before: int = 0,
+    previous_B: int | None = None,
 ) -> tuple[int, int]:
     """(the sequences of a micro-batch, B; the micro-batches of a step on each rank)
 
     B is --micro-batch-size, or if that is 0 the largest of SIZES that divides a step and fits. On
     GPUs it must fit into the memory that is free on each of them before the model is moved there. A
-    resumed run keeps the B that it had `before` if that is possible, since a different one would
-    round differently. UserError unless a step can be divided into such micro-batches."""
+    resumed run keeps its previous B if that is possible, since a different one would round
+    differently. UserError unless a step can be divided into such micro-batches."""
     if config.micro_batch_size:
         B = config.micro_batch_size
         return B, count_micro_batches(config, B, ranks.world_size)
@@ -42,15 +42,17 @@ def choose_micro_batch(
         fits = [
             B for B in SIZES if estimate_memory(config, model, B, "cuda", dtype, compiled) <= usable
         ]
-        keep = before in fits
+        keep = previous_B in fits
     else:
         fits = [B for B in SIZES if B * config.seq_len <= CPU_TOKENS]
-        keep = before > 0
-    if keep and sequences % before == 0:
-        return before, sequences // before
+        keep = previous_B is not None
+    if keep and sequences % previous_B == 0:
+        return previous_B, sequences // previous_B
     B = next((B for B in fits if sequences % B == 0), 1)
-    if before:
-        print0(f"note: micro-batches of {B} sequences, not {before} as before; rounding differs")
+    if previous_B:
+        print0(
+            f"note: micro-batches of {B} sequences, not {previous_B} as before; rounding differs"
+        )
     return B, sequences // B
 
 
@@ -63,6 +65,8 @@ def count_micro_batches(config: "TrainConfig", B: int, world_size: int) -> int:
         problem = f"is not a multiple of {tokens} (sequence x micro-batch x ranks)"
         nearest = max(round(config.total_batch_size / tokens), 1) * tokens
         remedy = f"the nearest that is: {nearest}"
+        if config.resume:  # which keeps the total
+            remedy = "give --micro-batch-size 0" if B > 1 else "use another number of ranks"
         raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
     return config.total_batch_size // tokens
 

@@ -5,8 +5,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from support import forks
 from support.command_line import duration, note, shown, warn
-from support.devices import PEAK_TFLOPS, choose_device, choose_precision, dtype_of, peak_flops
+from support.devices import (
+    PEAK_TFLOPS,
+    choose_device,
+    choose_precision,
+    dtype_of,
+    peak_flops,
+    wants_compile,
+)
 from support.errors_and_signals import first_line
 from support.micro_batch import SIZES, choose_micro_batch, estimate_memory, usable_memory
 from support.ranks import Ranks
@@ -34,11 +42,12 @@ def describe(
     device_line: str,
     peak: tuple[float, str],
     available: int,
-) -> dict[str, str]:
+    count: int = 1,
+) -> list[str]:
     """What a run trains, and on what: the lines with which a run and its --plan begin.
 
     `peak` is the result of peak_flops(). `available` is the number of training tokens that there
-    are, or 0 if there is no data yet."""
+    are, or 0 if there is no data yet. `count` is the number of devices."""
     tokens = config.max_steps * config.total_batch_size
     epochs = "no data yet"
     validation = "none"
@@ -50,25 +59,34 @@ def describe(
             there = sum(map(len, shards))
             validation = f"the first {min(config.eval_tokens, there):,} of {there:,} tokens"
             validation += " (--eval-tokens)" if config.eval_tokens < there else ""
-    return {
-        "device": device_line,
-        "model": f"{model.num_parameters():,} parameters, "
-        f"{model.flops_per_token(config.seq_len):,} FLOPs per token",
-        "MFU 100 %": f"{peak[0] / 1e12:,.3g} TFLOP/s per device ({peak[1]})",
-        "tokens": f"{tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
-        "data": shown(config.data),
-        "epochs": epochs,
-        "validation": validation,
-    }
+    flops = model.flops_per_token(config.seq_len)
+    peak_flops, source = peak
+    seconds = flops * tokens / (ASSUMED_MFU * count * peak_flops)
+    return [
+        f"device: {device_line}",
+        f"model: {model.num_parameters():,} parameters, {flops:,} FLOPs per token",
+        forks.verdict(model),
+        f"MFU 100 %: {peak_flops / 1e12:,.3g} TFLOP/s per device ({source})",
+        f"tokens: {tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
+        f"time: {duration(seconds)}, projected at {ASSUMED_MFU:.0%} MFU",
+        f"data: {shown(config.data)}",
+        f"epochs: {epochs}",
+        f"validation: {validation}",
+    ]
 
 
-def warn_of_many_epochs(config: "TrainConfig", available: int) -> None:
-    """Warns if the run reads its training tokens, `available` of them, more than 20 times."""
+def warn_of_settings(config: "TrainConfig", available: int) -> None:
+    """Warns of settings that are possible, but probably a mistake.
+
+    `available` is the number of training tokens that there are."""
     epochs = config.max_steps * config.total_batch_size / available
     if epochs > 20:
         steps = max(round(10 * available / config.total_batch_size), 1)
         problem = f"the model reads the data {epochs:,.0f} times, and may learn it by heart"
         warn(f"{problem}; --max-steps {steps} makes 10 epochs")
+    if 0 < config.max_steps <= config.warmup_steps:
+        problem = f"the learning rate rises for {config.warmup_steps} steps (--warmup-steps)"
+        warn(f"{problem}, and the run ends after {config.max_steps}")
 
 
 def print_plan(config: "TrainConfig", model: "GPT") -> None:
@@ -83,18 +101,15 @@ def print_plan(config: "TrainConfig", model: "GPT") -> None:
     if Path(config.data).exists() or config.data != type(config)().data:
         _, shards = open_split(Path(config.data), "train", model.config.vocab_size)
         available = sum(map(len, shards))
-    rows = describe(config, model, device_line, (peak, source), available)
+    lines = describe(config, model, device_line, (peak, source), available)
 
     flops = model.flops_per_token(config.seq_len) * config.max_steps * config.total_batch_size
-    rows["FLOPs"] = f"{flops:.3e}"
+    lines.append(f"FLOPs: {flops:.3e}")
     dtype = dtype_of(precision)
-    compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+    compiled = wants_compile(config.compile, device)
     B, _ = choose_micro_batch(config, model, Ranks(0, 1, device), dtype, compiled)
     memory = estimate_memory(config, model, B, device.type, dtype, compiled)
-    rows["memory"] = f"{memory / 1e9:.2f} GB with B = {B}, an estimate"
-    projected = f"projected: {ASSUMED_MFU:.0%} of"
-    rows["time"] = f"{duration(flops / (ASSUMED_MFU * peak))}, {projected} "
-    rows["time"] += f"{peak / 1e12:,.3g} TFLOP/s ({source})"
+    lines.append(f"memory: {memory / 1e9:.2f} GB with B = {B}, an estimate")
     for card, count, gigabytes in CARDS:
         tflops = count * PEAK_TFLOPS[card]
         seconds = flops / (ASSUMED_MFU * 1e12 * tflops)
@@ -102,22 +117,23 @@ def print_plan(config: "TrainConfig", model: "GPT") -> None:
             continue
         usable = usable_memory(gigabytes * 1e9, count)
         sequences = config.total_batch_size // (count * config.seq_len)  # of a step, on each card
-        sizes = [B for B in SIZES if sequences % B == 0]
-        if config.micro_batch_size:
-            sizes = [config.micro_batch_size]
-        row = f"B = {sizes[-1]} does not fit in {gigabytes} GB"
+        sizes = [config.micro_batch_size] if config.micro_batch_size else SIZES
+        sizes = [B for B in sizes if sequences >= B and sequences % B == 0]
+        line = f"a step of {config.total_batch_size:,} tokens cannot be divided among {count}"
+        if sizes:
+            line = f"B = {sizes[-1]} does not fit in {gigabytes} GB"
         for B in sizes:
             if estimate_memory(config, model, B, "cuda", torch.float16, compiled=True) <= usable:
                 half = "float16" if card == "T4" else "bfloat16"
-                row = f"{duration(seconds)}, {projected} {tflops:,g} TFLOP/s ({half})"
-                row += f"; B = {B} fits"
+                line = f"{duration(seconds)}, projected: {ASSUMED_MFU:.0%} of"
+                line += f" {tflops:,g} TFLOP/s ({half}); B = {B} fits"
                 break
-        rows[card if count == 1 else f"{count} x {card}"] = row
+        lines.append(f"{card if count == 1 else f'{count} x {card}'}: {line}")
 
-    for name, value in rows.items():
-        print(f"{name}: {value}")
+    for line in lines:
+        print(line)
     if available:
-        warn_of_many_epochs(config, available)
+        warn_of_settings(config, available)
     try_step(model, config.seq_len)
 
 

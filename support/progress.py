@@ -9,6 +9,7 @@ import torch
 from support import devices, forks, plan
 from support.command_line import duration, print0
 from support.ranks import Ranks
+from support.run_setup import Setup
 from support.tokenizer import TextSize
 
 if TYPE_CHECKING:
@@ -18,14 +19,16 @@ if TYPE_CHECKING:
 class Progress:
     """How fast a run goes: milliseconds, tokens per second, MFU, and the time that is left."""
 
-    def __init__(self, config: "TrainConfig", model: "GPT", ranks: Ranks, precision: str):
-        """`precision` is that of matrix products."""
+    def __init__(self, config: "TrainConfig", model: "GPT", ranks: Ranks, setup: Setup):
+        self.config = config
+        self.model = model
+        self.setup = setup
         self.training_seconds = 0.0  # in updates, without evaluations and saving
         self.tokens_per_step = config.total_batch_size
         self.max_steps = config.max_steps
         self.flops_per_token = model.flops_per_token(config.seq_len)
         # What counts as 100 % MFU on one device, in FLOP/s, and where the figure comes from.
-        self.peak_flops, self.peak_source = devices.peak_flops(ranks.device, precision)
+        self.peak_flops, self.peak_source = devices.peak_flops(ranks.device, setup.precision)
         self.devices = ranks.world_size
         self.seconds = 0.0  # of the latest step
         self.seconds_left: float | None = None  # until the end of the run, if it is known
@@ -64,41 +67,36 @@ class Progress:
             line += f" {duration(self.seconds_left)} left"
         return line
 
+    def print_header(
+        self,
+        loader: "DataLoaderLite",
+        optimizers: list[torch.optim.Optimizer],
+        checkpoint: Path | None,
+    ) -> None:
+        """Prints the first lines of a run. They say what it trains, on what, and from which
+        checkpoint. Warns of what probably is a mistake.
 
-def print_header(
-    config: "TrainConfig",
-    model: "GPT",
-    optimizers: list[torch.optim.Optimizer],
-    loader: "DataLoaderLite",
-    progress: Progress,
-    device_line: str,
-    compiled: bool,
-    checkpoint: Path | None,
-) -> None:
-    """Prints the first lines of a run. They say what it trains, on what, and from which checkpoint.
-
-    `loader` is that of the training data."""
-    peak = (progress.peak_flops, progress.peak_source)
-    rows = plan.describe(config, model, device_line, peak, loader.total_tokens)
-    rows["optimizers"] = "; ".join(map(describe_optimizer, optimizers))
-    micro_steps = config.total_batch_size // (loader.B * loader.T * loader.world_size)
-    factors = {"micro-steps": micro_steps, "ranks": loader.world_size}
-    more = [f" x {number} {name}" for name, number in factors.items() if number > 1]
-    rows["batch"] = f"{loader.B} x {loader.T} tokens{''.join(more)}"
-    if compiled:
-        rows["torch.compile"] = "on, so the first step takes longer"
-    if short := [tokens for tokens, n in zip(loader.shards, loader.counts, strict=True) if n == 0]:
-        size = f"{len(short)} with {sum(map(len, short)):,} tokens"
-        rows["shards that are too short for a sequence"] = size
-    if why_not := forks.why_no_gpt2(model):
-        script = forks.script_entry(type(model)).get("script", "this code")
-        rows["not a GPT-2"] = f"{why_not}; only {script} can use its checkpoints"
-    resumed = f", resumed from {checkpoint}" if checkpoint else ""
-    rows["log and checkpoints"] = f"{config.log_dir}/{resumed}"
-    for name, value in rows.items():
-        print0(f"{name}: {value}")
-    if loader.rank == 0:
-        plan.warn_of_many_epochs(config, loader.total_tokens)
+        `loader` is that of the training data."""
+        config, setup = self.config, self.setup
+        peak = (self.peak_flops, self.peak_source)
+        available = loader.total_tokens
+        lines = plan.describe(config, self.model, setup.device_line, peak, available, self.devices)
+        lines.append(f"optimizers: {'; '.join(map(describe_optimizer, optimizers))}")
+        factors = {"micro-steps": setup.micro_steps, "ranks": loader.world_size}
+        more = [f" x {number} {name}" for name, number in factors.items() if number > 1]
+        lines.append(f"batch: {loader.B} x {loader.T} tokens{''.join(more)}")
+        if setup.compiled:
+            lines.append("torch.compile: on, so the first step takes longer")
+        short = [len(shard) for shard, n in zip(loader.shards, loader.counts, strict=True) if not n]
+        if short:
+            size = f"{len(short)} with {sum(short):,} tokens"
+            lines.append(f"shards that are too short for a sequence: {size}")
+        resumed = f", resumed from {checkpoint}" if checkpoint else ""
+        lines.append(f"log and checkpoints: {config.log_dir}/{resumed}")
+        for line in lines:
+            print0(line)
+        plan.warn_of_settings(config, available)
+        forks.warn_if_not_causal(self.model, setup.autocast)
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
@@ -113,17 +111,20 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__}: {', '.join(shares)}"
 
 
-def print_validation(loss: float, text: TextSize | None) -> None:
-    """Prints the last validation loss in all units. `text` is the size of what it predicts."""
-    print0(f"\nvalidation loss: {loss:.4f} nats per token")
-    if text:
-        print0(f"  {text.nats_per_character(loss):.4f} nats per character")
-        print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
+def print_results(results: dict[str, float], text: TextSize | None, progress: Progress) -> None:
+    """Prints the last validation loss in all units, how long the run has trained, and the memory
+    that it has taken.
 
-
-def print_cost(steps: int, seconds: float) -> None:
-    """Prints how long the run has trained, and the memory that it has taken."""
-    print0(f"done: {steps:,} steps, {seconds / 60:.1f} minutes of training")
+    `results` are those of the last evaluation. `text` is the size of what was predicted, which is
+    None if that is no text."""
+    if "val" in results:
+        loss = results["val"]
+        print0(f"\nvalidation loss: {loss:.4f} nats per token")
+        if text:
+            print0(f"  {text.nats_per_character(loss):.4f} nats per character")
+            print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
+    minutes = progress.training_seconds / 60
+    print0(f"done: {progress.max_steps:,} steps, {minutes:.1f} minutes of training")
     memory = devices.peak_memory()
     if memory:
         print0(f"peak memory: {memory / 1e9:.2f} GB")

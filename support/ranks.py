@@ -8,16 +8,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from support.command_line import print0, shown
 from support.devices import choose_device
-from support.errors_and_signals import UserError, first_line
+from support.errors_and_signals import StopRequested, UserError, first_line, stop_requested
+
+if TYPE_CHECKING:
+    from support.run_setup import Setup
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,18 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def any(self, value: Any) -> bool:
-        """True if `value` is true on any rank."""
-        if self.world_size == 1:
-            return bool(value)
-        flag = torch.tensor(float(bool(value)), device=self.device)
-        return self.sum_tensor(flag).item() > 0
+    def check_stop(self) -> None:
+        """Raises StopRequested on all ranks if one of them has received a stop signal."""
+        stop = stop_requested()
+        if self.world_size > 1:
+            stop = self.sum_tensor(torch.tensor(float(stop), device=self.device)).item() > 0
+        if stop:
+            raise StopRequested
+
+    def seed(self, seed: int, step: int) -> None:
+        """Seeds torch's random numbers for a step, differently on each rank."""
+        (state,) = np.random.SeedSequence([seed, step, self.rank]).generate_state(1)
+        torch.manual_seed(int(state))
 
     def sum_tensor(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over the ranks."""
@@ -124,6 +134,20 @@ def join_process_group(rank: int, world_size: int, device: torch.device) -> None
     )
 
 
+def wrap_in_ddp(model: nn.Module, ranks: Ranks, setup: "Setup", T: int) -> nn.Module:
+    """With several ranks the model in DDP, which averages their gradients. Otherwise the model."""
+    if ranks.world_size == 1:
+        return model
+    torch._dynamo.config.optimize_ddp = False  # or DDP would split the compiled blocks
+    ddp_model = DistributedDataParallel(
+        model,
+        device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # gradients stay in DDP's own buffers
+    )
+    settle_buckets(ddp_model, setup.B, T, setup.autocast)
+    return ddp_model
+
+
 def settle_buckets(
     ddp_model: DistributedDataParallel, B: int, T: int, autocast: torch.autocast
 ) -> None:
@@ -131,7 +155,9 @@ def settle_buckets(
 
     DDP rebuilds its buckets after its first backward pass, in the order in which gradients become
     ready, which changes the order of summation after a start or a restart. Two passes over zeros
-    settle it: the first triggers the rebuilding, the second fills the new buckets."""
+    settle it: the first triggers the rebuilding, the second fills the new buckets. The buffers of
+    the model, which a changed model may update in each pass, are restored."""
+    before = {name: buffer.clone() for name, buffer in ddp_model.named_buffers()}
     device = next(ddp_model.parameters()).device
     x = torch.zeros(B, T, dtype=torch.int64, device=device)
     for _ in range(2):
@@ -140,3 +166,5 @@ def settle_buckets(
             loss = ddp_model(x, x.clone())  # two tensors, or torch.compile makes another graph
         loss.backward()
     ddp_model.zero_grad(set_to_none=False)
+    for name, buffer in ddp_model.named_buffers():
+        buffer.copy_(before[name])

@@ -7,19 +7,21 @@ All ranks call the same methods, and rank 0 alone reads and writes the files. Th
 log_txt.py, run_json.py and checkpoints.py."""
 
 import contextlib
+import os
 import shlex
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support import checkpoints, forks, huggingface, log_txt, run_json
+from support import checkpoints, forks, huggingface, log_txt, run_json, scripts
 from support.checkpoints import checkpoint_path, list_checkpoints, step_of
-from support.command_line import print0, shown, warn
-from support.errors_and_signals import UserError, first_line
+from support.command_line import note, print0, print_changes, shown, warn
+from support.errors_and_signals import RunError, UserError, first_line
 from support.files_and_locks import ROOT, atomic_path, fsync, locked, remove
 from support.ranks import Ranks
-from support.trackers import Tracker, start_trackers
+from support.run_setup import Setup
+from support.trackers import Tracker, check_trackers, start_trackers
 
 if TYPE_CHECKING:
     from support.tokenizer import Tokenizer
@@ -37,20 +39,24 @@ class RunFolder:
         self.ranks = ranks
         self.path = Path(config.log_dir)
         self.locks = contextlib.ExitStack()
-        # run.json is a list with one entry for each start of the run. begin() fills this.
+        # run.json is a list with one entry for each start of the run. begin() appends this one.
         self.entries: list[dict[str, Any]] = []
         self.trackers: dict[str, Tracker] = {}  # TensorBoard and W&B, if they are asked for
         self.newest_step: int | None = None  # step of the newest checkpoint that is not damaged
         self.resumed_step: int | None = None  # step of the checkpoint from which the run resumed
+        self.previous_config: dict[str, Any] = {}  # the settings of that checkpoint
         # A resumed run repeats the evaluations of its first step. Those that log.txt already has
         # must not be logged twice. They are named by step and stream, such as (200, "val").
-        self.already_logged: set[tuple[int, str]] = set()
+        self.already_logged: dict[tuple[int, str], float] = {}
         self.warned_of_log = False
 
     def __enter__(self) -> "RunFolder":
-        # A new run renames the folder of an earlier one. The repository must never be renamed.
-        if self.path.exists() and self.path.samefile(ROOT):
-            raise UserError(f"--log-dir {self.path}: the repository itself; choose another folder")
+        if any((self.path / name).exists() for name in ("config.json", "training_state.pt")):
+            problem = "the folder of a model, not of a run"
+            remedy = f"--log-dir {shlex.quote(str(self.path.parent))} is that of its run"
+            if not (self.path.parent / "run.json").exists():
+                remedy = "copy it into a new folder, and give that to --log-dir"
+            raise UserError(f"--log-dir {self.path}: {problem}; {remedy}")
         if self.ranks.rank == 0:
             self.make_and_lock()
         return self
@@ -64,81 +70,140 @@ class RunFolder:
         Raises UserError if another process has locked it."""
         problem = f"{self.path}: another run uses it; choose another --log-dir"
         self.locks.enter_context(locked(self.path, problem))
+        self.identity = self.path.stat()
 
     # ---- The start
 
-    def find_checkpoint(self) -> Path | None:
-        """The newest checkpoint that is not damaged, or None. Every rank gets the same answer."""
+    def find_checkpoint(self) -> tuple[Path | None, dict[str, Any]]:
+        """With --resume, the newest checkpoint that is not damaged, and the dictionary that was
+        given to save_checkpoint(). (None, {}) if there is none. The same on every rank."""
+        if not self.config.resume:
+            return None, {}
         checkpoint = self.ranks.on_rank_0(checkpoints.newest_intact, self.path)
-        if checkpoint is not None:
-            self.newest_step = self.resumed_step = step_of(checkpoint)
-            if self.resumed_step > self.config.max_steps:
-                remedy = "use more steps, or another --log-dir"
-                raise UserError(
-                    f"{checkpoint}: beyond --max-steps {self.config.max_steps}; {remedy}"
-                )
-        return checkpoint
+        if checkpoint is None:
+            if not (self.path / "run.json").exists():
+                print0(f"--resume: no run in {self.path}/, so it starts one")
+            return None, {}
+        self.newest_step = self.resumed_step = step_of(checkpoint)
+        if self.resumed_step > self.config.max_steps:
+            remedy = "use more steps, or another --log-dir"
+            raise UserError(f"{checkpoint}: beyond --max-steps {self.config.max_steps}; {remedy}")
+        state = checkpoints.read_training_state(checkpoint)
+        self.previous_config = state["config"]
+        return checkpoint, state
 
-    def begin(self, model: "GPT", step: int, weights: Path | None, **about: Any) -> None:
+    def check_same_shards(self, before: list[tuple[str, int]], now: list[tuple[str, int]]) -> None:
+        """Raises UserError if the training data of a resumed run differ. They are compared by the
+        names and the sizes of their shards."""
+        if before != now:
+            different = sorted({name for name, _ in {*before} ^ {*now}}) or ["their order"]
+            more = ", …" if len(different) > 3 else ""
+            problem = f"{self.config.data} now has different shards"
+            raise UserError(f"--resume: {problem} ({', '.join(different[:3])}{more})")
+
+    def begin(self, model: "GPT", setup: Setup, step: int) -> None:
         """Prepares the folder for a run that starts, or is resumed, at `step`.
 
-        Writes run.json and a copy of the script, and removes from log.txt what will be logged
-        again. `weights` is the folder from which the model was loaded, or None if its weights are
-        random. `about` has the device, the dtype and the micro-batch size, for run.json."""
+        Renames an earlier run that is not resumed. Writes run.json and a copy of the program, and
+        removes from log.txt what will be logged again."""
         if self.ranks.rank > 0:
             return
+        check_trackers(self.config)
+        script = scripts.script_of(type(model))
+        names = {"code", script.name if script else "code"}
         # A folder into which somebody has only copied a checkpoint holds a run as well.
         has_run = (self.path / "run.json").exists() or bool(list_checkpoints(self.path))
         has_log = (self.path / "log.txt").exists()  # build-nanogpt, for example, writes one, too.
-        is_resumed = has_run and self.config.resume
-        if (has_run or has_log) and not is_resumed:
-            self.rename_earlier()
+        if (has_run or has_log) and not (has_run and self.config.resume):
+            self.rename_earlier(script)
+        elif not has_run and (found := [name for name in names if (self.path / name).exists()]):
+            problem = f"{self.path / found[0]} would be replaced"
+            raise UserError(f"{problem}; choose another --log-dir")
         for path in self.path.glob(".*.partial"):  # what a killed process was writing
             remove(path)
 
-        about |= {
+        self.entries = run_json.run_entries(self.path)
+        if self.entries:
+            # Without a checkpoint the run starts again, with the settings of its last start.
+            previous = self.previous_config or run_json.run_config(self.entries[-1])
+            print_changes(
+                previous, asdict(self.config), ignore={"log_dir", "resume", "plan", "init"}
+            )
+            if changed := scripts.changed_since(self.entries[-1]["code"], script):
+                note(f"changed since the last start: {changed}; log/code/ gets the new version")
+        about = {
             "step": step,
             "world_size": self.ranks.world_size,
+            "device": setup.device_line,
+            "dtype": setup.precision,
+            "micro_batch_size": setup.B,
             "vocab_size": model.config.vocab_size,
-            "init": shown(weights) if weights else "scratch",
+            **scripts.script_entry(type(model)),  # the name and the checksum of the script
+            "code": scripts.code_checksums(script),
         }
-        # The script may be a fork, which is an edited copy of train_gpt2.py. So run.json also has
-        # the name and the checksum of the script.
-        about |= forks.script_entry(type(model))
-        this_start = run_json.new_entry(asdict(self.config), **about)
-        self.entries = [*run_json.run_entries(self.path), this_start]
+        self.entries.append(run_json.new_entry(asdict(self.config), **about))
         # This adds the id of a W&B run to the last entry, so it comes before run.json is written.
         self.trackers = start_trackers(self.path, self.entries, step)
         run_json.write_entries(self.path, self.entries)
-        script, source = forks.script_of(type(model))
+        scripts.write_program(self.path / "code", script)
         if script is not None:  # A class that was defined in a notebook has no script.
             with atomic_path(self.path / script.name) as copy:
-                copy.write_bytes(source)
+                copy.write_bytes(scripts.read_once(script))
 
+        if step == 0:
+            self.keep_log_of_deleted_checkpoints()
         # A run evaluates a checkpoint after saving it, so log.txt may have these evaluations.
         evaluations = log_txt.trim_log(self.path, step)
-        self.already_logged = {(step, stream) for stream in evaluations}
+        self.already_logged = {(step, stream): value for stream, value in evaluations.items()}
         if evaluations:
             # TensorBoard has dropped its values from this step on, so they are sent again.
             self.track(step, evaluations)
 
-    def rename_earlier(self) -> None:
-        """Renames the folder of an earlier run, and makes a new one in its place."""
-        init = Path(self.config.init)
-        if init.exists() and init.resolve().is_relative_to(self.path.resolve()):
-            # If this run were restarted, its --init would be missing, or another model.
-            problem = f"is in {self.path}/, which would be renamed"
-            raise UserError(f"--init {init}: {problem}; choose another --log-dir")
+    def keep_log_of_deleted_checkpoints(self) -> None:
+        """Renames log.txt if it reaches a step at which the run has saved a checkpoint, since
+        somebody has deleted them all, and the run starts again."""
+        steps, _ = log_txt.read_log(self.path).get("train", ([], []))
+        settings = self.entries[0]["config"]  # of the first start
+        first_due = min(settings["save_every"], settings["max_steps"])
+        if first_due == 0 or not steps or steps[-1] + 1 < first_due:
+            return
+        renamed = free_name(self.path / "log_old.txt")
+        (self.path / "log.txt").rename(renamed)
+        warn(f"no checkpoint is left, so the run starts again; its log is now {renamed}")
+
+    def rename_earlier(self, script: Path | None) -> None:
+        """Renames the folder of an earlier run, and makes a new one in its place.
+
+        Raises UserError if something that is needed lies in there."""
+        needed = {"--data": self.config.data, "--hellaswag-data": self.config.hellaswag_data}
+        needed |= {"--init": self.config.init, "this program": ROOT, "this script": script or ROOT}
+        for name, path in needed.items():
+            inside = path and Path(path).resolve().is_relative_to(self.path.resolve())
+            if inside and Path(path).exists():
+                self.refuse_to_rename(f"{name} {path} is in there")
+        for other in self.path.glob("**/run.json"):
+            if other.parent != self.path:
+                self.refuse_to_rename(f"another run is in {other.parent}/")
+        if self.path.is_symlink():
+            self.refuse_to_rename("it is a link")
         try:
-            number = 1
-            while self.path.with_name(f"{self.path.name}_{number}").exists():
-                number += 1
-            renamed = self.path.rename(self.path.with_name(f"{self.path.name}_{number}"))
+            renamed = self.path.rename(free_name(self.path))
         except (OSError, ValueError) as error:  # such as a mount, or --log-dir .
-            problem = f"holds an earlier run and cannot be renamed ({first_line(error)})"
-            raise UserError(f"{self.path}: {problem}; choose another --log-dir") from None
+            self.refuse_to_rename(first_line(error))
         self.make_and_lock()
         print0(f"an earlier run is now in {renamed}/ (--resume --log-dir {renamed} continues it)")
+
+    def refuse_to_rename(self, reason: str) -> None:
+        problem = f"{self.path}: holds an earlier run and cannot be renamed ({reason})"
+        raise UserError(f"{problem}; choose another --log-dir, or continue it with --resume")
+
+    def check_in_place(self) -> None:
+        """Raises RunError if the folder was renamed or removed, or another one took its place."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(self.path.stat(), self.identity):
+                return
+        problem = f"{self.path}/ is no longer the folder in which this run began"
+        raise RunError(f"{problem}; --resume continues it where it is now")
 
     # ---- While it trains
 
@@ -148,7 +213,15 @@ class RunFolder:
         Skips evaluations that were logged before the run was resumed."""
         if self.ranks.rank > 0:
             return
-        new = {name: x for name, x in values.items() if (step, name) not in self.already_logged}
+        self.check_in_place()
+        new = {}
+        for name, value in values.items():
+            name = log_txt.valid_name(name)
+            logged = self.already_logged.get((step, name))
+            if logged is None:
+                new[name] = value
+            elif abs(value - logged) > 1e-4 * abs(logged):
+                note(f"step {step}: {name} is {value:.4f} now, and stays {logged:.4f} in log.txt")
         try:
             log_txt.append_values(self.path, step, new)
         except OSError as error:
@@ -176,9 +249,11 @@ class RunFolder:
         step = state["step"]
         if step == self.newest_step:
             return
+        state |= {"config": asdict(self.config), **scripts.script_entry(type(model))}
 
         def write() -> str:
             """Returns what went wrong, or an empty string."""
+            self.check_in_place()
             # The log is flushed first. Otherwise a power cut might lose lines of steps that come
             # before the checkpoint, and the resumed run would not log them again.
             with contextlib.suppress(OSError):
@@ -244,7 +319,7 @@ class RunFolder:
         self.draw_curves()
         if (self.path / "curves.png").exists():
             print0(f"curves: {self.path / 'curves.png'}")
-        script, _ = forks.script_of(type(model))
+        script = scripts.script_of(type(model))
         is_gpt2 = forks.is_gpt2(model)
         kind = "in Hugging Face format"
         if not is_gpt2:
@@ -272,13 +347,30 @@ def best_of(losses: dict[int, float]) -> int:
     return min(sorted(losses, reverse=True), key=losses.get)
 
 
+def free_name(path: Path) -> Path:
+    """log_1 for log, or log_2 if that is taken, and so on."""
+    number = 1
+    while (free := path.with_stem(f"{path.stem}_{number}")).exists():
+        number += 1
+    return free
+
+
 def read_run(log_dir: str) -> dict[str, Any] | None:
     """The settings of the run in a folder, under the key "config", with the name and the checksum
     of its script under "script" and "script_sha256". None if there is no run.
 
-    The newest checkpoint has them. Before the first checkpoint, the last entry of run.json does."""
-    state = checkpoints.newest_state(Path(log_dir))
-    if state is not None:
-        return state
+    The last entry of run.json has them. A folder into which somebody has copied a checkpoint has
+    no run.json, and the checkpoint has them as well."""
     entries = run_json.run_entries(log_dir)
-    return entries[-1] if entries else None
+    if entries:
+        return entries[-1] | {"config": run_json.run_config(entries[-1])}
+    checkpoint = checkpoints.newest_intact(Path(log_dir))
+    return checkpoints.read_training_state(checkpoint, mmap=True) if checkpoint else None
+
+
+def find_weights(config: "TrainConfig") -> Path | None:
+    """The folder of the model from which a run would start, for --plan. None if from scratch."""
+    found = list_checkpoints(Path(config.log_dir)) if config.resume else []
+    if found:
+        return found[-1]
+    return huggingface.find_model(config.init) if config.init != "scratch" else None

@@ -12,13 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from support.command_line import shown
-from support.files_and_locks import ROOT, sha256, write_text
+from support.files_and_locks import ROOT, write_text
+
+PATHS = ("data", "hellaswag_data", "init")  # settings that may be paths
 
 
 def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
     """The entries of run.json, oldest first; [] without one."""
     path = Path(log_dir) / "run.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def run_config(entry: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a start, with absolute paths. JSON has made lists of tuples."""
+    values = entry["config"] | entry["paths"]
+    return {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
 
 
 def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
@@ -31,16 +39,16 @@ def new_entry(config: dict[str, Any], **more: Any) -> dict[str, Any]:
 
     versions = {"torch": torch.__version__}  # with its build, such as +cu130
     versions |= {name: version(name) for name in ("numpy", "tiktoken", "safetensors")}
-    # The folder may be published, so paths in this folder become relative.
+    # Elsewhere paths in the working folder are relative, since the model card has them.
     public = {k: shown(value) if isinstance(value, str) else value for k, value in config.items()}
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": [shown(word) for word in sys.argv],
         "git_commit": git_commit(),
-        "code": loaded_code(),
         "versions": versions | {"python": sys.version.split()[0]},
         **more,
         "config": public,
+        "paths": {name: config[name] for name in PATHS},
     }
 
 
@@ -51,24 +59,3 @@ def git_commit() -> str | None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         return done.stdout.strip()
     return None
-
-
-def loaded_code() -> dict[str, str]:
-    """{path: checksum} of the modules that this process has loaded, without those of libraries.
-
-    They are in the folder of the script that runs, or in this clone. Their paths are relative to
-    that folder."""
-    folders = [ROOT]
-    if script := getattr(sys.modules["__main__"], "__file__", None):  # a notebook has none
-        folders.insert(0, Path(script).absolute().parent)
-    code = {}
-    for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "").absolute()
-        folder = next((folder for folder in folders if path.is_relative_to(folder)), None)
-        if folder is None or not path.is_file() or "site-packages" in path.parts:
-            continue
-        name = path.relative_to(folder)
-        # Libraries may also be in a hidden folder, such as .venv.
-        if not any(part == "tests" or part.startswith(".") for part in name.parts):
-            code[name.as_posix()] = sha256(path)
-    return dict(sorted(code.items()))

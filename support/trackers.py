@@ -2,12 +2,23 @@
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from support.errors_and_signals import UserError, first_line
 
+if TYPE_CHECKING:
+    from train_gpt2 import TrainConfig
+
 Tracker = Callable[[int, dict[str, float]], None]  # called with (step, {stream: value})
+
+
+def check_trackers(config: "TrainConfig") -> None:
+    """Raises UserError if a tracker that the settings ask for is not installed."""
+    for name in ("wandb", "tensorboard"):
+        if getattr(config, name) and find_spec(name) is None:
+            raise UserError(f"--{name}: not installed; `pip install {name}`")
 
 
 def start_trackers(log_dir: Path, entries: list[dict[str, Any]], step: int) -> dict[str, Tracker]:
@@ -18,10 +29,7 @@ def start_trackers(log_dir: Path, entries: list[dict[str, Any]], step: int) -> d
     trackers = {}
     for name, start in starting.items():
         if entries[-1]["config"][name]:
-            try:
-                trackers[name] = start(log_dir, entries, step)
-            except ImportError:
-                raise UserError(f"--{name}: not installed; `pip install {name}`") from None
+            trackers[name] = start(log_dir, entries, step)
     return trackers
 
 

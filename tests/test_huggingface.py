@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from support import forks
 from support.errors_and_signals import UserError
+from support.huggingface import TRANSPOSED
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, import_file, logits_of
-from train_gpt2 import GPT, TRANSPOSED, GPTConfig
+from train_gpt2 import GPT, GPTConfig
 
 SMALL = GPTConfig(block_size=64, vocab_size=50257, n_layer=3, n_head=4, n_embd=48)
 GPT2 = get_tokenizer()
