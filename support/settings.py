@@ -1,0 +1,132 @@
+"""Where the settings of a run come from: flags, the run that is resumed, --init, and presets."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from support import huggingface, scripts
+from support.command_line import (
+    absolute,
+    flag,
+    is_utf8,
+    parse_args,
+    print0,
+    print_changes,
+    range_problems,
+)
+from support.errors_and_signals import UserError
+from support.run_folder import read_run
+from support.run_json import PATHS
+from support.shards import holds_shards
+
+if TYPE_CHECKING:
+    from train_gpt2 import GPTConfig, TrainConfig
+
+SHAPE = ("n_layer", "n_head", "n_embd")
+
+
+def read_config(
+    args: list[str] | None,
+    config_class: "type[TrainConfig]",
+    presets: dict[str, dict[str, Any]],
+    must_not_change: tuple[str, ...],
+    gpt_config_class: "type[GPTConfig]",
+) -> "TrainConfig":
+    """Reads the settings of a run. `args` is the command line, by default that of the process.
+
+    TrainConfig says where a value comes from. Raises UserError with all values that are wrong, or
+    that must not change on resume."""
+    script = scripts.script_of(config_class)
+    scripts.loaded_code(script)  # what runs, before anybody can edit it
+    words = sys.argv[1:] if args is None else args
+    # The command line is parsed twice. The first time is for --resume, --log-dir, --preset, --init
+    # and --device. They decide the defaults with which it is parsed the second time.
+    first = parse_args(config_class, words, ignore_help=True)
+    run = read_run(first.log_dir) if first.resume else None
+    fields: dict[str, Any] = {}  # what the model of --init has of the settings
+    if run:
+        # Raises UserError if it was trained by a script of another name and other content.
+        scripts.is_other_version(run, config_class, f"--resume: {first.log_dir}")
+        # A setting that this script no longer has is ignored.
+        names = asdict(first).keys() - {"log_dir", "resume", "plan"}
+        defaults = config_class(**{k: v for k, v in run["config"].items() if k in names})
+    else:
+        preset = first.preset
+        if preset == "auto":
+            shards = holds_shards(Path(config_class().data))
+            preset = "gpt2" if shards and has_gpu(first.device) else "shakespeare"
+        values = {"preset": preset, **presets[preset]}
+        if first.init != "scratch" and not {"-h", "--help"} & {*words}:
+            folder = huggingface.find_model(first.init, only_config=True)
+            fields = huggingface.read_fields(folder, gpt_config_class)
+            fields = {name: fields[name] for name in asdict(first).keys() & fields.keys()}
+            values |= fields
+        defaults = config_class(**values)
+    config = parse_args(config_class, words, default=defaults)
+    if config.preset == "auto":  # if --preset auto was given
+        config.preset = defaults.preset
+    # Paths that exist become absolute, so that --resume works in any folder. The defaults are
+    # changed as well, since they are compared below.
+    for settings in (defaults, config):
+        for name in PATHS:
+            if getattr(settings, name) != "scratch":
+                setattr(settings, name, absolute(getattr(settings, name)))
+
+    problems = find_problems(config)
+    for name in must_not_change if run else ():
+        was, now = getattr(defaults, name), getattr(config, name)
+        # The weights come from a checkpoint, so the folder of --init may have moved.
+        if was != now and not (name == "init" and Path(was).name == Path(now).name):
+            problems.append(f"--resume: {flag(name)} was {was} in {first.log_dir}, is {now}")
+    # A flag cannot change the shape of a model, but may change another field.
+    problems += [
+        f"{flag(name)} {getattr(config, name)}: {config.init} has {fields[name]}"
+        for name in SHAPE
+        if name in fields and getattr(config, name) != fields[name]
+    ]
+    if problems:
+        raise UserError("; ".join(problems))
+    print_changes(fields, asdict(config))
+    return config
+
+
+def find_problems(config: "TrainConfig") -> list[str]:
+    """Describes each setting that has an impossible value."""
+    above_0 = {"total_batch_size", "seq_len", "eval_tokens", "max_lr", *SHAPE}
+    problems = range_problems(config, above_0)  # no other number may be negative
+    for name, value in asdict(config).items():
+        if isinstance(value, str) and not is_utf8(value):
+            problems.append(f"{flag(name)} {value!a}: not UTF-8")
+    if not config.log_dir:
+        problems.append("--log-dir: empty; name a folder")
+    if config.n_head > 0 and config.n_embd % config.n_head:
+        problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
+    if config.seed >= 2**32:
+        problems.append(f"--seed {config.seed}: must be below 2**32")  # for RandomState
+    if config.beta2 >= 1:
+        problems.append(f"--beta2 {config.beta2}: must be below 1")
+    if config.eval_every and config.eval_tokens < config.seq_len:
+        problems.append(f"--eval-tokens {config.eval_tokens}: less than --seq-len {config.seq_len}")
+    if config.min_lr > config.max_lr:
+        problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
+    return problems
+
+
+def has_gpu(device: str) -> bool:
+    """Whether a run with this --device would use a GPU."""
+    found = torch.cuda.is_available() or torch.backends.mps.is_available()
+    return device in ("cuda", "mps") or (device == "auto" and found)
+
+
+def print_preset(config: "TrainConfig") -> None:
+    """Prints the preset of a run, and how to train GPT-2 instead."""
+    hint = ""
+    if config.preset == "shakespeare":
+        folder = type(config)().data
+        hint = f"; for GPT-2, `python fineweb.py` makes the data in {folder}/"
+        if holds_shards(Path(folder)):
+            hint = f"; --preset gpt2 trains GPT-2 on {folder}/"
+    print0(f"preset: {config.preset}{hint}")
