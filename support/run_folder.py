@@ -44,7 +44,7 @@ class RunFolder:
         self.trackers: dict[str, Tracker] = {}  # TensorBoard and W&B, if they are asked for
         self.newest_step: int | None = None  # step of the newest checkpoint that is not damaged
         self.resumed_step: int | None = None  # step of the checkpoint from which the run resumed
-        self.previous_config: dict[str, Any] = {}  # the settings of that checkpoint
+        self.saved: dict[str, Any] = {}  # what that checkpoint contains besides the weights
         # A resumed run repeats the evaluations of its first step. Those that log.txt already has
         # must not be logged twice. They are named by step and stream, such as (200, "val").
         self.already_logged: dict[tuple[int, str], float] = {}
@@ -88,9 +88,8 @@ class RunFolder:
         if self.resumed_step > self.config.max_steps:
             remedy = "use more steps, or another --log-dir"
             raise UserError(f"{checkpoint}: beyond --max-steps {self.config.max_steps}; {remedy}")
-        state = checkpoints.read_training_state(checkpoint)
-        self.previous_config = state["config"]
-        return checkpoint, state
+        self.saved = checkpoints.read_training_state(checkpoint)
+        return checkpoint, self.saved
 
     def check_same_shards(self, before: list[tuple[str, int]], now: list[tuple[str, int]]) -> None:
         """Raises UserError if the training data of a resumed run differ. They are compared by the
@@ -101,11 +100,12 @@ class RunFolder:
             problem = f"{self.config.data} now has different shards"
             raise UserError(f"--resume: {problem} ({', '.join(different[:3])}{more})")
 
-    def begin(self, model: "GPT", setup: Setup, step: int) -> None:
+    def begin(self, model: "GPT", setup: Setup, step: int, weights: Path | None) -> None:
         """Prepares the folder for a run that starts, or is resumed, at `step`.
 
         Renames an earlier run that is not resumed. Writes run.json and a copy of the program, and
-        removes from log.txt what will be logged again."""
+        removes from log.txt what will be logged again. `weights` is the folder of the model from
+        which the run starts, or None if the weights are random."""
         if self.ranks.rank > 0:
             return
         check_trackers(self.config)
@@ -114,18 +114,22 @@ class RunFolder:
         # A folder into which somebody has only copied a checkpoint holds a run as well.
         has_run = (self.path / "run.json").exists() or bool(list_checkpoints(self.path))
         has_log = (self.path / "log.txt").exists()  # build-nanogpt, for example, writes one, too.
-        if (has_run or has_log) and not (has_run and self.config.resume):
+        is_resumed = has_run and self.config.resume
+        if is_resumed:
+            self.entries = run_json.run_entries(self.path)
+            # Raises UserError if the script had another name and other content.
+            earlier = self.saved or self.entries[-1]
+            scripts.is_other_version(earlier, type(model), f"--resume: {self.path}")
+        elif has_run or has_log:
             self.rename_earlier(script)
-        elif not has_run and (found := [name for name in names if (self.path / name).exists()]):
+        elif found := [name for name in names if (self.path / name).exists()]:
             problem = f"{self.path / found[0]} would be replaced"
             raise UserError(f"{problem}; choose another --log-dir")
         for path in self.path.glob(".*.partial"):  # what a killed process was writing
             remove(path)
 
-        self.entries = run_json.run_entries(self.path)
         if self.entries:
-            # Without a checkpoint the run starts again, with the settings of its last start.
-            previous = self.previous_config or run_json.run_config(self.entries[-1])
+            previous = self.saved.get("config") or run_json.run_config(self.entries[-1])
             print_changes(
                 previous, asdict(self.config), ignore={"log_dir", "resume", "plan", "init"}
             )
@@ -133,6 +137,7 @@ class RunFolder:
                 note(f"changed since the last start: {changed}; log/code/ gets the new version")
         about = {
             "step": step,
+            "init": shown(weights) if weights else "scratch",
             "world_size": self.ranks.world_size,
             "device": setup.device_line,
             "dtype": setup.precision,
@@ -355,17 +360,16 @@ def free_name(path: Path) -> Path:
     return free
 
 
-def read_run(log_dir: str) -> dict[str, Any] | None:
-    """The settings of the run in a folder, under the key "config", with the name and the checksum
-    of its script under "script" and "script_sha256". None if there is no run.
+def read_run(log_dir: str) -> dict[str, Any]:
+    """The settings of the run in a folder, {} if there is none.
 
     The last entry of run.json has them. A folder into which somebody has copied a checkpoint has
     no run.json, and the checkpoint has them as well."""
     entries = run_json.run_entries(log_dir)
     if entries:
-        return entries[-1] | {"config": run_json.run_config(entries[-1])}
+        return run_json.run_config(entries[-1])
     checkpoint = checkpoints.newest_intact(Path(log_dir))
-    return checkpoints.read_training_state(checkpoint, mmap=True) if checkpoint else None
+    return checkpoints.read_training_state(checkpoint, mmap=True)["config"] if checkpoint else {}
 
 
 def find_weights(config: "TrainConfig") -> Path | None:

@@ -39,20 +39,17 @@ def read_config(
 
     TrainConfig says where a value comes from. Raises UserError with all values that are wrong, or
     that must not change on resume."""
-    script = scripts.script_of(config_class)
-    scripts.loaded_code(script)  # what runs, before anybody can edit it
+    scripts.loaded_code(scripts.script_of(config_class))  # what runs, before anybody edits it
     words = sys.argv[1:] if args is None else args
     # The command line is parsed twice. The first time is for --resume, --log-dir, --preset, --init
     # and --device. They decide the defaults with which it is parsed the second time.
     first = parse_args(config_class, words, ignore_help=True)
-    run = read_run(first.log_dir) if first.resume else None
+    run = read_run(first.log_dir) if first.resume else {}
     fields: dict[str, Any] = {}  # what the model of --init has of the settings
     if run:
-        # Raises UserError if it was trained by a script of another name and other content.
-        scripts.is_other_version(run, config_class, f"--resume: {first.log_dir}")
         # A setting that this script no longer has is ignored.
         names = asdict(first).keys() - {"log_dir", "resume", "plan"}
-        defaults = config_class(**{k: v for k, v in run["config"].items() if k in names})
+        defaults = config_class(**{name: run[name] for name in names & run.keys()})
     else:
         preset = first.preset
         if preset == "auto":

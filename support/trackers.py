@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,12 @@ Tracker = Callable[[int, dict[str, float]], None]  # called with (step, {stream:
 
 def check_trackers(config: "TrainConfig") -> None:
     """Raises UserError if a tracker that the settings ask for is not installed."""
-    for name in ("wandb", "tensorboard"):
-        if getattr(config, name) and find_spec(name) is None:
-            raise UserError(f"--{name}: not installed; `pip install {name}`")
+    for name, module in {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}.items():
+        try:
+            if getattr(config, name):
+                import_module(module)
+        except ImportError:
+            raise UserError(f"--{name}: not installed; `pip install {name}`") from None
 
 
 def start_trackers(log_dir: Path, entries: list[dict[str, Any]], step: int) -> dict[str, Tracker]:

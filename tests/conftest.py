@@ -127,7 +127,9 @@ def tiny(*args: object) -> list[str]:
 def train(*args: object, curves: bool = False) -> int:
     """Runs train_gpt2.py in this process with TINY, then `args`. curves: draw curves.png."""
     import train_gpt2
+    from support import scripts
 
+    scripts.read_once.cache_clear()  # A start is a process, which reads its code anew.
     names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
@@ -235,6 +237,18 @@ def losses(log_dir: Path, stream: str = "train") -> list[float]:
 def checkpoints(log_dir: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest first."""
     return sorted(log_dir.glob("step_*"), key=lambda folder: int(folder.name[5:]))
+
+
+def save_checkpoint(model: object, folder: Path) -> None:
+    """Saves a model as a run does, with checksums and GPT-2's tokenizer."""
+    from support.checkpoints import write_checkpoint
+    from support.tokenizer import get_tokenizer
+
+    def save_model(partial: Path) -> None:
+        model.save_pretrained(partial, get_tokenizer())
+
+    folder.parent.mkdir(exist_ok=True)
+    assert not write_checkpoint(folder, save_model, {}, "")
 
 
 def saved_state(checkpoint: Path) -> dict:

@@ -45,6 +45,7 @@ FLAGS = {
     "Lion": "--optimizer lion --max-lr 1e-3",
     "Dropout": "--dropout 0.2",
     "Grouped-query attention": "--n-kv-head 2",
+    "A window per block": "--window 8",
 }
 STAYS_GPT2 = {"Dropout", "Lion", "Another evaluation", "z-loss and label smoothing"}
 

@@ -18,7 +18,7 @@ import sample
 import train_gpt2
 from reference import check
 from support.tokenizer import get_tokenizer
-from tests.conftest import ROOT, TINY, tiny, words
+from tests.conftest import ROOT, TINY, save_checkpoint, tiny, words
 from train_gpt2 import GPT, GPTConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -103,8 +103,9 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     pq.write_table(pa.table({"text": [content]}), "books/one.parquet")
     shutil.copytree(ROOT / "reference", "reference")
     shutil.copytree(ROOT / "reference/shakespeare", "log")
-    for name in ("log/step_000600", "gpt2"):  # a folder comes before the Hub
-        GPT(GPTConfig(64, 50257, 1, 1, 8)).save_pretrained(name, get_tokenizer())
+    model = GPT(GPTConfig(64, 50257, 1, 1, 8))
+    save_checkpoint(model, Path("log/step_000600"))
+    model.save_pretrained("gpt2", get_tokenizer())  # a folder comes before the Hub
     for name in ("pairs", "gpt2", "mine", "tiny", "german", "small", "2"):
         shutil.copytree("log", f"log_{name}")
     # instead of the download
@@ -136,7 +137,7 @@ def test_python_blocks_run(text, tmp_path, monkeypatch):
     import transformers
 
     model = GPT(GPTConfig(32, 50257, 2, 1, 8))
-    model.save_pretrained(tmp_path / "log" / "step_000600", get_tokenizer())
+    save_checkpoint(model, tmp_path / "log" / "step_000600")
     shutil.copy(text, tmp_path / "my.txt")
     monkeypatch.chdir(tmp_path)
     transformers.utils.logging.disable_progress_bar()

@@ -282,33 +282,47 @@ def test_three_ranks_survive_a_bad_step_and_a_lost_rank_bit_for_bit(text, tmp_pa
     assert last[0].read_bytes() == last[1].read_bytes()
 
 
-@pytest.mark.parametrize(
-    "name, status", [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143), ("SIGHUP", 143)]
-)
-def test_a_signal_saves_and_stops(name, status, at_step, text, tmp_path, monkeypatch):
-    """After the step in which it arrives. Under nohup, SIGHUP does nothing."""
-    number = getattr(signal, name)  # Windows, which skips these tests, lacks some
-    args = ["--max-steps 4 --save-every 9 --total-batch-size 32 --data", text, "--log-dir"]
-    default = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=AssertionError("not saved")))
+PAIRS = {"SIGTERM SIGTERM": 143, "SIGINT SIGTERM": 130, "SIGUSR1 SIGTERM": 143}
+PAIRS |= {"SIGHUP SIGTERM": 143, "SIGTERM SIGINT": 143}
 
-    def stop():
-        os.kill(os.getpid(), number)
-        if number != signal.SIGINT:  # a first Ctrl-C is no second one
-            os.kill(os.getpid(), signal.SIGINT)
 
-    at_step(1, stop)
-    assert train(*args, tmp_path / "stopped") == status
-    assert steps_of(tmp_path / "stopped") == [2] and len(losses(tmp_path / "stopped")) == 2
-    if number == signal.SIGTERM:
-        assert train(*args, tmp_path / "stopped", "--resume") == 0
-        train(*args, tmp_path / "straight")
-        shutil.rmtree(tmp_path / "stopped/step_000002")
-        assert_same(tmp_path / "straight", tmp_path / "stopped")
-    if number == signal.SIGHUP:
-        signal.signal(number, signal.SIG_IGN)
-        at_step(2, lambda: os.kill(os.getpid(), number))
-        assert train(*args, tmp_path / "nohup") == 0 and steps_of(tmp_path / "nohup") == [4]
+def send(names: str) -> None:
+    for name in names.split():
+        os.kill(os.getpid(), getattr(signal, name))
+
+
+@pytest.mark.parametrize("names, status", PAIRS.items())
+def test_signals_save_and_stop(names, status, text, tmp_path, monkeypatch, capfd):
+    """In the middle of a step, which is dropped, and while a checkpoint is written."""
+    default = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    args = ["--max-steps 4 --save-every 2 --keep-checkpoints 0 --data", text, "--log-dir"]
+    train(*args, tmp_path / "straight")
+    with monkeypatch.context() as patch:
+        disturb_losses(
+            lambda step, micro, loss: (send(names) if (step, micro) == (1, 1) else None, loss)[1],
+            patch.setattr,
+        )
+        assert train(*args, tmp_path / "step") == status
+        assert steps_of(tmp_path / "step") == [1] and len(losses(tmp_path / "step")) == 1
+        said = capfd.readouterr().err
+        for name in names.split():
+            assert said.count(f"{name}: ") == 1, said
+    with monkeypatch.context() as patch:
+        torch_save = torch.save
+        patch.setattr(torch, "save", lambda *args: (send(names), torch_save(*args))[1])
+        assert train(*args, tmp_path / "save") == status and steps_of(tmp_path / "save") == [2]
+    for folder in (tmp_path / "step", tmp_path / "save"):
+        assert train(*args, folder, "--resume") == 0
+        shutil.rmtree(tmp_path / "step/step_000001", ignore_errors=True)
+        assert_same(tmp_path / "straight", folder)
+    signal.signal(signal.SIGHUP, default)
+
+
+def test_under_nohup_sighup_does_nothing(at_step, text, tmp_path):
+    default = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    at_step(2, lambda: os.kill(os.getpid(), signal.SIGHUP))
+    args = ["--max-steps 4 --save-every 9 --data", text, "--log-dir", tmp_path]
+    assert train(*args) == 0 and steps_of(tmp_path) == [4]
     signal.signal(signal.SIGHUP, default)
 
 
@@ -329,7 +343,7 @@ def test_ctrl_c_saves_although_nobody_reads_stderr(at_step, text, tmp_path):
         os.dup2(stderr, 2)
         os.close(writer)
         os.close(stderr)
-    assert steps_of(tmp_path) == [2]
+    assert steps_of(tmp_path) == [1]
 
 
 def test_a_signal_without_checkpoints_says_that_nothing_is_saved(at_step, text, tmp_path, capsys):
@@ -393,33 +407,36 @@ def test_a_kill_in_the_last_evaluation_costs_no_step(text, tmp_path):
     assert len(losses(tmp_path / "a")) == 3 and len(losses(tmp_path / "a", "val")) == 2
 
 
-def signal_rank_1():
-    """Rank 1 alone gets SIGTERM in step 2."""
-    get_lr = train_gpt2.get_lr
+def signal_a_rank_in_a_step(rank):
+    """One rank alone gets two signals, in the second of three micro-steps of step 3."""
 
-    def acting(step, config):
-        if step == 2 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return get_lr(step, config)
+    def act(step, micro_step, loss):
+        if (step, micro_step) == (3, 1) and os.environ["RANK"] == rank:
+            send("SIGUSR1 SIGTERM")
+        return loss
 
-    train_gpt2.get_lr = acting
-
-
-def signal_rank_1_in_an_evaluation():
-    after_step(3, partial(on_rank_at, 1, 0, signal.SIGTERM))
+    disturb_losses(act)
 
 
-def test_a_signal_to_one_rank_stops_all(text, tmp_path):
+def signal_a_rank_in_an_evaluation(rank):
+    after_step(3, partial(on_rank_at, rank, 0, signal.SIGTERM))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_signal_to_one_rank_stops_all(world_size, text, tmp_path):
     """And they save the same step."""
-    args = ["--max-steps 9 --save-every 9 --eval-every 3 --total-batch-size 64 --data", text]
+    rank_1 = str(min(1, world_size - 1))
+    flags = f"--max-steps 5 --save-every 9 --eval-every 3 --total-batch-size {48 * 3 * world_size}"
+    args = [flags, "--micro-batch-size 3 --data", text, "--log-dir"]
     straight = tmp_path / "straight"
-    train_on_ranks(2, tmp_path, *args, "--log-dir", straight)
-    for disturb in (signal_rank_1, signal_rank_1_in_an_evaluation):
+    train_on_ranks(world_size, tmp_path, *args, straight)
+    for disturb in (signal_a_rank_in_a_step, signal_a_rank_in_an_evaluation):
         log = tmp_path / disturb.__name__
-        codes, texts = start_ranks(2, tmp_path, *args, "--log-dir", log, disturb=disturb)
-        assert codes == [143, 143], texts
-        assert steps_of(log) == [3]
-        train_on_ranks(2, tmp_path, *args, "--log-dir", log, "--resume")
+        disturb = partial(disturb, rank_1)
+        codes, texts = start_ranks(world_size, tmp_path, *args, log, disturb=disturb)
+        assert codes == [143] * world_size, texts
+        assert steps_of(log) == [3] and len(losses(log)) == 3
+        train_on_ranks(world_size, tmp_path, *args, log, "--resume")
         shutil.rmtree(log / "step_000003")
         assert_same(straight, log)
 

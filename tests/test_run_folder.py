@@ -186,7 +186,8 @@ def test_a_run_goes_on_with_its_own_settings(start, log, monkeypatch, capsys):
     for lost in ([], ["step_000002"]):  # from a checkpoint, and from the beginning
         for name in ["step_000004", *lost]:
             shutil.rmtree(log.with_name("resumed") / name)
-        monkeypatch.setattr(train_gpt2, "holds_shards", lambda folder: True)
+        monkeypatch.setattr("support.settings.holds_shards", lambda folder: True)
+        monkeypatch.setattr("support.settings.has_gpu", lambda device: True)
         args = words("--resume --log-dir", log.with_name("resumed"))
         assert train_gpt2.main(args) == 0
         assert "preset: shakespeare" in capsys.readouterr().out
@@ -445,7 +446,7 @@ def test_a_signal_whose_save_fails_says_so(start, at_step, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     at_step(1, stop)
-    with pytest.raises(UserError, match=r"step_000002: .*No space left.*--resume"):
+    with pytest.raises(UserError, match=r"step_000001: .*No space left.*--resume"):
         start("--max-steps 9 --save-every 9")
 
 

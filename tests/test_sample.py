@@ -11,7 +11,7 @@ import torch
 import sample
 from support.errors_and_signals import UserError
 from support.tokenizer import get_tokenizer
-from tests.conftest import words
+from tests.conftest import save_checkpoint, words
 from train_gpt2 import GPT, GPTConfig
 
 
@@ -23,7 +23,7 @@ def log_dir(tmp_path_factory):
         torch.manual_seed(seed)
         model = GPT(GPTConfig(24, 50257, 1, 2, 32))
         torch.nn.init.normal_(model.wte.weight, std=0.3)  # one token is clearly likeliest
-        model.save_pretrained(folder / f"step_{step:06d}", get_tokenizer())
+        save_checkpoint(model, folder / f"step_{step:06d}")
     return folder
 
 

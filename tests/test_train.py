@@ -147,9 +147,8 @@ def test_validation_keeps_no_tensor_of_a_batch():
     alive = []
 
     class Counter(Ranks):
-        def any(self, condition: bool) -> bool:  # called before each batch
+        def check_stop(self) -> None:  # called before each batch
             alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
-            return condition
 
     model = GPT(GPTConfig(16, 50257, 1, 1, 8))
     sequences = np.zeros((20, 17), np.int64)
@@ -213,8 +212,9 @@ def test_a_run_ends_with_its_results(tmp_path, monkeypatch, capsys):
     sample.main([*rest, "--max-new-tokens", "2", "--device", "cpu"])
     assert capsys.readouterr().out.startswith("ROMEO:")
     # Files that may be published don't leak local paths.
-    for name in ("run.json", "step_000002/README.md"):
-        content = Path("my log", name).read_text()
+    (entry,) = starts(Path("my log"))
+    assert entry.pop("paths")["data"] == str(tmp_path / "text.txt")
+    for content in (json.dumps(entry), Path("my log/step_000002/README.md").read_text()):
         assert "train_gpt2.py" in content and str(tmp_path) not in content
     card = ModelCard.load("my log/step_000002/README.md").data  # as the Hub reads it
     assert card.library_name == "transformers"
@@ -339,8 +339,9 @@ def test_presets_are_those_of_the_shipped_references(capsys):
 
 
 def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeypatch, capsys):
-    """The first line names it, and how to make shards for the other."""
+    """GPT-2 needs a GPU. The first line names the preset, and how to train the other."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     (tmp_path / "scratch").mkdir()  # a common name, and no --init
     assert train_gpt2.main([*words(*TINY)[2:], "--max-steps", "0"]) == 0
     first, *_ = capsys.readouterr().out.splitlines()
@@ -350,6 +351,9 @@ def test_a_preset_is_chosen_by_the_shards_and_changes_defaults(tmp_path, monkeyp
     assert defaults("", capsys)["--data"].endswith("input.txt"), "the data loader goes less deep"
     (tmp_path / "edu_fineweb10B/crawl/edufineweb_train_000001.npy").touch()
     assert defaults("", capsys)["--data"] == "edu_fineweb10B"
+    assert train_gpt2.main([*words(*TINY)[2:], "--max-steps", "0"]) == 0  # with --device cpu
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert "--preset gpt2" in first and "shakespeare" in first
 
 
 @posix
