@@ -7,7 +7,9 @@ import pytest
 
 import sample
 import train_gpt2
+from support import scripts
 from support.errors_and_signals import UserError
+from support.scripts import loaded_code, write_program  # which conftest.py replaces
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, import_file, losses, starts, tiny, train
 
@@ -48,7 +50,23 @@ def test_a_fork_resumes_and_samples_by_its_own_script_only(fork, text, tmp_path,
         assert output.out.startswith("ROMEO:") and not output.err
 
 
-def test_a_script_resumes_what_has_its_name_or_its_content(text, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def recorded(monkeypatch):
+    """Runs record and keep their code."""
+    monkeypatch.setattr("support.scripts.loaded_code", loaded_code)
+    monkeypatch.setattr("support.scripts.write_program", write_program)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file changes within a second
+
+
+def start_anew():
+    """What a new process does."""
+    loaded_code.cache_clear()
+    scripts.read_once.cache_clear()
+
+
+def test_a_script_resumes_what_has_its_name_or_its_content(
+    text, tmp_path, monkeypatch, capsys, recorded
+):
     """train_y.py is a copy that only gets a comment. Its model is a GPT-2, from which any script
     may start another run."""
     script = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
@@ -57,11 +75,11 @@ def test_a_script_resumes_what_has_its_name_or_its_content(text, tmp_path, monke
 
     def train_y(steps, source):
         path.write_text(source, encoding="utf-8")
+        start_anew()
         capsys.readouterr()
         import_file(path, monkeypatch).main(tiny(*args, log, "--resume --max-steps", steps))
         return [line for line in capsys.readouterr().err.splitlines() if "train_y.py" in line]
 
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the file changes within a second
     assert not train_y(1, script)
     train(*args, log, "--resume --max-steps 2")  # another name, the same content
     assert not train_y(3, script)
@@ -70,6 +88,42 @@ def test_a_script_resumes_what_has_its_name_or_its_content(text, tmp_path, monke
         train(*args, log, "--resume --max-steps 5")  # another name and another content
     assert len(losses(log)) == 4
     train(*args, tmp_path / "other", "--max-steps 1 --init", log)
+
+
+def test_a_run_keeps_its_code_and_says_what_has_changed(
+    text, tmp_path, monkeypatch, capsys, recorded
+):
+    """A module beside a script belongs to it. What was edited while the data were read does not."""
+    path, helper = tmp_path / "train_z.py", tmp_path / "my_window.py"
+    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+    path.write_text(source.replace("import hellaswag\n", "import hellaswag\nimport my_window\n"))
+    monkeypatch.syspath_prepend(tmp_path)
+    args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log", "--resume --max-steps"]
+
+    def start(steps, window):
+        helper.write_text(f"WINDOW = {window}\n")
+        monkeypatch.delitem(sys.modules, "my_window", raising=False)
+        start_anew()
+        capsys.readouterr()
+        open_split = train_gpt2.open_split
+
+        def edit_and_open(*args):
+            helper.write_text("edited\n")
+            return open_split(*args)
+
+        script = import_file(path, monkeypatch)
+        monkeypatch.setattr(script, "open_split", edit_and_open)
+        script.main(tiny(*args, steps))
+        kept = tmp_path / "log/code"
+        assert (kept / "my_window.py").read_text() == f"WINDOW = {window}\n"
+        for name in ("train_gpt2.py", "sample.py", "support/muon.py", "support/gpt2/vocab.json"):
+            assert (kept / name).read_bytes() == (ROOT / name).read_bytes()
+        assert (kept / "train_z.py").read_bytes() == path.read_bytes()
+        return [line for line in capsys.readouterr().err.splitlines() if "changed" in line]
+
+    assert start(1, 16) == [] and start(2, 16) == []
+    (line,) = start(3, 2)
+    assert "my_window.py" in line and "train_z.py" not in line
 
 
 @pytest.mark.parametrize("name", ["missing.py", "log.txt"])

@@ -1,6 +1,7 @@
 """Forks: the changes of docs/forking.md, applied as they are printed there, and a few others."""
 
 import contextlib
+import copy
 import json
 import pickle
 import shutil
@@ -21,6 +22,7 @@ from tests.conftest import (
     import_file,
     logits_of,
     losses,
+    tiny,
     train,
     words,
     write_fork,
@@ -154,8 +156,8 @@ def test_the_training_loss_counts_in_training_only(fork, text, tmp_path):
     assert losses(tmp_path / "log--low-memory") == [first] and first > val + 1e-3
 
 
-def test_a_flag_reaches_the_model_from_every_start(fork, text, tmp_path, monkeypatch):
-    """From scratch, with --init, and from a checkpoint, whose value another flag replaces."""
+def test_a_flag_reaches_the_model_from_every_start(fork, text, tmp_path, monkeypatch, capsys):
+    """From scratch, from a checkpoint, and with --init. A flag replaces the value, with a line."""
     changed = fork("Dropout")
     seen = []
     init = changed.Block.__init__
@@ -174,10 +176,102 @@ def test_a_flag_reaches_the_model_from_every_start(fork, text, tmp_path, monkeyp
         seen.clear()
         train(*args, flags)
         assert expected in seen and set(seen) <= {expected}
-    seen.clear()
+    assert "\n--dropout: 0.25 -> 0.5\n" in capsys.readouterr().out
     args = ["--init", tmp_path / "log", "--data", text, "--log-dir", tmp_path / "tuned"]
-    train(*args, "--max-steps 1 --dropout 0.125")
-    assert set(seen) == {0.125}
+    for flags, expected in (("", 0.5), ("--dropout 0.125", 0.125)):
+        seen.clear()
+        train(*args, "--max-steps 1", flags)
+        assert set(seen) == {expected}
+    assert "--dropout: 0.5 -> 0.125\n" in capsys.readouterr().out
+
+
+def edited(path, *replacements):
+    """train_gpt2.py with other lines, as a file."""
+    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+    for old, new in replacements:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    path.write_text(source, encoding="utf-8")
+    return path
+
+
+HEAD = "        self.ln_f = nn.LayerNorm(config.n_embd)\n"
+UNTIED = [
+    (
+        HEAD,
+        f"{HEAD}        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)\n",
+    ),
+    ("self.loss(x, self.wte.weight, targets)", "self.loss(x, self.lm_head.weight, targets)"),
+    ("        return F.linear(x, self.wte.weight)", "        return self.lm_head(x)"),
+]
+
+
+def test_a_head_of_its_own_is_initialized_counted_planned_and_trained(
+    text, tmp_path, monkeypatch, capsys
+):
+    changed = import_file(edited(tmp_path / "train_untied.py", *UNTIED), monkeypatch)
+    config = changed.GPTConfig(64, 50257, 2, 2, 32)
+    model = changed.GPT(config)
+    assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.01)
+    assert model.flops_per_token(64) == GPT(config).flops_per_token(64)
+    args = tiny("--data", text, "--log-dir", tmp_path / "log", "--max-steps 2 --save-every 2")
+    for more in ("--plan", "--no-plan"):
+        assert changed.main([*args, more]) == 0
+        assert "\nnot a GPT-2: its tensors" in capsys.readouterr().out
+    trained = changed.GPT.from_pretrained(tmp_path / "log")
+    assert not torch.equal(trained.lm_head.weight, trained.wte.weight)
+
+
+def test_a_change_that_does_nothing_is_called_a_gpt2(fork, text, tmp_path, capsys):
+    """A window that is longer than the context."""
+    changed = fork("A window per block")
+    for window, verdict in (("9", "\nnot a GPT-2: "), ("99", "\na GPT-2: ")):
+        args = ["--window", window, "--max-steps 0 --data", text, "--log-dir", tmp_path / window]
+        assert changed.main(tiny(*args)) == 0
+        assert verdict in capsys.readouterr().out
+
+
+def test_a_group_of_parameters_may_have_its_own_rate(text, tmp_path, monkeypatch):
+    configure = train_gpt2.configure_optimizers
+    found = []
+
+    def scaled(*args):
+        (adamw,) = configure(*args)
+        adamw.param_groups[1]["lr_scale"] = 0.0
+        found.append([p.clone() for p in adamw.param_groups[1]["params"]])
+        found.append(adamw)
+        return [adamw]
+
+    monkeypatch.setattr(train_gpt2, "configure_optimizers", scaled)
+    train("--max-steps 2 --data", text, "--log-dir", tmp_path / "log")
+    before, adamw = found
+    for old, new in zip(before, adamw.param_groups[1]["params"], strict=True):
+        assert torch.equal(old, new)
+    assert adamw.param_groups[0]["lr"] > 0
+
+
+def test_a_copy_of_a_compiled_model_runs_its_own_blocks():
+    """An average of weights, for example, which must be compiled again to be as fast."""
+    model = GPT(GPTConfig(16, 100, 2, 2, 16)).eval()
+    idx = torch.arange(16)[None]
+
+    def compile_blocks(gpt):
+        for block in gpt.h:
+            block.compile(dynamic=False, backend="eager")
+        gpt.loss = torch.compile(gpt.loss, dynamic=False, backend="eager")
+
+    compile_blocks(model)
+    before = model(idx, idx).item()
+    average = copy.deepcopy(model)
+    for parameter in average.parameters():
+        parameter.data.mul_(2)
+    plain = GPT(model.config).eval()
+    plain.load_state_dict(average.state_dict())
+    expected = plain(idx, idx).item()
+    for _ in range(2):
+        assert average(idx, idx).item() == pytest.approx(expected, abs=1e-5)
+        compile_blocks(average)
+    assert model(idx, idx).item() == before != expected
 
 
 def test_documents_in_one_window_do_not_see_each_other(fork):

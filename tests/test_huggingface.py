@@ -362,11 +362,25 @@ def test_what_is_still_a_gpt2(name, load_code, tmp_path):
     GPT.from_pretrained(tmp_path / "x")
 
 
-def test_a_layer_more_is_no_gpt2(tmp_path):
-    model = GPT(SMALL)
-    model.extra = torch.nn.Linear(4, 4)
+class More(GPT):
+    """A model with parameters of one to four dimensions that have the names of transposed ones."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for dims in range(1, 5):
+            self.get_submodule("h.0").register_module(f"d{dims}_attn", torch.nn.Module())
+            module = self.get_submodule(f"h.0.d{dims}_attn")
+            module.c_proj = torch.nn.Module()
+            module.c_proj.weight = torch.nn.Parameter(torch.randn(2, 3, 5, 7)[(0,) * (4 - dims)])
+
+
+def test_a_model_with_more_parameters_is_no_gpt2_and_round_trips(tmp_path):
+    model = More(SMALL)
     model.save_pretrained(tmp_path / "x", GPT2)
     assert kind(tmp_path / "x") == "gpt2-repro-fork"
+    again = More.from_pretrained(tmp_path / "x")
+    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b), name
 
 
 def test_saving_leaves_the_random_numbers_alone_and_is_reproducible(tmp_path):

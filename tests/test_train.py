@@ -29,6 +29,7 @@ from tests.conftest import (
     numbers,
     posix,
     read_log,
+    starts,
     train,
     train_on_ranks,
     words,
