@@ -172,7 +172,9 @@ class RunFolder:
         first_due = min(settings["save_every"], settings["max_steps"])
         if first_due == 0 or not steps or steps[-1] + 1 < first_due:
             return
-        renamed = free_name(self.path / "log_old.txt")
+        renamed = self.path / "log_old.txt"
+        if renamed.exists():
+            renamed = free_name(renamed)
         (self.path / "log.txt").rename(renamed)
         warn(f"no checkpoint is left, so the run starts again; its log is now {renamed}")
 

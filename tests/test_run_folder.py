@@ -19,7 +19,9 @@ import torch
 import torch.distributed.run
 
 import train_gpt2
-from support.errors_and_signals import UserError
+from support.errors_and_signals import RunError, UserError
+from support.ranks import Ranks
+from support.run_folder import RunFolder
 from support.run_json import git_commit  # which conftest.py replaces
 from tests.conftest import (
     ROOT,
@@ -288,13 +290,118 @@ def test_the_code_of_the_newest_start_is_kept_under_its_name(start, log, defined
         assert starts(log)[-1]["script"] == "my_fork.py" and not (log / "train_gpt2.py").exists()
 
 
-def test_weights_in_the_folder_that_would_be_renamed_are_refused(start, log):
-    """After a restart they would be missing, or other weights of the same name be there."""
+def test_what_a_run_needs_is_not_renamed(start, log, text, tmp_path, defined_in, monkeypatch):
+    """In the folder of an earlier run: text, weights, tasks, the script, another run. A link is not
+    renamed either, since the run would then fill another disk."""
     start("--max-steps 1 --save-every 1")
-    before = contents(log.parent)
-    with pytest.raises(UserError, match=r"--init .*step_000001.*--log-dir"):
-        start(f"--max-steps 1 --init {log}/step_000001")
-    assert contents(log.parent) == before
+    (log / "texts").mkdir()
+    shutil.copy(text, log / "texts/my.txt")
+    shutil.copy(ROOT / "tests/hellaswag_sample.jsonl", log / "tasks.jsonl")
+    needed = {"--data": "texts/my.txt", "--init": "step_000001", "--hellaswag-data": "tasks.jsonl"}
+    for flag, name in needed.items():
+        before = contents(log.parent)
+        with pytest.raises(UserError, match=rf"{flag} .*{name}.*--log-dir"):
+            start(f"--max-steps 1 --hellaswag-every 0 {flag} {log}/{name}")
+        assert contents(log.parent) == before
+    with monkeypatch.context() as patch:
+        path = log / "my_fork.py"
+        path.write_text("from train_gpt2 import GPT as GPT2\nclass GPT(GPT2):\n    pass\n")
+        patch.setattr(train_gpt2, "GPT", import_file(path, patch).GPT)
+        with pytest.raises(UserError, match=r"my_fork\.py.*--log-dir"):
+            start("--max-steps 1")
+    start(f"--max-steps 1 --log-dir {log}/inner")
+    with pytest.raises(UserError, match=r"inner.*--log-dir"):
+        start("--max-steps 1")
+    shutil.rmtree(log / "inner")
+    (tmp_path / "link").symlink_to(log)
+    with pytest.raises(UserError, match=r"link.*--log-dir"):
+        start(f"--max-steps 1 --log-dir {tmp_path}/link")
+    assert (tmp_path / "link").is_symlink() and steps_of(log) == [1]
+    assert start(f"--max-steps 2 --save-every 1 --resume --log-dir {tmp_path}/link") == 0
+
+
+@pytest.mark.parametrize("name", ["train_gpt2.py", "code"])
+def test_a_file_of_a_user_is_not_replaced(name, start, log):
+    log.mkdir()
+    (log / name).write_text("a user's own")
+    for more in ("", "--resume"):
+        with pytest.raises(UserError, match=f"{name}.*--log-dir"):
+            start(f"--max-steps 1 {more}")
+    assert contents(log) == {log / name: b"a user's own"}
+
+
+def test_the_folder_of_a_model_is_not_that_of_a_run(start, log, tmp_path):
+    start("--max-steps 1 --save-every 1")
+    before = contents(log)
+    with pytest.raises(UserError, match=f"--log-dir {log} "):
+        start(f"--max-steps 2 --resume --log-dir {log}/step_000001")
+    assert contents(log) == before
+    with pytest.raises(UserError, match="--log-dir: empty"):
+        train_gpt2.main(["--log-dir", ""])
+
+
+def test_a_log_whose_checkpoints_were_deleted_is_kept(start, log, capsys):
+    start("--max-steps 3 --save-every 2")
+    first = (log / "log.txt").read_bytes()
+    for step in steps_of(log):
+        shutil.rmtree(log / f"step_{step:06d}")
+    assert start("--max-steps 1 --resume") == 0
+    (kept,) = log.glob("log_old*.txt")
+    assert kept.read_bytes() == first and kept.name in capsys.readouterr().err
+
+
+def test_a_run_whose_folder_was_renamed_ends_and_leaves_another_run_alone(start, at_step, log):
+    def another():
+        log.rename(log.with_name("moved"))
+        start("--max-steps 1 --save-every 1 --seed 5")
+        before.update(contents(log))
+
+    before = {}
+    at_step(2, another)
+    with pytest.raises(RunError, match=r"log/.*--resume"):
+        start("--max-steps 4 --save-every 1")
+    assert contents(log) == before and steps_of(log.with_name("moved")) == [1, 2]
+    assert start(f"--max-steps 4 --save-every 1 --resume --log-dir {log.with_name('moved')}") == 0
+
+
+def test_a_resumed_run_keeps_the_settings_of_its_last_start(start, at_step, log, capsys):
+    """Although no checkpoint has them. What differs from the checkpoint is printed each time."""
+    start("--max-steps 2 --save-every 2")
+    at_step(2, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    pid = os.fork()
+    if pid == 0:
+        start("--resume --max-steps 4 --max-lr 1e-3")
+    os.waitpid(pid, 0)
+    assert len(losses(log)) == 2
+    capsys.readouterr()
+    at_step(2, lambda: None)
+    assert train_gpt2.main(words("--resume --log-dir", log)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "--max-steps: 2 -> 4" in lines and "--max-lr: 0.005 -> 0.001" in lines
+    assert len(losses(log)) == 4 and max(losses(log, "lr")[2:]) <= 1e-3
+
+
+def test_an_evaluation_that_comes_out_otherwise_gets_a_line(start, log, capsys):
+    start("--max-steps 2 --save-every 2 --eval-every 2")
+    before = read_log(log, "val")
+    start("--max-steps 2 --save-every 2 --eval-every 2 --resume --eval-tokens 32")
+    assert read_log(log, "val") == before
+    assert "step 2: val is " in capsys.readouterr().err
+
+
+def test_a_mistyped_folder_is_named_on_resume(start, log, capsys):
+    start("--max-steps 1 --resume")
+    assert f"no run in {log}/" in capsys.readouterr().out
+
+
+def test_a_stream_with_a_space_is_logged_once(log, text):
+    """Also if it is an evaluation that a resumed run repeats."""
+    config = train_gpt2.TrainConfig(log_dir=str(log))
+    with RunFolder(config, Ranks(0, 1, torch.device("cpu"))) as run:
+        run.log(0, **{"my stream": 1.0})
+        run.already_logged = {(0, "my_stream"): 1.0}
+        run.log(0, **{"my stream": 1.0})
+    assert read_log(log) == ["0 my_stream 1"]
 
 
 def test_the_repository_itself_is_refused(start):
