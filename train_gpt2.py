@@ -27,6 +27,7 @@ example if the loss is not finite. Both are printed as one line. Bugs keep their
 
 import math
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,8 +259,9 @@ class DataLoaderLite:
     that reads a small text many times (measured in bench/order/README.md).
 
     The order depends only on the seed. The sequences are numbered in this order, epoch after epoch.
-    Rank 0 reads the first B of them, rank 1 the next B, and so on. Thus a step has the same tokens
-    for any B and any number of ranks, and a resumed run finds its place by one number."""
+    Rank 0 reads the first B of them, rank 1 the next B, and so on. With N sequences per step, step
+    s reads the sequences s * N to (s + 1) * N - 1, for any B and any number of ranks. So a resumed
+    run needs only the number of its step to find its place."""
 
     def __init__(
         self,
@@ -273,8 +275,8 @@ class DataLoaderLite:
         shuffle: bool = True,
         device: torch.device | str = "cpu",
     ):
-        """`data` is a folder of shards, or a .txt file, which becomes one shard. `split` is "train"
-        or "val", which is the last tenth of a .txt file. `world_size` is the number of ranks.
+        """`data` is a folder of shards or a .txt file. `split` is "train" or "val". The validation
+        split of a .txt file is the last tenth of its text. `world_size` is the number of ranks.
         Batches are put on `device`. Without `shuffle` everything is read in order."""
         self.B = B  # sequences per batch
         self.T = T  # tokens per sequence
@@ -285,27 +287,22 @@ class DataLoaderLite:
         self.device = torch.device(device)
         self.vocab_size = open_tokenizer(data).n_vocab
         # The files of the shards, and their tokens. The arrays are memory-mapped, so only what is
-        # used is read from the disk.
+        # used is read from the disk. A .txt file is one shard.
         self.paths, self.shards = open_split(data, split, self.vocab_size)
         sizes = np.array([len(tokens) for tokens in self.shards])
-        # The position of a token is its index in all shards joined together.
-        self.offsets = np.cumsum(sizes) - sizes  # the position of each shard's first token
         self.total_tokens = int(sizes.sum())
-        # The number of sequences in each shard. All epochs have as many as the one that skips most.
-        most_skipped = T - 1 if shuffle else 0
-        inputs = sizes - most_skipped - 1  # the last token of a shard is only a target
-        self.counts = np.maximum(inputs, 0) // T
+        # The number of sequences in each shard, which is the same in all epochs: the last token of
+        # a shard is only a target, and with shuffle an epoch may skip T - 1 tokens.
+        self.counts = np.maximum(sizes - (T if shuffle else 1), 0) // T
         self.sequences_per_epoch = int(self.counts.sum())
         if self.sequences_per_epoch == 0:
             problem = f"{self.total_tokens} {split} tokens are too few for sequences of {T}"
             raise UserError(f"{data}: {problem}; take more text or a smaller --seq-len")
-        # A resumed run checks that it has shards of the same names and sizes. The names are paths
-        # within the folder `data`. If `data` is a .txt file, this path is ".".
+        # A resumed run must have the same shards. `data` itself may have another path.
         names = [path.relative_to(data).as_posix() for path in self.paths]
         self.shard_sizes = list(zip(names, sizes.tolist(), strict=True))
-        self.epoch = 0
-        self.positions = self.order_of(self.epoch)  # where its sequences begin
         self.thread = ThreadPoolExecutor(max_workers=1)
+        self.epoch = -1  # the epoch that the thread reads; none so far
         self.go_to(0)
 
     def go_to(self, n: int) -> None:
@@ -332,38 +329,37 @@ class DataLoaderLite:
     def read(self, first: int, n: int) -> np.ndarray:
         """Reads n sequences, of which the first has the number `first`. (n, T + 1) int64
 
-        Each has one token more than T, which is the target of the last one. In training only the
-        thread may call this, since it changes self.epoch and self.positions."""
+        Each has one token more than T, the target of the last one. In training only the thread may
+        call this, since it changes the loader's place in the order."""
         rows = []
         for number in range(first, first + n):
             epoch, i = divmod(number, self.sequences_per_epoch)
-            if epoch != self.epoch:
-                self.epoch = epoch
-                self.positions = self.order_of(epoch)
-            position = self.positions[i]
-            # Find the last shard that begins at this position or before it.
-            shard = np.searchsorted(self.offsets, position, side="right") - 1
-            start = position - self.offsets[shard]
-            tokens = self.shards[shard][start : start + self.T + 1]
-            check_tokens(tokens, self.paths[shard], self.vocab_size)  # UserError if it is damaged
+            if epoch != self.epoch or i < self.earlier:  # Begin this epoch with its first shard.
+                self.epoch, self.order = epoch, self.order_of(epoch)
+                self.earlier, self.starts = 0, []
+            # `starts` has the sequences of one shard. The shards before it have `earlier` others.
+            while i >= self.earlier + len(self.starts):  # Go on to the next shard.
+                self.earlier += len(self.starts)
+                self.shard, self.starts = next(self.order)
+            start = self.starts[i - self.earlier]
+            tokens = self.shards[self.shard][start : start + self.T + 1]
+            check_tokens(tokens, self.paths[self.shard], self.vocab_size)  # UserError if damaged
             rows.append(tokens)
         return np.stack(rows).astype(np.int64)
 
-    def order_of(self, epoch: int) -> np.ndarray:
-        """The position of the first token of each sequence, in the order in which they are read."""
+    def order_of(self, epoch: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields each shard, with the places where its sequences begin, in the order of reading."""
+        skipped, shards = 0, np.arange(len(self.shards))
         if self.shuffle:
             # Every version of NumPy draws the same numbers from RandomState.
             random = np.random.RandomState([self.seed, epoch])
             skipped = random.randint(self.T)
-            order = random.permutation  # order(3) is [0, 1, 2] in random order
-        else:
-            skipped = 0
-            order = np.arange  # order(3) is [0, 1, 2]
-        positions = []
-        for shard in order(len(self.shards)):
-            sequences = order(self.counts[shard])
-            positions.append(self.offsets[shard] + skipped + sequences * self.T)
-        return np.concatenate(positions)
+            random.shuffle(shards)
+        for shard in shards:
+            starts = skipped + self.T * np.arange(self.counts[shard])
+            if self.shuffle:
+                random.shuffle(starts)
+            yield shard, starts  # All shards at once would take 8 bytes per sequence.
 
 
 # --------------------------------------------------------------------------------------------------

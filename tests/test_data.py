@@ -2,6 +2,7 @@
 
 import tempfile
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,20 @@ def test_go_to_works_at_any_moment(lengths, B, T, rank, moves, shuffle):
             place += 3 * B
             for found, other in zip(loader.next_batch(), expected.next_batch(), strict=True):
                 assert torch.equal(found, other)
+
+
+def test_only_one_shards_order_is_in_memory(monkeypatch):
+    """It has 0.5 MB here, and that of a whole epoch 20 MB. The shards take no memory."""
+    shards = [np.broadcast_to(np.uint16(0), 10**6)] * 40
+    paths = [Path("data")] * 40
+    monkeypatch.setattr("train_gpt2.open_split", lambda *_: (paths, shards))
+    tracemalloc.start()
+    loader = DataLoaderLite("data", "train", 4, 16)
+    loader.go_to(loader.sequences_per_epoch - 8)
+    loader.next_batch()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4e6
 
 
 def test_the_order_depends_on_the_seed_alone(tmp_path):
