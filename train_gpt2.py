@@ -302,22 +302,20 @@ class DataLoaderLite:
         names = [path.relative_to(data).as_posix() for path in self.paths]
         self.shard_sizes = list(zip(names, sizes.tolist(), strict=True))
         self.thread = ThreadPoolExecutor(max_workers=1)
+        self.requested: tuple[int, int] | None = None  # what the thread was last asked to read
         self.epoch = -1  # the epoch that the thread reads; none so far
         self.go_to(0)
 
     def go_to(self, n: int) -> None:
         """Continues as if all ranks together had read n sequences."""
-        self.next_sequence = n + self.rank * self.B  # the first one of the next batch
-        self.upcoming: Future[np.ndarray] | None = None  # the next batch, if it is being read
+        self.sequences_read = n
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next inputs and targets of this rank, (B, T) int64 each."""
-        if self.upcoming is None:
-            self.upcoming = self.thread.submit(self.read, self.next_sequence, self.B)
-        tokens = torch.from_numpy(self.upcoming.result())  # (B, T + 1)
+        tokens = torch.from_numpy(self.request().result())  # (B, T + 1)
         # The thread reads the following batch while the device computes with this one.
-        self.next_sequence += self.B * self.world_size
-        self.upcoming = self.thread.submit(self.read, self.next_sequence, self.B)
+        self.sequences_read += self.B * self.world_size
+        self.request()
         if self.device.type == "cuda":
             # The CPU does not wait for a copy to the GPU from pinned memory.
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
@@ -325,6 +323,13 @@ class DataLoaderLite:
             tokens = tokens.to(self.device)
         # The target of each token is the token after it.
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def request(self) -> "Future[np.ndarray]":
+        """The next batch of this rank. The thread is asked to read it, unless it has been."""
+        wanted = (self.sequences_read + self.rank * self.B, self.B)
+        if wanted != self.requested:
+            self.requested, self.upcoming = wanted, self.thread.submit(self.read, *wanted)
+        return self.upcoming
 
     def read(self, first: int, n: int) -> np.ndarray:
         """Reads n sequences, of which the first has the number `first`. (n, T + 1) int64

@@ -140,32 +140,54 @@ def test_ranks_together_see_what_one_resumed_process_sees(lengths, B, T, world_s
             assert torch.equal(x, torch.cat([row[0] for row in row_by_row]))
 
 
-moves = st.lists(st.none() | st.integers(0, 200), max_size=12)  # None: next_batch; n: go_to(n)
+def whole_order(
+    lengths: list[int], T: int, epoch: int, seed: int = 1337, shuffle: bool = True
+) -> np.ndarray:
+    """Where the sequences of an epoch begin, in their order, in all shards joined together."""
+    random = np.random.RandomState([seed, epoch])
+    skipped = random.randint(T) if shuffle else 0
+    order = random.permutation if shuffle else np.arange
+    starts = []
+    for shard in order(len(lengths)):
+        sequences = order(max(lengths[shard] - (T if shuffle else 1), 0) // T)
+        starts.append(sum(lengths[:shard]) + skipped + T * sequences)
+    return np.concatenate(starts)
 
 
-@given(shard_sets, st.integers(1, 3), Ts, st.integers(0, 2), moves, st.booleans())
+moves = st.tuples(st.sampled_from(["read", "go to", "change B"]), st.integers(0, 200))
+
+
+@given(shard_sets, Ts, st.sampled_from([1, 3]), st.lists(moves, max_size=12), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_go_to_works_at_any_moment(lengths, B, T, rank, moves, shuffle):
-    """Also while the next batch is being read. Then come the batches of a loader that is new."""
+def test_any_place_and_any_batch_size_at_any_moment(lengths, T, world_size, moves, shuffle):
+    """Across the ends of shards and epochs, also while the next batch is being read."""
     if not room(lengths, T, shuffle):
         return
     with tempfile.TemporaryDirectory() as folder:
         write_shards(Path(folder), lengths)
-
-        def new():
-            return DataLoaderLite(folder, "train", B, T, rank, 3, shuffle=shuffle)
-
-        loader, place = new(), 0
-        for n in [*moves, None, None]:
-            if n is not None:
-                loader.go_to(n)
+        ranks = [
+            DataLoaderLite(folder, "train", 2, T, rank, world_size, shuffle=shuffle)
+            for rank in range(world_size)
+        ]
+        place = 0
+        for move, n in [*moves, ("read", 0), ("read", 0)]:
+            if move == "go to":
                 place = n
-                continue
-            expected = new()
-            expected.go_to(place)
-            place += 3 * B
-            for found, other in zip(loader.next_batch(), expected.next_batch(), strict=True):
-                assert torch.equal(found, other)
+            for loader in ranks:
+                if move == "go to":
+                    loader.go_to(n)
+                elif move == "change B":
+                    loader.B = 1 + n % 4
+            if move == "read":
+                batches = [loader.next_batch() for loader in ranks]
+                x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+                expected = []
+                for number in range(place, place + world_size * ranks[0].B):
+                    epoch, i = divmod(number, ranks[0].sequences_per_epoch)
+                    first = whole_order(lengths, T, epoch, shuffle=shuffle)[i]
+                    expected.append([*range(first, first + T)])
+                place += len(expected)
+                assert x.tolist() == expected and torch.equal(y, x + 1)
 
 
 def test_only_one_shards_order_is_in_memory(monkeypatch):
