@@ -49,7 +49,7 @@ def trim_log(log_dir: Path, step: int) -> dict[str, float]:
 
 
 def valid_name(stream: str) -> str:
-    """The name of a stream as log.txt has it, without spaces."""
+    """The name of a stream as log.txt has it, where a space would begin the value."""
     return "_".join(stream.split())
 
 
