@@ -1,6 +1,8 @@
 """Plots of logged runs: `log/curves.png`, which a run keeps up to date; used by play.ipynb."""
 
+import math
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -76,56 +78,75 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.convolve(values, window, "same") / counts
 
 
+def after_the_start(run: Curves) -> Curves:
+    """Each stream without its first twentieth, in which the loss falls steeply."""
+    late = {name: x >= x[-1] / 20 for name, (x, _) in run.items()}
+    return {name: (x[late[name]], values[late[name]]) for name, (x, values) in run.items()}
+
+
+def panels_of(run: Curves) -> dict[str, list[str]]:
+    """{panel: its streams}
+
+    Streams that this project doesn't know, such as those of a fork, have a panel each. But those
+    that begin with the same word, such as norm_block0 and norm_block1, share one."""
+    panels = {name: [name] for name in TITLES} | {"loss": ["train", "val"]}
+    known = {"train", "val", "bpb", "mfu", "ms", *TITLES}
+    groups: dict[str, list[str]] = {}
+    for stream in run:
+        if stream not in known:
+            groups.setdefault(re.match(r"[^_\d]*", stream)[0], []).append(stream)
+    for word, streams in groups.items():
+        panels[streams[0] if len(streams) == 1 else f"{word}…"] = streams
+    there = {panel: [name for name in streams if name in run] for panel, streams in panels.items()}
+    return {panel: streams for panel, streams in there.items() if streams}
+
+
 def draw_panel(
     axes: Any, runs: dict[str, Curves], panel: str, x: str = "tokens", fineweb: bool = False
 ) -> None:
-    """Draws a stream of each run; as the panel "loss", its training and validation loss.
+    """Draws a panel with its streams of each run. fineweb: show the published loss.
 
-    The y-axis ends above the values after the first twentieth. fineweb: show the published loss.
-    Several runs have their legend beside the losses and HellaSwag."""
+    The legend of several runs is below the losses and below HellaSwag."""
+    from matplotlib import colormaps
     from matplotlib.ticker import EngFormatter
 
-    highest = -np.inf
     several = len(runs) > 1
     for i, (name, run) in enumerate(runs.items()):
-        streams = {"train": ", train", "val": ", validation"} if panel == "loss" else {panel: ""}
-        for stream, kind in streams.items():
-            if stream not in run:
-                continue
+        streams = panels_of(run).get(panel, [])
+        for j, stream in enumerate(streams):
             x_values, values = run[stream]
-            color = f"C{i + (stream == 'val' and not several)}"  # one run's validation has another
-            style = f"{color}o-" if stream in ("val", "hella") else color
+            # Each run has a color. The streams of a single run go from blue to orange.
+            color = f"C{i}" if several else colormaps["plasma"](0.9 * j / len(streams))
+            if several:
+                label = textwrap.fill(name, 80) if stream == streams[-1] else None
+            else:
+                label = stream if j % (len(streams) / 6) < 1 else None  # of about six of them
             if stream == "train":
-                axes.plot(x_values, values, style, alpha=0.25, lw=0.8)
+                axes.plot(x_values, values, color=color, alpha=0.25, lw=0.8)
                 values = smooth(values)
-            label = name if several else name + kind
-            if several and stream == "train" and "val" in run:
-                label = None  # one entry of the legend per run
-            axes.plot(x_values, values, style, ms=3, lw=1, label=label)
-            shown = values[np.isfinite(values) & (x_values >= x_values[-1] / 20)]
-            highest = np.max(shown, initial=highest)
-    baselines = {} if panel == "loss" and not fineweb else BASELINES.get(panel, {})
-    for name, value in baselines.items():
+            style = "o-" if stream in ("val", "hella") else "-"
+            axes.plot(x_values, values, style, color=color, ms=3, lw=1, label=label)
+    for name, value in BASELINES.get(panel, {}).items() if panel != "loss" or fineweb else ():
         axes.axhline(value, color="gray", linestyle=":")
         place = axes.get_yaxis_transform()  # x as a fraction of the width, y in data units
         axes.text(0.01, value, f"{name}: {value:.5g}", transform=place, va="bottom", size="small")
-        highest = max(highest, value)
-    if np.isfinite(highest):
-        lowest, _ = axes.get_ylim()
-        axes.set_ylim(top=highest + 0.05 * abs(highest - lowest))
     axes.set(
         xlabel="tokens" if x == "tokens" else "hours of training", title=TITLES.get(panel, panel)
     )
     if x == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.ticklabel_format(axis="y", scilimits=(-3, 4))  # 6e-4 has a factor above the axis
+    lowest, highest = axes.dataLim.intervaly
+    if panel in ("loss", "hella", "lr", "tok_per_sec") or not 0 < 10 * lowest < highest:
+        axes.ticklabel_format(axis="y", scilimits=(-3, 4))  # 6e-4 has a factor above the axis
+    else:
+        axes.set_yscale("log")
     if panel == "tok_per_sec":
         axes.set_ylim(bottom=0)  # so that a few per cent look like a few per cent
     axes.grid(alpha=0.3)
     if several and panel in ("loss", "hella"):
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    elif panel == "loss" and axes.get_legend_handles_labels()[0]:
-        axes.legend()
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), fontsize="small")
+    elif not several and len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.legend(loc="upper right", fontsize="small")
 
 
 def save_curves(log_dir: Path) -> None:
@@ -133,16 +154,14 @@ def save_curves(log_dir: Path) -> None:
     from matplotlib.figure import Figure
 
     curves = read_curves(log_dir)
-    above = ["loss", "hella"] if "hella" in curves else ["loss"]
-    below = ["lr", "norm", "tok_per_sec"]
-    # Streams that this project doesn't know, such as a fork's evaluation, get a panel each.
-    known = (*above, *below, "train", "val", "bpb", "mfu", "ms")
-    below += [stream for stream in curves if stream not in known]
-    figure = Figure(figsize=(max(12, 4 * len(below)), 7), layout="constrained")
-    rows = figure.add_gridspec(2, 1, height_ratios=(3, 2))
-    for row, panels in zip(rows, (above, below), strict=True):
-        for place, panel in zip(row.subgridspec(1, len(panels)), panels, strict=True):
-            axes = figure.add_subplot(place)
-            draw_panel(axes, {log_dir.name: curves}, panel, fineweb=on_fineweb(log_dir))
+    panels = [*panels_of(curves)]
+    rows = math.ceil((len(panels) + 1) / 3)
+    figure = Figure(figsize=(15, 4 * rows), layout="constrained")
+    whole, late, *others = (figure.add_subplot(rows, 3, i + 1) for i in range(len(panels) + 1))
+    for axes, panel in zip((whole, *others), panels, strict=True):
+        draw_panel(axes, {log_dir.name: curves}, panel, fineweb=on_fineweb(log_dir))
+    late_curves = after_the_start(curves)
+    draw_panel(late, {log_dir.name: late_curves}, "loss", fineweb=on_fineweb(log_dir))
+    late.set_title("Loss after the first twentieth")
     with atomic_path(log_dir / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=100)

@@ -45,10 +45,10 @@ def test_a_panel_for_each_stream_with_published_results(draw):
     for data, published in (("input.txt", False), ("edu_fineweb10B", True)):
         axes = draw(log, data)
         drawn = [ys(panel) for panel in axes]
-        assert [8.0] in drawn[0] and [0.28] in drawn[1]
+        assert [8.0] in drawn[0] and [0.28] in drawn[2]
         assert any([0.3] in panel for panel in drawn) and any([0.001] in panel for panel in drawn)
         assert ([3.2924, 3.2924] in drawn[0]) == published  # GPT-2 124M
-        assert [0.2955, 0.2955] in drawn[1] and axes[1].get_ylim()[1] > 0.337  # GPT-3's
+        assert [0.2955, 0.2955] in drawn[2] and axes[2].get_ylim()[1] > 0.337  # GPT-3's
 
 
 def test_a_log_of_build_nanogpt_has_no_run_json(draw, tmp_path):
@@ -58,17 +58,35 @@ def test_a_log_of_build_nanogpt_has_no_run_json(draw, tmp_path):
     assert plots.read_curves(tmp_path / "log")["val"][0].tolist() == [0, 250 * 524_288]
 
 
-def test_the_loss_is_smoothed_without_lag_and_not_squeezed_by_its_first_values(draw):
+def test_the_loss_is_smoothed_without_lag_and_shown_once_more_without_its_first_values(draw):
     """It falls from 11 to 6 in five steps, then slowly to 3. The unit is tokens, 10 a step."""
     values = [11.0, 10, 9, 8, 7, *np.linspace(6, 3, 795)]
-    (panel, *_) = draw("".join(f"{step} train {v:.6f}\n" for step, v in enumerate(values)))
+    panel, late = draw("".join(f"{step} train {v:.6f}\n" for step, v in enumerate(values)))
     raw, smoothed = (line.get_ydata() for line in panel.lines)
     assert raw == pytest.approx(values, abs=1e-5)
     assert smoothed[30:-20] == pytest.approx(raw[30:-20], abs=1e-3)
     assert smoothed[-20:] == pytest.approx(raw[-20:], abs=0.1), "where it has fewer neighbours"
     assert panel.lines[0].get_xdata()[-1] == 7990
-    bottom, top = panel.get_ylim()
-    assert bottom < 3 and 5.8 < top < 7
+    assert late.lines[0].get_ydata().tolist() == raw[40:].tolist() and late.get_ylim()[1] < 7
+
+
+def test_streams_that_begin_alike_share_a_panel(draw):
+    """48 of them: in a picture that fits a screen, each curve whole, from its first point on."""
+    log = "0 val 10.9\n200 val 4\n0 top1 0.1\n"
+    for step in range(200):
+        log += f"{step} train {4 + 7 / (step + 1)}\n{step} norm {1 + 20 / (step + 1)}\n"
+        values = (f"{step} norm_block{i} {i + 1 + 99 / (step + 1)}\n" for i in range(48))
+        log += "".join(values)
+    axes = draw(log)
+    assert [len(panel.lines) for panel in axes] == [3, 3, 1, 1, 48]
+    assert axes[3].get_title() == "top1" and axes[4].get_title() == "norm…"
+    assert max(axes[0].figure.get_size_inches()) <= 15
+    assert len(axes[4].get_legend().texts) < 10
+    for panel in axes:
+        (left, right), (bottom, top) = panel.get_xlim(), panel.get_ylim()
+        for line in panel.lines:
+            assert all(left < x < right for x in line.get_xdata())
+            assert all(bottom < y < top for y in line.get_ydata())
 
 
 def test_hours_are_those_of_the_timed_steps(tmp_path):
