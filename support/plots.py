@@ -118,7 +118,7 @@ def draw_panel(
             # Each run has a color. The streams of a single run go from blue to orange.
             color = f"C{i}" if several else colormaps["plasma"](0.9 * j / len(streams))
             if several:
-                label = textwrap.fill(name, 80) if stream == streams[-1] else None
+                label = textwrap.fill(name, 50) if stream == streams[-1] else None
             else:
                 label = stream if j % (len(streams) / 6) < 1 else None  # of about six of them
             if stream == "train":
@@ -154,14 +154,14 @@ def save_curves(log_dir: Path) -> None:
     from matplotlib.figure import Figure
 
     curves = read_curves(log_dir)
-    panels = [*panels_of(curves)]
-    rows = math.ceil((len(panels) + 1) / 3)
+    panels = [(panel, curves) for panel in panels_of(curves)]
+    panels.insert(1, ("loss", after_the_start(curves)))
+    rows = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(15, 4 * rows), layout="constrained")
-    whole, late, *others = (figure.add_subplot(rows, 3, i + 1) for i in range(len(panels) + 1))
-    for axes, panel in zip((whole, *others), panels, strict=True):
-        draw_panel(axes, {log_dir.name: curves}, panel, fineweb=on_fineweb(log_dir))
-    late_curves = after_the_start(curves)
-    draw_panel(late, {log_dir.name: late_curves}, "loss", fineweb=on_fineweb(log_dir))
-    late.set_title("Loss after the first twentieth")
+    for number, (panel, streams) in enumerate(panels, start=1):
+        axes = figure.add_subplot(rows, 3, number)
+        draw_panel(axes, {log_dir.name: streams}, panel, fineweb=on_fineweb(log_dir))
+        if streams is not curves:
+            axes.set_title("Loss after the first twentieth")
     with atomic_path(log_dir / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=100)
