@@ -46,9 +46,10 @@ def drawn(figures):
 
 
 def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
-    """Those in log*/, also of another script; no line is outside of its panel."""
+    """Those in log*/ that have values. No line is outside of its panel, no legend wider than it."""
     config = {"total_batch_size": 10, "data": "input.txt"}
-    resumed = ["train_gpt2.py", "--preset", "small", "--log-dir=log", "--n-embd", "32", "--resume"]
+    resumed = ["train_gpt2.py", "--preset", "small", "--log-dir=log", "--n-embd", "32"]
+    resumed += ["--sample-prompt", "a long prompt " * 9, "--resume"]
     about = {"config": config, "world_size": 2}
     commands = [resumed[:-1], resumed, ["train_gpt2.py", "--resume"]]
     for name, loss in {"log_adamw": 6.0, "log": 5.0, "log_nanogpt": 4.0, "other": 7.0}.items():
@@ -57,23 +58,30 @@ def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
         lines = [f"{step} train {loss}\n{step} lr {loss / 1000}\n" for step in range(9)]
         lines += [f"8 val {loss - 1}\n8 hella 0.3\n9 val {loss - 0.5}\n"]
         (folder / "log.txt").write_text("".join(lines))
-        if name != "log_nanogpt":  # another script's log
+        if name != "log_nanogpt":  # not a run
             (folder / "run.json").write_text(json.dumps([about | {"command": c} for c in commands]))
+    shutil.copytree(tmp_path / "log", tmp_path / "log_killed")
+    (tmp_path / "log_killed/log.txt").write_text("")
     model = GPT(GPTConfig(16, 50257, 1, 1, 8))
     model.wpe.weight.data[:, [2, 5, 7]] *= torch.tensor([30.0, 3000.0, 300.0])
     model.save_pretrained(tmp_path / "log_adamw/step_000009")
     (tmp_path / "log_adamw/step_000003").mkdir()  # older, and not read
     out, figures = run_play()
-    assert "log --n-embd 32 on 2 ranks: 9 train, 9 lr, 2 val, 1 hella" in out
-    legend = [text.get_text() for text in figures[0].axes[0].get_legend().texts]
-    both = [f"{name} --n-embd 32 on 2 ranks" for name in ("log", "log_adamw")]
-    assert legend == [*both, "log_nanogpt"]
+    assert "a long prompt on 2 ranks: 9 train, 9 lr, 2 val, 1 hella" in out
+    assert "not shown: log_killed" in out
+    for figure, panels in ((figures[0], 2), (figures[1], 1)):
+        figure.canvas.draw()
+        for panel in figure.axes[:panels]:
+            legend = panel.get_legend()
+            names = [text.get_text().split()[0] for text in legend.texts]
+            assert names == ["log", "log_adamw"]
+            assert legend.get_window_extent().width < panel.bbox.width
     for lowest, last in ((4.0, 4.5), (5.0, 5.5)):
         assert any(numbers(line)[-2:] == [lowest, last] for line in out.splitlines())
     lines = drawn(figures)
     for values in ([4.0, 4.5], [5.0, 5.5], [0.3], [0.005] * 9, [0.006] * 9):
         assert values in lines
-    assert [3.0, 3.5] in lines and [6.0, 6.5] not in lines
+    assert [3.0, 3.5] not in lines and [6.0, 6.5] not in lines
     for panel in figures[0].axes + figures[2].axes:
         bottom, top = panel.get_ylim()
         assert all(bottom < y < top for line in panel.lines for y in line.get_ydata())
