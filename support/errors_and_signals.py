@@ -6,6 +6,7 @@ stopped by a signal exits with 130 or 143."""
 import atexit
 import contextlib
 import errno
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # --------------------------------------------------------------------------------------------------
@@ -141,7 +143,8 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
         status = 2 if isinstance(error, UserError) else 1
         if isinstance(error, UserError | RunError):
             rank = os.environ.get("RANK", "0")
-            print_error(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}")
+            if not said_by_another_rank(error):
+                print_error(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}")
         elif several_ranks:
             traceback.print_exc()
         else:
@@ -157,14 +160,36 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
 
 
 def report_to_torchrun(error: Exception) -> None:
-    """Makes torchrun name the rank that has failed first. A lost rank's error waits for it."""
+    """Makes torchrun name the rank that has failed first. A lost rank's error waits for it.
+
+    torchrun reads the file whose path it gives to each rank. It would also take a traceback, but
+    that of a bug is printed already."""
     if isinstance(error, LostRank):
         time.sleep(2)
-        return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    elif path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        line = f"{type(error).__name__}: {error}"
+        more = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        report = {"message": {"message": line, "extraInfo": more}}
+        with contextlib.suppress(OSError):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(json.dumps(report), encoding="utf-8")
 
-    with contextlib.suppress(OSError):
-        get_error_handler().record_exception(error)
+
+def said_by_another_rank(error: Exception) -> bool:
+    """Whether the first rank of this machine ends with the same error, and so prints it.
+
+    It is known by the report that it writes for torchrun, next to that of this rank."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.environ.get("LOCAL_RANK") == "0" or isinstance(error, LostRank):
+        return False
+    first = Path(path).parents[1] / "0" / Path(path).name
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError):
+            report = json.loads(first.read_text(encoding="utf-8"))
+            return str(error) in report["message"]["message"]
+        time.sleep(0.05)
+    return False
 
 
 def print_error(line: str) -> None:

@@ -101,9 +101,11 @@ def torchrun_ranks() -> tuple[int, int, int]:
     """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) without."""
     if "RANK" not in os.environ:
         return 0, 0, 1
-    rank, local_rank, world_size = (
-        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    )
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
+        problem = f"RANK is set, but not {', '.join(missing)}"
+        raise UserError(f"{problem}; start with torchrun, or set them as examples/slurm.sh does")
+    rank, local_rank, world_size = (int(os.environ[name]) for name in names[:3])
     return rank, local_rank, world_size
 
 

@@ -2,12 +2,19 @@
 
 import os
 import re
+import shutil
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.conftest import start_ranks
+import train_gpt2
+from support.errors_and_signals import UserError
+from support.ranks import torchrun_ranks
+from tests.conftest import start_ranks, train_on_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -48,3 +55,66 @@ def test_an_error_is_one_line_with_its_rank(name, tmp_path, monkeypatch):
     errors = re.findall("^error: .*$", texts[failed], re.MULTILINE)
     assert len(errors) == 1 and re.search(named, errors[0]), texts
     assert "Traceback" not in "".join(texts)
+
+
+def count_exchanges():
+    """Prints a line for each bucket of gradients that is exchanged."""
+    wrap = train_gpt2.wrap_in_ddp
+
+    def hook(group, bucket):
+        print("an exchange", flush=True)
+        return default_hooks.allreduce_hook(group, bucket)
+
+    def wrapped(*args):
+        ddp_model = wrap(*args)
+        ddp_model.register_comm_hook(dist.group.WORLD, hook)
+        return ddp_model
+
+    train_gpt2.wrap_in_ddp = wrapped
+
+
+def test_gradients_are_exchanged_once_a_step(text, tmp_path):
+    """However many micro-batches it has."""
+    found = []
+    for micro_batch in (4, 1):
+        args = [f"--max-steps 2 --total-batch-size 128 --micro-batch-size {micro_batch}"]
+        args += ["--data", text, "--log-dir", tmp_path / f"log_{micro_batch}"]
+        texts = train_on_ranks(2, tmp_path, *args, disturb=count_exchanges)
+        found.append([text.count("an exchange\n") for text in texts])
+    assert found[0] == found[1] and 0 < found[0][0] <= 2 * 4
+
+
+class CountingGPT(train_gpt2.GPT):
+    """It has a buffer that counts the tokens with which it is trained."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("tokens", torch.tensor(0))
+
+    def forward(self, idx, targets=None, at=None):
+        if self.training:
+            self.tokens += idx.numel()
+        return super().forward(idx, targets, at)
+
+
+def count_tokens():
+    train_gpt2.GPT = CountingGPT
+
+
+def test_buffers_count_training_alone(text, tmp_path):
+    """On one rank and on two, which first settle their exchange, and after a resume."""
+    args = ["--max-steps 2 --save-every 1 --total-batch-size 128 --data", text, "--log-dir"]
+    for ranks in (1, 2):
+        log = tmp_path / f"log_{ranks}"
+        train_on_ranks(ranks, tmp_path, *args, log, disturb=count_tokens)
+        shutil.rmtree(log / "step_000002")
+        train_on_ranks(ranks, tmp_path, *args, log, "--resume", disturb=count_tokens)
+        model = CountingGPT.from_pretrained(log / "step_000002")
+        assert model.tokens == 2 * 128 / ranks
+
+
+def test_a_variable_that_a_launcher_has_not_set_is_named(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UserError, match="LOCAL_RANK"):
+        torchrun_ranks()
