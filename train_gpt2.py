@@ -578,14 +578,15 @@ def print_samples(
     model: GPT, tokenizer: Tokenizer, prompt: list[int], ranks: Ranks, autocast: torch.autocast
 ) -> None:
     """Prints two continuations of a prompt, which is a list of tokens, on each rank."""
-    generator = torch.Generator(device=ranks.device)
-    generator.manual_seed(42 + ranks.rank)  # each rank prints different samples
-    idx = torch.tensor([prompt, prompt], device=ranks.device)
+    from support.sampling import next_tokens
+
+    # Each sample of each rank has its own seed.
+    seeds = [42 + 2 * ranks.rank, 43 + 2 * ranks.rank]
     with autocast:
-        idx = model.generate(idx, max_new_tokens=64, generator=generator)
-    for i, tokens in enumerate(idx.tolist()):
+        steps = list(next_tokens(model, prompt, seeds, max_new_tokens=64))
+    for i, tokens in enumerate(zip(*steps, strict=True)):
         name = f"rank {ranks.rank} sample {i}" if ranks.world_size > 1 else f"sample {i}"
-        print_line(f"{name}:\n{indent(printable(tokens, tokenizer), '  ')}")
+        print_line(f"{name}:\n{indent(printable([*prompt, *tokens], tokenizer), '  ')}")
 
 
 class Evaluations:

@@ -1,7 +1,7 @@
 """Is a model still a GPT-2? What a changed copy of train_gpt2.py may train is called a fork.
 
 A model that computes something else than GPT-2 must not pass for one, or other programs would run
-another model than was trained. So models are compared with a GPT-2 that is written down here."""
+another model than was trained. So models are compared with functional_gpt2.py."""
 
 import functools
 import math
@@ -9,34 +9,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from support.command_line import warn
 from support.errors_and_signals import first_line
+from support.functional_gpt2 import gpt2
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT, GPTConfig
-
-
-def gpt2(w: dict[str, Tensor], idx: Tensor, n_layer: int, n_head: int) -> Tensor:
-    """What a GPT-2 computes. w: its tensors by name. Tokens (B, T) -> logits (B, T, V)"""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps=1e-5)
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
-
-    x = w["wte.weight"][idx] + w["wpe.weight"][: idx.size(1)]
-    for i in range(n_layer):
-        qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (n_head, -1)).transpose(1, 2) for part in qkv)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + linear(y, f"h.{i}.attn.c_proj")
-        y = F.gelu(linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc"), approximate="tanh")
-        x = x + linear(y, f"h.{i}.mlp.c_proj")
-    return F.linear(norm(x, "ln_f"), w["wte.weight"])
 
 
 def gpt2_shapes(config: "GPTConfig") -> dict[str, tuple[int, ...]]:

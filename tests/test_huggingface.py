@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from support import forks
 from support.errors_and_signals import UserError
+from support.functional_gpt2 import gpt2
 from support.huggingface import TRANSPOSED
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, import_file, logits_of
@@ -69,7 +70,7 @@ def test_what_counts_as_a_gpt2_is_what_transformers_computes():
     for T in (1, 2, 33, 64):
         idx = torch.randint(100, (2, T))
         expected = logits_of(theirs, idx)
-        found = forks.gpt2(ours.state_dict(), idx, config.n_layer, config.n_head)
+        found = gpt2(ours.state_dict(), idx, config.n_layer, config.n_head)
         torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
         assert expected.std() > 1, "else 1e-9 would say little"
 
