@@ -46,6 +46,8 @@ from support.devices import (
 )
 from support.errors_and_signals import RunError, UserError, first_line, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, sha256, write_text
+from support.forks import is_gpt2
+from support.functional_gpt2 import gpt2
 from support.huggingface import find_model, is_ours, load_by_transformers, tokenizer_of
 from support.ranks import Ranks
 from support.scripts import load_gpt_class
@@ -72,6 +74,7 @@ class LanguageModel:
     # Takes tokens (B, T) and a mask (B, T), which is on the CPU. Returns the logits (n, V) at the n
     # places where the mask is true.
     logits_at: Callable[[Tensor, Tensor], Tensor]
+    gpt2: "GPT | None" = None  # the model, if it is train_gpt2.py's and computes a GPT-2
 
 
 def wrap_gpt(gpt: "GPT", tokenizer: Tokenizer) -> LanguageModel:
@@ -82,6 +85,7 @@ def wrap_gpt(gpt: "GPT", tokenizer: Tokenizer) -> LanguageModel:
         encode=tokenizer.encode_ordinary,
         start=[],
         logits_at=lambda tokens, mask: gpt(tokens, at=mask.nonzero(as_tuple=True)),
+        gpt2=gpt if is_gpt2(gpt) else None,
     )
 
 
@@ -244,7 +248,11 @@ def score(
         ranks.check_stop()
         if first + ranks.rank < len(batches):  # The last round may have no batch for this rank.
             batch = batches[first + ranks.rank]
-            losses = score_batch(model, [tasks[i] for i in batch], ranks.device)
+            tasks_of_batch = [tasks[i] for i in batch]
+            if model.gpt2 and ranks.device.type == "cpu":  # has been tried on a CPU only
+                losses = score_shared_contexts(model.gpt2, tasks_of_batch)
+            else:
+                losses = score_batch(model, tasks_of_batch, ranks.device)
             losses_of_tasks |= dict(zip(batch, losses, strict=True))
     for of_a_rank in ranks.gather(losses_of_tasks):
         losses_of_tasks |= of_a_rank
@@ -269,11 +277,59 @@ def score_batch(model: LanguageModel, tasks: list[Task], device: torch.device) -
         x[row, : len(tokens)] = torch.tensor(tokens)
         predicts_ending[row, len(context) - 1 : len(tokens)] = True
     logits = model.logits_at(x.to(device), predicts_ending)  # (n, V)
-    targets = torch.tensor([token for _, ending in rows for token in ending])  # (n,)
-    losses = F.cross_entropy(logits.float(), targets.to(device), reduction="none")  # (n,)
-    # The losses of a row follow each other. They are added up in float64, against rounding.
-    parts = losses.cpu().double().split([len(ending) for _, ending in rows])
-    sums = torch.stack([part.sum() for part in parts])  # (B,)
+    return sum_losses(logits, tasks)
+
+
+def score_shared_contexts(gpt: "GPT", tasks: list[Task]) -> list[list[float]]:
+    """What score_batch() returns, for a GPT-2 on a CPU. It is 1.7 times as fast, since the context
+    of a task is read once and not four times.
+
+    A row has a context and its four endings one after the other. A token of an ending has the
+    position that it would have right after the context, and does not see the other endings."""
+    lengths = [
+        len(task.context) + sum(len(ending) - 1 for ending in task.endings) for task in tasks
+    ]
+    B, T = len(tasks), max(lengths)
+    x = torch.zeros(B, T, dtype=torch.int64)  # padded with zeros, as in score_batch()
+    positions = torch.zeros(B, T, dtype=torch.int64)
+    part = torch.zeros(B, T, dtype=torch.int64)  # 0 in the context, 1 to 4 in the endings
+    at = []  # the place in (B, T) that predicts each token of the endings
+    for row, task in enumerate(tasks):
+        n = len(task.context)
+        x[row, :n] = torch.tensor(task.context)
+        positions[row, :n] = torch.arange(n)
+        start = n
+        for number, ending in enumerate(task.endings, start=1):
+            end = start + len(ending) - 1  # The last token of an ending is not read.
+            x[row, start:end] = torch.tensor(ending[:-1], dtype=torch.int64)
+            positions[row, start:end] = torch.arange(n, n + end - start)
+            part[row, start:end] = number
+            at += [(row, n - 1), *((row, column) for column in range(start, end))]
+            start = end
+    # Each token sees the context, and what is before it in its own part.
+    mask = (part[:, None, :] == 0) | (part[:, None, :] == part[:, :, None])  # (B, T, T)
+    rows, columns = torch.tensor(at).T
+    w = dict(gpt.named_parameters())
+    logits = gpt2(
+        w,
+        x,
+        gpt.config.n_layer,
+        gpt.config.n_head,
+        at=(rows, columns),
+        positions=positions,
+        mask=mask.tril()[:, None],
+    )
+    return sum_losses(logits, tasks)
+
+
+def sum_losses(logits: Tensor, tasks: list[Task]) -> list[list[float]]:
+    """The summed losses of the four endings of each task, from logits (n, V) for their n tokens."""
+    endings = [ending for task in tasks for ending in task.endings]
+    targets = torch.tensor([token for ending in endings for token in ending])  # (n,)
+    losses = F.cross_entropy(logits.float(), targets.to(logits.device), reduction="none")  # (n,)
+    # The losses of an ending follow each other. They are added up in float64, against rounding.
+    parts = losses.cpu().double().split([len(ending) for ending in endings])
+    sums = torch.stack([part.sum() for part in parts])  # (4 * tasks,)
     return sums.view(-1, 4).tolist()
 
 
@@ -346,7 +402,7 @@ class HellaSwagConfig:
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # auto, cpu, cuda or mps
     data: str = ""  # local .jsonl of tasks; empty: the official validation set, downloaded once
     limit: int = 0  # number of tasks to evaluate, from the first; 0: all
-    batch_size: int = 8  # tasks per forward pass, of four rows each
+    batch_size: int = 8  # tasks per forward pass, each of four rows, or of one long row on a CPU
     # precision of matrix products; losses are computed in float32, and added up in float64
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     json: str = ""  # file for the predictions and losses of every task

@@ -1,8 +1,10 @@
 """GPT-2 as a function of its tensors, apart from any class.
 
 forks.py compares models with it. sampling.py continues texts with it, and keeps keys and values, so
-that the model reads each token only once."""
+that the model reads each token only once. With it hellaswag.py reads the context of four endings
+only once."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -41,6 +43,8 @@ def gpt2(
     n_head: int,
     cache: KeysAndValues | None = None,
     at: tuple | None = None,
+    positions: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """What a GPT-2 computes. Tokens (B, T) -> logits (B, T, V)
 
@@ -48,7 +52,8 @@ def gpt2(
     wte.weight. `at` is an index into (B, T) that selects the tokens whose logits are computed.
 
     With a cache, idx continues the tokens that it has. Then T must be 1, unless it has none. The
-    tokens of idx are added to it.
+    tokens of idx are added to it. Without one, the tokens may have any `positions` (B, T), and a
+    `mask` (B, 1, T, T), which is true where a token sees another one.
 
     The matrices may be in 16 bits and the LayerNorms in float32. Then the residual stream is in
     float32 as well, as it is under autocast."""
@@ -64,15 +69,18 @@ def gpt2(
     start = cache.length if cache else 0  # the position of the first token of idx
     assert start == 0 or T == 1, "several tokens would need a mask"
     dtype = w["ln_f.weight"].dtype  # of the residual stream
-    x = w["wte.weight"][idx].to(dtype) + w["wpe.weight"][start : start + T].to(dtype)  # (B, T, C)
+    if positions is None:
+        positions = torch.arange(start, start + T, device=idx.device)
+    x = w["wte.weight"][idx].to(dtype) + w["wpe.weight"][positions].to(dtype)  # (B, T, C)
     for i in range(n_layer):
         qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (n_head, -1)).transpose(1, 2) for part in qkv)
         if cache:
             k, v = cache.add(i, k, v)
         # A single token is the last one, so it sees all keys.
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1).transpose(1, 2).flatten(2)
-        x = x + linear(y, f"h.{i}.attn.c_proj")
+        causal = mask is None and T > 1
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        x = x + linear(y.transpose(1, 2).flatten(2), f"h.{i}.attn.c_proj")
         y = F.gelu(linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc"), approximate="tanh")
         x = x + linear(y, f"h.{i}.mlp.c_proj")
     if cache:

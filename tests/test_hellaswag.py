@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import hellaswag
-from hellaswag import main
+from hellaswag import main, score, tokenize, wrap_gpt
 from support.errors_and_signals import RunError, UserError
 from support.ranks import Ranks
 from support.tokenizer import get_tokenizer
@@ -130,6 +131,19 @@ def test_scores_are_those_of_a_plain_scorer(kind, model, tmp_path, capsys):
         assert row["losses"] == pytest.approx(expected, rel=1e-4)
     acc, acc_norm = (int((chosen == labels).sum()) / 11 for chosen in (by_sum, by_mean))
     assert capsys.readouterr().out.splitlines()[-1] == f"11 acc: {acc:.4f} acc_norm: {acc_norm:.4f}"
+
+
+def test_endings_that_share_a_context_have_the_losses_of_separate_rows(model):
+    gpt = wrap_gpt(GPT.from_pretrained(model).double(), get_tokenizer())
+    tasks = tokenize(EXAMPLES[:10], gpt)
+    # One ending has a single token.
+    tasks.append(replace(tasks[0], endings=[[5], [6, 7], *tasks[0].endings[2:]]))
+    shared, rows = (
+        score(each, tasks, Ranks(0, 1, torch.device("cpu")), batch_size=3)
+        for each in (gpt, replace(gpt, gpt2=None))
+    )
+    torch.testing.assert_close(torch.tensor(shared), torch.tensor(rows), atol=1e-4, rtol=0)
+    assert gpt.gpt2, "else both took the same path"
 
 
 def test_matmuls_are_in_the_precision_that_is_asked_for(model, tmp_path):
