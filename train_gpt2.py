@@ -60,6 +60,7 @@ from support.progress import Progress, print_results
 from support.ranks import Ranks, wrap_in_ddp
 from support.run_folder import RunFolder, find_weights
 from support.run_setup import Setup, choose_setup
+from support.sampling import next_tokens
 from support.settings import print_preset, read_config
 from support.shards import check_tokens, open_split, open_tokenizer
 from support.tokenizer import Tokenizer, measure_text, printable, prompt_tokens
@@ -578,12 +579,9 @@ def print_samples(
     model: GPT, tokenizer: Tokenizer, prompt: list[int], ranks: Ranks, autocast: torch.autocast
 ) -> None:
     """Prints two continuations of a prompt, which is a list of tokens, on each rank."""
-    from support.sampling import next_tokens
-
-    # Each sample of each rank has its own seed.
-    seeds = [42 + 2 * ranks.rank, 43 + 2 * ranks.rank]
+    seeds = [42 + 2 * ranks.rank, 43 + 2 * ranks.rank]  # all samples of all ranks differ
     with autocast:
-        steps = list(next_tokens(model, prompt, seeds, max_new_tokens=64))
+        steps = list(next_tokens(model, prompt, seeds, max_new_tokens=64))  # 64 times 2 tokens
     for i, tokens in enumerate(zip(*steps, strict=True)):
         name = f"rank {ranks.rank} sample {i}" if ranks.world_size > 1 else f"sample {i}"
         print_line(f"{name}:\n{indent(printable([*prompt, *tokens], tokenizer), '  ')}")
