@@ -378,10 +378,10 @@ Dtype = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
 # The library tyro makes a flag of each field, such as --max-steps, with its comment as help text.
 @dataclass
 class TrainConfig:
-    """The settings of a run. Each has its value from the first of these that has one:
+    """The settings of a run. The value of each comes from the first of these that has one:
 
     1. the flag on the command line,
-    2. with --resume, the run in log_dir; with --init, the shape of its model,
+    2. with --resume, the run in log_dir; with --init, the config.json of its model,
     3. the preset,
     4. the default below."""
 
