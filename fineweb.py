@@ -45,7 +45,7 @@ from support.documents import (
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import atomic_path, locked, remove, sha256, write_text
 from support.shards import SHARD_NAME, open_shard
-from support.tokenizer import encode, get_tokenizer, learn_vocabulary
+from support.tokenizer import encode, get_tokenizer, learn_vocabulary, make_tokenizer
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"  # the name of a dataset on the Hub
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"  # shards of it that others have made, in llm.c's format
@@ -222,10 +222,14 @@ class Folder:
         number = len(self.shards)
         return self.shard_name.format(split="val" if number == 0 else "train", number=number)
 
+    def is_begun(self) -> bool:
+        """True if there are shards, or a vocabulary that was learned for them."""
+        return bool(self.shards) or "learned" in self.made_from
+
     def check(self, made_from: dict[str, Any]) -> None:
-        """UserError if the shards that are here are damaged, or were made from something else."""
+        """UserError if what is here is damaged, or was made from something else."""
         changed = [key for key in made_from if self.made_from.get(key) != made_from[key]]
-        if self.shards and changed:
+        if self.is_begun() and changed:
             problem = f"{', '.join(changed)} must be as in its manifest.json"
             raise UserError(f"{self.out}: {problem}; use a new --out, or remove this one")
         expected = [shard["name"] for shard in self.shards]
@@ -238,7 +242,8 @@ class Folder:
         for path in self.out.iterdir():
             if SHARD_NAME.fullmatch(path.name) and path.name not in expected:
                 raise UserError(f"{path}: not in manifest.json; remove it or use a new --out")
-        self.made_from = made_from
+        if not self.is_begun():
+            self.made_from = made_from
 
     def write(self, tokens: np.ndarray, after: Place | None) -> None:
         """Writes the next shard. `after` is the place after it, or None at the end of the text."""
@@ -318,16 +323,15 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
             validation, training = find_hub_files(dataset, part, config.split, commit)
         if learn:
             texts = texts_to_learn_from(training, config.text_column)
-            write_vocabulary(out, texts, config.vocab_size, bool(validation))
+            write_vocabulary(folder, texts, config.vocab_size, bool(validation))
             tokenizer = get_tokenizer(out)
-            folder.made_from["vocabulary"] = tokenizer.checksum
         files = len(validation) + len(training)
         print(f"reading {files} files, with a vocabulary of {tokenizer.n_vocab:,} tokens")
         folder.save()  # It tells a run that trains on several folders that this one isn't ready.
         write_shards(config, folder, validation, training, pool, workers)
 
 
-def write_vocabulary(out: Path, texts: Iterator[str], size: int, has_validation: bool) -> None:
+def write_vocabulary(folder: Folder, texts: Iterator[str], size: int, has_validation: bool) -> None:
     """Learns a vocabulary of `size` tokens from the texts, and writes its two files.
 
     Without files for validation it leaves out the first tenth, which is about what shard 0 gets."""
@@ -335,8 +339,11 @@ def write_vocabulary(out: Path, texts: Iterator[str], size: int, has_validation:
     if not has_validation:
         pieces = pieces[len(pieces) // 10 :]
     merges, vocab = learn_vocabulary(pieces, size)
-    write_text(out / "merges.txt", merges)
-    write_text(out / "vocab.json", vocab)  # The second file says that both are whole.
+    # The manifest comes first, so that no vocabulary is here without the text that it is from.
+    folder.made_from |= {"vocabulary": make_tokenizer(merges, vocab).checksum, "learned": True}
+    folder.save()
+    write_text(folder.out / "merges.txt", merges)
+    write_text(folder.out / "vocab.json", vocab)  # The second file says that both are whole.
 
 
 def write_shards(
@@ -384,10 +391,10 @@ def write_shards(
 
 
 def commit_of(dataset: str, folder: Folder) -> str:
-    """The commit of the dataset that the shards in a folder were made from, or else the newest."""
+    """The commit of the dataset with which a folder was begun, or else the newest."""
     from huggingface_hub import HfApi
 
-    if folder.shards and folder.made_from["source"] == dataset:
+    if folder.is_begun() and folder.made_from["source"] == dataset:
         return folder.made_from["commit"]
     with hub_errors(dataset):
         return HfApi().dataset_info(dataset).sha

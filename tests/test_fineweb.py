@@ -366,6 +366,28 @@ def test_a_folder_without_a_shard():
     assert shard_tokens("all/two") == shard_tokens("all/one")
 
 
+def test_a_vocabulary_is_not_kept_for_another_text(monkeypatch):
+    """Also if it was stopped before the first shard. The same command goes on."""
+    for name in ("right", "wrong"):
+        write(f"{name}.txt", f"the {name} text, ".encode() * 99)
+    args = ["--vocab-size", 260, "--input"]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(fineweb, "write_shards", stop)
+        make(*args, "wrong.txt")
+    before = contents()
+    for size in ([], ["--vocab-size", 260]):
+        assert "out: files must be" in refused(*size, "--input", "right.txt")
+        assert "out: " in refused(*size, "--input", "wrong.txt", "--text-column", "body")
+    assert contents() == before
+    make("--input", "wrong.txt")
+    make(*args, "wrong.txt", "--out", "whole/out")
+    assert contents() == contents("whole/out")
+
+
 def test_through_the_hub():
     """In a process by itself, since huggingface_hub reads its settings when it is imported."""
     code = """

@@ -204,7 +204,10 @@ def test_a_run_that_goes_on_and_one_that_is_given_the_files_are_equal(text, tmp_
     fineweb.main([*flags, str(tmp_path / "given/a")])
     for path in (tmp_path / "whole/a").iterdir():
         for other in ("parts", "given"):
-            assert path.read_bytes() == (tmp_path / other / "a" / path.name).read_bytes(), path.name
+            content = path.read_bytes()
+            if other == "given":  # Only the manifest says that the vocabulary was learned.
+                content = content.replace(b' "learned": true,\n', b"")
+            assert content == (tmp_path / other / "a" / path.name).read_bytes(), path.name
 
 
 @posix
