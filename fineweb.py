@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -431,6 +432,9 @@ def fetch_pretokenized(folder: Folder) -> None:
 
 def read_config(args: list[str] | None) -> ShardConfig:
     """Reads the command line. UserError if something is wrong with it."""
+    for word in sys.argv[1:] if args is None else args:
+        if word.encode(errors="ignore").decode() != word:
+            raise UserError(f"{word!a}: not UTF-8; give another name")
     config = parse_args(ShardConfig, args=args)
     default = ShardConfig()
     names = ("name", "input", "dataset", "pretokenized")
