@@ -200,10 +200,11 @@ def take(held: deque[Piece], n: int) -> np.ndarray:
 class Folder:
     """The shards in --out, and manifest.json, which lists them."""
 
-    def __init__(self, out: Path, shard_name: str, max_shards: int):
-        """`shard_name` has {split} and {number} in it. With max_shards 0 there is no limit."""
+    def __init__(self, out: Path, name: str, suffix: str, max_shards: int):
+        """A shard is {name}_train_000001{suffix}. With max_shards 0 there is no limit."""
         self.out = out
-        self.shard_name = shard_name
+        self.name = name
+        self.suffix = suffix
         self.max_shards = max_shards
         self.manifest = out / "manifest.json"
         self.shards: list[dict[str, Any]] = []  # the name, tokens and sha256 of each
@@ -221,7 +222,7 @@ class Folder:
 
     def next_name(self) -> str:
         number = len(self.shards)
-        return self.shard_name.format(split="val" if number == 0 else "train", number=number)
+        return f"{self.name}_{'train' if number else 'val'}_{number:06d}{self.suffix}"
 
     def is_begun(self) -> bool:
         """True if there are shards, or a vocabulary that was learned for them."""
@@ -457,14 +458,14 @@ def main(args: list[str] | None = None) -> None:
     config = read_config(args)
     out = Path(config.out)
     if config.pretokenized:
-        shard_name = "finewebedu_{split}_{number:06d}.bin"
+        name, suffix = "finewebedu", ".bin"
     elif config.input is None and config.dataset is None:
-        shard_name = "edufineweb_{split}_{number:06d}.npy"
+        name, suffix = "edufineweb", ".npy"
     else:
-        shard_name = out.resolve().name + "_{split}_{number:06d}.npy"
+        name, suffix = out.resolve().name, ".npy"
     # locked() also makes the folder, if it is not there.
     with locked(out, f"{out}: another fineweb.py uses it; wait for it or choose another --out"):
-        folder = Folder(out, shard_name, config.pretokenized or config.max_shards)
+        folder = Folder(out, name, suffix, config.pretokenized or config.max_shards)
         if config.verify:
             folder.verify()
             return

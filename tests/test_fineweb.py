@@ -238,10 +238,11 @@ def test_shard_0_is_for_validation_and_leaves_text_for_training(monkeypatch, cap
         assert lengths[0] == max(min(len(tokens), 3000) // 10, 1)
         assert set(lengths[1:-1]) <= {3000}
     for size in (1000, len(tokens), 10**9):
-        make("--input", path, "--shard-size", size, "--out", f"size{size}")
-        assert shard_tokens(f"size{size}") == tokens
+        out = f"size {{{size}}}"
+        make("--input", path, "--shard-size", size, "--out", out)
+        assert shard_tokens(out) == tokens
         first = size if size < len(tokens) else len(tokens) // 10
-        assert shard_lengths(f"size{size}")[0] == first
+        assert shard_lengths(out)[0] == first
     capsys.readouterr()
     make("--input", "1.jsonl", "20.jsonl", "1.jsonl", "--out", "several")
     assert "training begins in file 2 of 3, 20.jsonl" in capsys.readouterr().out
