@@ -222,7 +222,10 @@ def read_row_group(table: "ParquetFile", number: int, column: str) -> Iterator[A
 
 def read_json_lines(text: io.TextIOBase, column: str) -> Iterator[Any]:
     for line in text:
-        yield json.loads(line)[column] if line.strip() else None
+        row = json.loads(line) if line.strip() else {column: None}
+        if column not in row:
+            raise ValueError(f"no key {column!r}, only {', '.join(row)}")
+        yield row[column]
 
 
 def read_csv(path: str, text: io.TextIOBase, column: str) -> Iterator[str | None]:

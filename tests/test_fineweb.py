@@ -257,7 +257,10 @@ UNUSABLE = {  # name: (content, what the line names besides)
     "comma.csv": (b"text,n\na,1\nb, c,1\n", "row 2: "),
     "quote.csv": (b'text,n\na,1\n"b,2\n', "row 2: "),
     "half.jsonl": (b'{"text": "a"}\n{"text', "row 2: "),
-    "key.jsonl": (b'{"text": "a"}\n\n{"body": "b"}', "row 3: "),
+    "key.jsonl": (
+        b'{"text": "a"}\n\n{"body": "b", "id": 1}',
+        "no key 'text', only body, id",
+    ),
     "number.jsonl": (b'{"text": "a"}\n{"text": 5}', "row 2: 5 is no text"),
     "surrogate.jsonl": (b'{"text": "\\ud83d"}', "row 1: "),
     "a [1].txt.gz": (b"text", "row 1: "),
