@@ -8,6 +8,7 @@ import glob
 import io
 import json
 import os
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -92,7 +93,7 @@ def find_hub_files(
     if split not in files:
         raise UserError(f"{dataset}: no split {split!r}; --split takes one of {', '.join(files)}")
     if builder.name != "parquet":
-        download = f"hf download {dataset} --repo-type dataset --local-dir FOLDER"
+        download = f"hf download {shlex.quote(dataset)} --repo-type dataset --local-dir FOLDER"
         problem = f"not Parquet; download its files with `{download}`, then use `--input FOLDER`"
         raise UserError(f"{dataset}: {problem}")
     validation = [name for name in ("validation", "valid", "val", "dev") if name in files]
