@@ -4,6 +4,7 @@ A shard is a 1-D array of uint16 tokens in which every document begins with <|en
 named NAME_train_000001.npy, or .bin in llm.c's format. Its folder has the files of a vocabulary
 (tokenizer.py), unless the tokens are GPT-2's."""
 
+import errno
 import functools
 import os
 import re
@@ -149,7 +150,13 @@ def open_split(
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
-    return paths, [open_shard(path, vocab_size) for path in paths]
+    try:
+        return paths, [open_shard(path, vocab_size) for path in paths]
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        problem = f"{len(paths)} shards are more files than a process may open (`ulimit -Hn`)"
+        raise UserError(f"{data}: {problem}; make larger ones (--shard-size)") from None
 
 
 def check_tokens(tokens: np.ndarray, path: Path, vocab_size: int) -> None:
