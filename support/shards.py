@@ -136,7 +136,10 @@ def open_split(
     if data.suffix == ".txt" and data.is_file():
         return [data], [tokenize_text(data, split)]
     if not data.exists():
-        raise UserError(f"{data}: no such file or folder; `python fineweb.py` makes shards")
+        remedy = "`python fineweb.py` makes shards"
+        if data.suffix == ".txt":
+            remedy = "--data names another"
+        raise UserError(f"{data}: no such file or folder; {remedy}")
     paths = find_shards(data, split) if data.is_dir() else []
     if not paths:
         names = {path.name for path in data.rglob("*")} - NO_TEXT
