@@ -143,9 +143,13 @@ def open_split(
     paths = find_shards(data, split) if data.is_dir() else []
     if not paths:
         names = {path.name for path in data.rglob("*")} - NO_TEXT
-        text = not data.is_dir() or any(map(SUFFIX.search, names))
         folder = shlex.quote(str(data))
-        source = f"--input {folder} --out my_shards" if text else f"--out {folder}"
+        if not data.is_dir() or any(map(SUFFIX.search, names)):
+            source = f"--input {folder} --out my_shards"
+        elif any(name.endswith((".npy", ".bin")) for name in names):  # of nanoGPT, for example
+            source = "--input TEXT --out my_shards"
+        else:
+            source = f"--out {folder}"
         problem = f"no {split} shards; `python fineweb.py {source}` makes them"
         raise UserError(f"{data}: {problem}")
     if os.name != "nt":  # each mapped shard counts as an open file, of which Linux allows 1,024

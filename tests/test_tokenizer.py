@@ -199,7 +199,8 @@ SPOILED = [  # format, what is done to a shard, what the error names
     (".npy", saved(np.r_[50257, [0] * 2048].astype(np.uint16)), "50257"),
     (".npy", saved(np.r_[[0] * 2048, 50257].astype(np.uint16)), "50257"),
     (".npy", saved(np.array([{}], object)), r"x_train_000000\.npy"),
-    (".npy", renamed("tokens.npy"), r"no train shards"),
+    (".npy", renamed("tokens.npy"), r"no train shards.*--out my_shards"),
+    (".bin", renamed("train.bin"), r"no train shards.*--out my_shards"),  # as nanoGPT's
     (".bin", rewritten(lambda b: b[:-2]), "18"),
     (".bin", rewritten(lambda b: b"\0" * 4 + b[4:]), "magic 0"),
     (".bin", rewritten(lambda b: b[:4] + b"\2" + b[5:]), "version 2"),
