@@ -249,12 +249,13 @@ class TextSize(NamedTuple):
 
 def measure_text(tokens: np.ndarray, tokenizer: Tokenizer) -> TextSize | None:
     """The size of the text of `tokens`, 1-D. None if they are words, which stand for something
-    else than their letters."""
+    else than their letters, or if they make no character."""
     if isinstance(tokenizer, WordTokenizer):
         return None
     counts = np.bincount(tokens, minlength=tokenizer.n_vocab)[: tokenizer.n_vocab]
     bytes_per_token, chars_per_token = token_sizes(tokenizer)
-    return TextSize(len(tokens), int(counts @ bytes_per_token), int(counts @ chars_per_token))
+    size = TextSize(len(tokens), int(counts @ bytes_per_token), int(counts @ chars_per_token))
+    return size if size.characters else None
 
 
 @functools.cache
