@@ -164,8 +164,10 @@ def get_tokenizer(folder: str | Path = GPT2) -> Tokenizer:
         return make_word_tokenizer(text)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        problem = "vocab.json and merges.txt are not a vocabulary like GPT-2's, nor of words"
-        raise UserError(f"{home}: {problem} ({cause}); restore them") from None
+        one = both.exists() and not merges.exists()
+        names = "tokenizer.json is" if one else "vocab.json and merges.txt are"
+        problem = f"{names} not a vocabulary like GPT-2's, nor of words ({cause})"
+        raise UserError(f"{home}: {problem}; restore it, or take another") from None
 
 
 def from_tokenizer_json(text: str) -> Tokenizer:
@@ -179,6 +181,8 @@ def from_tokenizer_json(text: str) -> Tokenizer:
         raise ValueError("tokenizer.json does not split a text as GPT-2 does")
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in saved["model"]["merges"]]
     added = {token["content"]: token["id"] for token in saved["added_tokens"]}
+    if more := ", ".join(added.keys() - {END}):
+        raise ValueError(f"it has added tokens: {more}")
     return make_tokenizer("\n".join([*pairs, ""]), json.dumps(saved["model"]["vocab"] | added))
 
 

@@ -269,6 +269,17 @@ def test_files_that_do_not_fit_each_other(tmp_path):
             get_tokenizer(tmp_path / name)
 
 
+def test_a_tokenizer_json_that_is_not_gpt2s_kind(tmp_path):
+    from tokenizers import ByteLevelBPETokenizer
+
+    learner = ByteLevelBPETokenizer()
+    learner.train_from_iterator(["the path of the path"] * 3, 262)
+    learner.add_special_tokens(["<|endoftext|>", "<pad>"])
+    learner.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"tokenizer\.json is not .*<pad>"):
+        get_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     "vocab",
     ['{"a": 0, "b": 2}', '{"a": 1, "b": 2}', '{"a": 0, "b c": 1}', '{"": 0}', "{}", '["a", "b"]'],
