@@ -121,16 +121,17 @@ def check(variant: Variant, seeds: range) -> None:
 def check_runs(variant: Variant, seeds: range) -> None:
     """UserError if a folder has a run with other flags, or of a code that has changed since."""
     for seed in seeds:
-        command = [shown(word) for word in variant.command(seed)]  # as run.json has it
-        for entry in run_entries(variant.log_dir(seed)):
-            problem = ""
-            if sorted(entry["command"]) != sorted(command):  # the flags, in any order
-                problem = "was trained with other flags"
-            elif changed := changed_files(entry["code"], variant.code):
+        log_dir = variant.log_dir(seed)
+        # From another working folder the script and the log folder have other paths.
+        _, *flags, _ = (shown(word) for word in variant.command(seed))
+        for entry in run_entries(log_dir):
+            theirs = [word for word in entry["command"][1:] if Path(word).name != log_dir.name]
+            if sorted(theirs) != sorted(flags):  # in any order
+                problem = f"was trained with other flags, by `{shlex.join(entry['command'])}`"
+                raise UserError(f"{log_dir}: {problem}; use those, or choose another --out")
+            if changed := changed_files(entry["code"], variant.code):
                 problem = f"was trained before a change of {', '.join(changed)}"
-            if problem:
-                remedy = "remove it, or choose another --out"
-                raise UserError(f"{variant.log_dir(seed)}: {problem}; {remedy}")
+                raise UserError(f"{log_dir}: {problem}; remove it, or choose another --out")
 
 
 def changed_files(recorded: dict[str, str], code: Path) -> list[str]:

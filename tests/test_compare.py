@@ -183,6 +183,20 @@ def test_a_run_of_another_code_or_with_other_flags_is_not_taken_for_it(folder):
     assert len(calls()) == 1
 
 
+def test_it_may_be_started_from_another_folder(folder, monkeypatch):
+    """Its runs are found there. Flags with another path are not, but nothing is to be removed."""
+    args = ["--seeds", 1, "--code"]
+    run(*args, "a.py", "--", "--text", "a.txt")
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    run(*args, "../a.py", "--out", "../compared", "--", "--text", "a.txt")
+    with pytest.raises(UserError, match=r"seed_1337.*--text a\.txt") as error:
+        run(*args, "../a.py", "--out", "../compared", "--", "--text", "../a.txt")
+    assert "remove" not in str(error.value)
+    monkeypatch.chdir(folder)
+    assert len(calls()) == 1
+
+
 def test_a_code_that_is_edited_during_a_comparison_ends_it(folder, monkeypatch):
     """A row of the table has the runs of one code."""
     train = compare.train
