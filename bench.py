@@ -14,6 +14,7 @@ micro-batch of 16 sequences, as in Karpathy's lecture."""
 import contextlib
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -253,6 +254,8 @@ def main(args: list[str] | None = None) -> int:
         raise UserError(f"--steps {config.steps}: must be at least 1")
     if (config.ladder or config.rung) and torchrun_ranks()[2] > 1:
         raise UserError("--ladder and --rung measure one device: start them without torchrun")
+    if config.json and not os.access(Path(config.json).parent, os.W_OK):
+        raise UserError(f"--json {config.json}: its folder is not there, or not for writing")
     asked = read_config(given).device
     gpu = asked in ("auto", "cuda") and torch.cuda.is_available()
     flags = ["--preset", "gpt2" if gpu else "shakespeare", "--data", str(ROOT / "input.txt"), *OFF]

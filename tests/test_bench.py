@@ -96,6 +96,8 @@ def test_wrong_input_is_one_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py", "--rung", "tf32"])
     with pytest.raises(UserError, match="--rung tf32"):  # without flags of train_gpt2.py
         bench.main()
+    with pytest.raises(UserError, match="--json none"):
+        bench.main(["--json=none/found.json", *TINY, "--data", "nowhere.txt"])
     with pytest.raises(UserError, match="nowhere"):  # the flags after -- come last
         bench.main(["--rung", "ours", *TINY, "--data", "nowhere.txt"])
     for name, value in (RANK | {"WORLD_SIZE": "2"}).items():
