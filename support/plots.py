@@ -15,6 +15,7 @@ from support.run_json import run_entries
 
 TITLES = {
     "loss": "Loss, nats per token",
+    "late": "Loss after the first twentieth",
     "hella": "HellaSwag, acc_norm",
     "lr": "Learning rate",
     "norm": "Gradient norm before clipping",
@@ -22,7 +23,7 @@ TITLES = {
 }
 # Published results. The loss is on FineWeb-Edu.
 BASELINES = {
-    "loss": {"GPT-2 124M (OpenAI)": 3.2924},
+    "late": {"GPT-2 124M (OpenAI)": 3.2924},
     "hella": {
         "guessing": 0.25,
         "GPT-2 124M (OpenAI)": 0.2955,
@@ -78,19 +79,14 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.convolve(values, window, "same") / counts
 
 
-def after_the_start(run: Curves) -> Curves:
-    """Each stream without its first twentieth, in which the loss falls steeply."""
-    late = {name: x >= x[-1] / 20 for name, (x, _) in run.items()}
-    return {name: (x[late[name]], values[late[name]]) for name, (x, values) in run.items()}
-
-
 def panels_of(run: Curves) -> dict[str, list[str]]:
     """{panel: its streams}
 
     Streams that this project doesn't know, such as those of a fork, have a panel each. But those
     that begin with the same word, such as norm_block0 and norm_block1, share one."""
-    panels = {name: [name] for name in TITLES} | {"loss": ["train", "val"]}
-    known = {"train", "val", "bpb", "mfu", "ms", *TITLES}
+    losses = ["train", "val"]
+    panels = {name: [name] for name in TITLES} | {"loss": losses, "late": losses}
+    known = {*losses, "bpb", "mfu", "ms", *TITLES}
     groups: dict[str, list[str]] = {}
     for stream in run:
         if stream not in known:
@@ -115,6 +111,9 @@ def draw_panel(
         streams = panels_of(run).get(panel, [])
         for j, stream in enumerate(streams):
             x_values, values = run[stream]
+            if panel == "late":  # The loss falls steeply before.
+                late = x_values >= x_values[-1] / 20
+                x_values, values = x_values[late], values[late]
             # Each run has a color. The streams of a single run go from blue to orange.
             color = f"C{i}" if several else colormaps["plasma"](0.9 * j / len(streams))
             if several:
@@ -126,7 +125,7 @@ def draw_panel(
                 values = smooth(values)
             style = "o-" if stream in ("val", "hella") else "-"
             axes.plot(x_values, values, style, color=color, ms=3, lw=1, label=label)
-    for name, value in BASELINES.get(panel, {}).items() if panel != "loss" or fineweb else ():
+    for name, value in BASELINES.get(panel, {}).items() if panel != "late" or fineweb else ():
         axes.axhline(value, color="gray", linestyle=":")
         place = axes.get_yaxis_transform()  # x as a fraction of the width, y in data units
         axes.text(0.01, value, f"{name}: {value:.5g}", transform=place, va="bottom", size="small")
@@ -136,14 +135,14 @@ def draw_panel(
     if x == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     lowest, highest = axes.dataLim.intervaly
-    if panel in ("loss", "hella", "lr", "tok_per_sec") or not 0 < 10 * lowest < highest:
+    if panel in ("loss", "late", "hella", "lr", "tok_per_sec") or not 0 < 10 * lowest < highest:
         axes.ticklabel_format(axis="y", scilimits=(-3, 4))  # 6e-4 has a factor above the axis
     else:
         axes.set_yscale("log")
     if panel == "tok_per_sec":
         axes.set_ylim(bottom=0)  # so that a few per cent look like a few per cent
     axes.grid(alpha=0.3)
-    if several and panel in ("loss", "hella"):
+    if several and panel in ("loss", "late", "hella"):
         axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), fontsize="small")
     elif not several and len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(loc="upper right", fontsize="small")
@@ -154,14 +153,11 @@ def save_curves(log_dir: Path) -> None:
     from matplotlib.figure import Figure
 
     curves = read_curves(log_dir)
-    panels = [(panel, curves) for panel in panels_of(curves)]
-    panels.insert(1, ("loss", after_the_start(curves)))
+    panels = panels_of(curves)
     rows = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(15, 4 * rows), layout="constrained")
-    for number, (panel, streams) in enumerate(panels, start=1):
+    for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, 3, number)
-        draw_panel(axes, {log_dir.name: streams}, panel, fineweb=on_fineweb(log_dir))
-        if streams is not curves:
-            axes.set_title("Loss after the first twentieth")
+        draw_panel(axes, {log_dir.name: curves}, panel, fineweb=on_fineweb(log_dir))
     with atomic_path(log_dir / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=100)

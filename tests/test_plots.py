@@ -47,14 +47,14 @@ def test_a_panel_for_each_stream_with_published_results(draw):
         drawn = [ys(panel) for panel in axes]
         assert [8.0] in drawn[0] and [0.28] in drawn[2]
         assert any([0.3] in panel for panel in drawn) and any([0.001] in panel for panel in drawn)
-        assert ([3.2924, 3.2924] in drawn[0]) == published  # GPT-2 124M
+        assert ([3.2924, 3.2924] in drawn[1]) == published  # GPT-2 124M
         assert [0.2955, 0.2955] in drawn[2] and axes[2].get_ylim()[1] > 0.337  # GPT-3's
 
 
 def test_a_log_of_build_nanogpt_has_no_run_json(draw, tmp_path):
     """Its steps have 524,288 tokens of FineWeb-Edu."""
     axes = draw("0 train 9.0\n0 val 8.0\n250 val 7.0\n", None)
-    assert [3.2924, 3.2924] in ys(axes[0])
+    assert [3.2924, 3.2924] in ys(axes[1])
     assert plots.read_curves(tmp_path / "log")["val"][0].tolist() == [0, 250 * 524_288]
 
 
