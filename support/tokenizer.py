@@ -164,10 +164,8 @@ def get_tokenizer(folder: str | Path = GPT2) -> Tokenizer:
         return make_word_tokenizer(text)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        one = both.exists() and not merges.exists()
-        names = "tokenizer.json is" if one else "vocab.json and merges.txt are"
-        problem = f"{names} not a vocabulary like GPT-2's, nor of words ({cause})"
-        raise UserError(f"{home}: {problem}; restore it, or take another") from None
+        problem = "vocab.json, merges.txt or tokenizer.json is not like GPT-2's, nor of words"
+        raise UserError(f"{home}: {problem} ({cause}); restore it, or take another") from None
 
 
 def from_tokenizer_json(text: str) -> Tokenizer:
@@ -182,7 +180,7 @@ def from_tokenizer_json(text: str) -> Tokenizer:
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in saved["model"]["merges"]]
     added = {token["content"]: token["id"] for token in saved["added_tokens"]}
     if more := ", ".join(added.keys() - {END}):
-        raise ValueError(f"it has added tokens: {more}")
+        raise ValueError(f"tokenizer.json has added tokens: {more}")
     return make_tokenizer("\n".join([*pairs, ""]), json.dumps(saved["model"]["vocab"] | added))
 
 

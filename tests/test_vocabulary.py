@@ -265,7 +265,7 @@ def test_files_that_do_not_fit_each_other(tmp_path):
     }
     for name, files in spoiled.items():
         write_vocabulary(tmp_path / name, *files)
-        with pytest.raises(UserError, match="not a vocabulary like GPT-2's"):
+        with pytest.raises(UserError, match="not like GPT-2's"):
             get_tokenizer(tmp_path / name)
 
 
@@ -276,7 +276,7 @@ def test_a_tokenizer_json_that_is_not_gpt2s_kind(tmp_path):
     learner.train_from_iterator(["the path of the path"] * 3, 262)
     learner.add_special_tokens(["<|endoftext|>", "<pad>"])
     learner.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"tokenizer\.json is not .*<pad>"):
+    with pytest.raises(UserError, match=r"tokenizer\.json has added tokens: <pad>"):
         get_tokenizer(tmp_path)
 
 
