@@ -136,9 +136,8 @@ def open_split(
     if data.suffix == ".txt" and data.is_file():
         return [data], [tokenize_text(data, split)]
     if not data.exists():
-        remedy = "`python fineweb.py` makes shards"
-        if data.suffix == ".txt":
-            remedy = "--data names another"
+        text = data.suffix == ".txt"
+        remedy = "--data names another" if text else "`python fineweb.py` makes shards"
         raise UserError(f"{data}: no such file or folder; {remedy}")
     paths = find_shards(data, split) if data.is_dir() else []
     if not paths:
