@@ -1,6 +1,6 @@
 """Trains GPT-2 (124M) from scratch and saves it in Hugging Face's format.
 
-    python train_gpt2.py                  # GPT-2 if a GPU and data are there, else Shakespeare
+    python train_gpt2.py        # a small GPT on Shakespeare; GPT-2 if a GPU and data are there
     python train_gpt2.py --preset gpt2 --data my_shards   # GPT-2 on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py --preset gpt2     # on eight GPUs
     python train_gpt2.py --resume                         # continues the run in log/
@@ -9,9 +9,10 @@
 From top to bottom, this file has the model, the data loader, the settings, the optimizers, the
 evaluations, and the training loop. Files, processes and devices are handled in support/.
 
-Edit anything, here or in a copy. After an edit --resume continues a run as long as its parameters
-and optimizers are the same. The first lines of a run say whether its model still is a GPT-2, which
-Hugging Face can load.
+Edit anything, here or in a copy. One of the first lines of a run says if its model no longer is a
+GPT-2. Then everything works as before, but Hugging Face cannot load the checkpoints, and sample.py
+and hellaswag.py need --code with the name of your file. --resume continues a run after an edit if
+the parameters and the optimizers are the same.
 
 Terms: the training data are tokens, stored in files called shards. A step is one update of the
 weights, from total_batch_size tokens. Steps are counted from 0, and the loss of a step is computed
@@ -137,15 +138,15 @@ def next_token_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     the result is logged as `train`.
 
     GPUs multiply faster if V is a multiple of 64, which 50,257 is not. So rows of zeros are added
-    to a copy of `head`, and a bias of -inf gives them the probability 0. In Karpathy's lecture such
-    rows took a step from 96 to 93 ms on an A100. The model itself has 50,257 rows, since that is
-    the shape of Hugging Face's GPT-2, whose softmax is over 50,257 tokens. A loss that reads all
-    logits, such as label smoothing, must take logits[:, :V]."""
+    to a copy of `head`, and a bias of -inf gives them the probability 0. In Karpathy's lecture,
+    such rows made a step on an A100 3 % faster. The model itself keeps 50,257 rows, which is the
+    shape that Hugging Face loads, and its samples and HellaSwag need no padding. A loss that reads
+    all logits, such as label smoothing, must take logits[:, :V]."""
     V = head.size(0)
     added = 64 * math.ceil(V / 64) - V  # rows
-    padded = F.pad(head, (0, 0, 0, added))  # (V + added, C)
-    bias = F.pad(x.new_zeros(V), (0, added), value=-math.inf)  # (V + added,)
-    logits = F.linear(x.flatten(0, 1), padded, bias)  # (B * T, V + added)
+    padded_head = F.pad(head, (0, 0, 0, added))  # (V + added, C), with rows of zeros at the end
+    bias = F.pad(x.new_zeros(V), (0, added), value=-math.inf)  # (V + added,), -inf at the end
+    logits = F.linear(x.flatten(0, 1), padded_head, bias)  # (B * T, V + added)
     return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-100)
 
 
@@ -159,7 +160,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.loss = next_token_loss  # train() may compile it
+        self.loss = next_token_loss  # or a compiled version of it
         self.low_memory = False  # recompute blocks in the backward pass instead of storing them
 
         # The initial weights. LayerNorms keep theirs, which are ones and zeros.
@@ -232,8 +233,9 @@ class GPT(nn.Module):
         """Training FLOPs per token: 6 N + 12 L C T, with L = n_layer (PaLM, Chowdhery et al. 2022,
         appendix B). N counts the weights of the linear layers and of the head."""
         N = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        if not any(isinstance(m, nn.Linear) for m in self.children()):
-            N += self.wte.weight.numel()  # The head is not a layer of its own.
+        has_own_head = any(isinstance(m, nn.Linear) for m in self.children())
+        if not has_own_head:
+            N += self.wte.weight.numel()
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
@@ -257,7 +259,7 @@ class DataLoaderLite:
     In each epoch every shard is cut into sequences of T tokens. The shards are read in random
     order, and so are the sequences within a shard. An epoch skips a random number of tokens, below
     T, at the beginning of each shard. Thus each epoch has different sequences, which helps a model
-    that reads a small text many times (measured in bench/order/README.md).
+    that reads a small text many times.
 
     The order depends only on the seed. The sequences are numbered in this order, epoch after epoch.
     Rank 0 reads the first B of them, rank 1 the next B, and so on. With N sequences per step, step
@@ -292,19 +294,27 @@ class DataLoaderLite:
         self.paths, self.shards = open_split(data, split, self.vocab_size)
         sizes = np.array([len(tokens) for tokens in self.shards])
         self.total_tokens = int(sizes.sum())
-        # The number of sequences in each shard, which is the same in all epochs: the last token of
-        # a shard is only a target, and with shuffle an epoch may skip T - 1 tokens.
-        self.counts = np.maximum(sizes - (T if shuffle else 1), 0) // T
+        # The number of sequences in each shard, the same in all epochs. The last token of a shard
+        # is only a target. With shuffle an epoch skips up to T - 1 tokens.
+        most_skipped = T - 1 if shuffle else 0
+        self.counts = np.maximum(sizes - 1 - most_skipped, 0) // T
         self.sequences_per_epoch = int(self.counts.sum())
         if self.sequences_per_epoch == 0:
             problem = f"{self.total_tokens} {split} tokens are too few for sequences of {T}"
             raise UserError(f"{data}: {problem}; take more text or a smaller --seq-len")
-        # A resumed run must have the same shards. `data` itself may have another path.
+        # A resumed run must have the same shards, although `data` may have moved.
         names = [path.relative_to(data).as_posix() for path in self.paths]
         self.shard_sizes = list(zip(names, sizes.tolist(), strict=True))
+        # A thread reads the next batch while the device computes with this one.
         self.thread = ThreadPoolExecutor(max_workers=1)
-        self.requested: tuple[int, int] | None = None  # what the thread was last asked to read
-        self.epoch = -1  # the epoch that the thread reads; none so far
+        self.requested: tuple[int, int] | None = None  # the sequences of the next batch
+        self.upcoming: Future[np.ndarray] | None = None  # the next batch
+        # Where the thread is: in one shard of an epoch, after the sequences of earlier shards.
+        self.epoch = -1  # none so far
+        self.rest: Iterator[tuple[int, np.ndarray]] = iter(())  # the shards that follow
+        self.earlier = 0  # number of sequences in the shards before this one
+        self.shard = 0
+        self.starts = np.arange(0)  # where the sequences of this shard begin
         self.go_to(0)
 
     def go_to(self, n: int) -> None:
@@ -314,9 +324,8 @@ class DataLoaderLite:
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next inputs and targets of this rank, (B, T) int64 each."""
         tokens = torch.from_numpy(self.request().result())  # (B, T + 1)
-        # The thread reads the following batch while the device computes with this one.
         self.sequences_read += self.B * self.world_size
-        self.request()
+        self.request()  # the batch after this one, without waiting for it
         if self.device.type == "cuda":
             # The CPU does not wait for a copy to the GPU from pinned memory.
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
@@ -326,27 +335,29 @@ class DataLoaderLite:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def request(self) -> "Future[np.ndarray]":
-        """The next batch of this rank. The thread is asked to read it, unless it has been."""
+        """Makes the thread read the next batch of this rank, unless it already does."""
         wanted = (self.sequences_read + self.rank * self.B, self.B)
         if wanted != self.requested:
-            self.requested, self.upcoming = wanted, self.thread.submit(self.read, *wanted)
+            self.requested = wanted
+            self.upcoming = self.thread.submit(self.read, *wanted)
         return self.upcoming
 
     def read(self, first: int, n: int) -> np.ndarray:
-        """Reads n sequences, of which the first has the number `first`. (n, T + 1) int64
+        """Reads the sequences number `first` to `first` + n - 1. (n, T + 1) int64
 
-        Each has one token more than T, the target of the last one. In training only the thread may
-        call this, since it changes the loader's place in the order."""
+        Each has T inputs, and one token more, which is the target of the last input. Once the
+        thread reads, nobody else may call this."""
         rows = []
         for number in range(first, first + n):
             epoch, i = divmod(number, self.sequences_per_epoch)
-            if epoch != self.epoch or i < self.earlier:  # Begin this epoch with its first shard.
-                self.epoch, self.order = epoch, self.order_of(epoch)
-                self.earlier, self.starts = 0, []
-            # `starts` has the sequences of one shard. The shards before it have `earlier` others.
+            if epoch != self.epoch or i < self.earlier:  # Begin with the first shard of the epoch.
+                self.epoch = epoch
+                self.rest = self.order_of(epoch)
+                self.earlier = 0
+                self.starts = np.arange(0)
             while i >= self.earlier + len(self.starts):  # Go on to the next shard.
                 self.earlier += len(self.starts)
-                self.shard, self.starts = next(self.order)
+                self.shard, self.starts = next(self.rest)
             start = self.starts[i - self.earlier]
             tokens = self.shards[self.shard][start : start + self.T + 1]
             check_tokens(tokens, self.paths[self.shard], self.vocab_size)  # UserError if damaged
@@ -354,8 +365,10 @@ class DataLoaderLite:
         return np.stack(rows).astype(np.int64)
 
     def order_of(self, epoch: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields each shard, with the places where its sequences begin, in the order of reading."""
-        skipped, shards = 0, np.arange(len(self.shards))
+        """Yields the number of each shard, with the places where its sequences begin, in the order
+        in which they are read."""
+        shards = np.arange(len(self.shards))
+        skipped = 0
         if self.shuffle:
             # Every version of NumPy draws the same numbers from RandomState.
             random = np.random.RandomState([self.seed, epoch])
@@ -365,7 +378,7 @@ class DataLoaderLite:
             starts = skipped + self.T * np.arange(self.counts[shard])
             if self.shuffle:
                 random.shuffle(starts)
-            yield shard, starts  # All shards at once would take 8 bytes per sequence.
+            yield shard, starts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -375,7 +388,7 @@ Preset = Literal["auto", "gpt2", "gpt2-fast", "gpt3", "small", "shakespeare"]
 Dtype = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
 
 
-# The library tyro makes a flag of each field, such as --max-steps, with its comment as help text.
+# Each field is also a flag, such as --max-steps, and its comment is the help text of the flag.
 @dataclass
 class TrainConfig:
     """The settings of a run. The value of each comes from the first of these that has one:
@@ -388,8 +401,8 @@ class TrainConfig:
     # What to train on, and where to start
 
     preset: Preset = "auto"  # a recipe; auto: gpt2 with a GPU and shards, else shakespeare
-    data: str = "edu_fineweb10B"  # folder of token shards, also in subfolders, or a .txt file
-    init: str = "scratch"  # scratch, a GPT-2 of the Hub, such as gpt2-medium, or a model's folder
+    data: str = "edu_fineweb10B"  # folder of token shards, or a .txt file
+    init: str = "scratch"  # scratch, a model's folder, or its name on the Hub, such as gpt2-medium
     log_dir: str = "log"  # folder of the run; an earlier run in it is renamed, or resumed
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
     plan: bool = False  # print estimated FLOPs, memory and time, try one step, and exit
@@ -412,7 +425,7 @@ class TrainConfig:
     min_lr: float = 6e-5  # learning rate at the end
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay (see get_lr)
     warmup_steps: int = 715  # steps in which the rate rises; the default is as in GPT-3
-    warmdown_steps: int = 5000  # number of last steps in which the rate falls, with wsd
+    warmdown_steps: int = 5000  # with wsd, steps at the end in which the rate falls
     weight_decay: float = 0.1  # decoupled weight decay of matrices
     beta2: float = 0.95  # AdamW's decay rate of squared gradients
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
@@ -443,8 +456,8 @@ class TrainConfig:
     wandb: bool = False  # also log to Weights & Biases
 
 
-# A resumed run must have the same values of these settings. The others may change. For example, a
-# lower rate may save a run that diverges, and more steps make it longer.
+# --resume refuses other values of these settings, which would make another run. The others may
+# change. For example, a lower rate may save a run that diverges, and more steps make it longer.
 # fmt: off
 MUST_NOT_CHANGE = (
     "preset", "init", "seed", "shuffle", "n_layer", "n_head", "n_embd", "total_batch_size",
@@ -471,8 +484,8 @@ PRESETS = {
         max_lr=1e-3, min_lr=1e-4, warmup_steps=150, eval_tokens=1_048_576, hellaswag_every=0,
         save_every=250,
     ),
-    # A model of 3.4 million parameters on Shakespeare, for two minutes on two CPU cores. Of the
-    # values tried, these reach the lowest loss in that time (bench/recipes/README.md). It is
+    # A model of 3.4 million parameters that trains on Shakespeare in two minutes on two CPU cores.
+    # Of the values tried, these reach the lowest loss in that time (bench/recipes/README.md). It is
     # not compiled, which would take another minute. ROOT is the folder of this repository.
     "shakespeare": dict(
         data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=32,
@@ -496,15 +509,16 @@ def configure_optimizers(
     """AdamW. With --optimizer muon, Muon (support/muon.py) takes over the linear layers inside the
     blocks. `dtype` is the precision of the model's matrix products.
 
-    Every step sets the learning rate of each group to that of get_lr(), times the group's
-    "lr_scale" if it has one."""
+    train() sets the learning rate of all groups to that of get_lr(). To give a group of your own
+    another rate, add a key: {"params": …, "lr_scale": 0.1}."""
     optimizers = []
     parameters = dict(model.named_parameters())
     if config.optimizer == "muon":
         modules = model.h.named_modules()
         names = [f"h.{name}.weight" for name, m in modules if isinstance(m, nn.Linear)]
         matrices = [parameters.pop(name) for name in names]
-        # Muon computes in bfloat16 if the model does. The range of float16 is too small for it.
+        # Its updates have the size of AdamW's, so the same learning rate suits both. It computes in
+        # bfloat16 if the model does. The range of float16 would be too small.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
     # Matrices and embeddings decay. Biases and LayerNorms have one dimension and do not decay.
@@ -552,8 +566,8 @@ def validation_loss(
     """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them."""
     N = len(sequences)
     firsts = range(0, N, ranks.world_size * B)  # B sequences for each rank
-    # One tensor for all losses. A small one per batch, kept between the large ones of its batch,
-    # would leave gaps in a CPU's memory, which could add up to gigabytes.
+    # All losses go into one tensor. Many small ones would fragment the memory of a CPU, which has
+    # cost a run gigabytes.
     losses = torch.zeros(len(firsts), device=ranks.device)
     for i, first in enumerate(firsts):
         ranks.check_stop()  # raises StopRequested
@@ -581,10 +595,16 @@ def print_samples(
     """Prints two continuations of a prompt, which is a list of tokens, on each rank."""
     seeds = [42 + 2 * ranks.rank, 43 + 2 * ranks.rank]  # all samples of all ranks differ
     with autocast:
+        # The tokens that model.generate() draws, but much faster, if the model is a GPT-2.
         steps = list(next_tokens(model, prompt, seeds, max_new_tokens=64))  # 64 times 2 tokens
     for i, tokens in enumerate(zip(*steps, strict=True)):
         name = f"rank {ranks.rank} sample {i}" if ranks.world_size > 1 else f"sample {i}"
         print_line(f"{name}:\n{indent(printable([*prompt, *tokens], tokenizer), '  ')}")
+
+
+def is_due(every: int, step: int, config: TrainConfig) -> bool:
+    """True at each multiple of `every`, and at the end of the run. With 0 it is never true."""
+    return every > 0 and (step % every == 0 or step == config.max_steps)
 
 
 class Evaluations:
@@ -601,7 +621,7 @@ class Evaluations:
         self.autocast = setup.autocast
         if config.sample_every:
             self.prompt = prompt_tokens(config.sample_prompt, tokenizer)
-        self.text_size = None  # bytes and characters of the validation text, if it is a text
+        self.text_size = None  # bytes and characters of the validation data, if they are text
         if config.eval_every:
             T = config.seq_len
             loader = DataLoaderLite(config.data, "val", self.B, T, shuffle=False)
@@ -616,7 +636,8 @@ class Evaluations:
         """Runs and prints the evaluations that are due after `step` updates. Returns the results
         under their names in log.txt.
 
-        Raises StopRequested if a rank has received a stop signal. --resume then repeats them."""
+        Raises StopRequested if a rank has received a stop signal. --resume then repeats the
+        evaluations."""
         config, model, ranks, autocast = self.config, self.model, self.ranks, self.autocast
         results = {}
         model.eval()
@@ -638,11 +659,6 @@ class Evaluations:
             if is_due(config.sample_every, step, config) and step > 0:
                 print_samples(model, self.tokenizer, self.prompt, ranks, autocast)
         return results
-
-
-def is_due(every: int, step: int, config: TrainConfig) -> bool:
-    """True at each multiple of `every`, and at the end of the run. With 0 it is never true."""
-    return every > 0 and (step % every == 0 or step == config.max_steps)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -671,13 +687,13 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None
 def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScaler) -> bool:
     """Whether a step must leave the weights as they are, since a gradient is not finite.
 
-    In float16 gradients overflow from time to time. The optimizers then skip the step, and the
-    scaler lowers its scale. In any other precision, or if the scale has fallen to 1, the model has
-    diverged, which is a RunError. `norm` is the norm of all gradients."""
+    In float16 gradients overflow from time to time. Such a step is skipped, and the scaler lowers
+    its scale. In any other precision the scale is 1. At a scale of 1 the model has diverged, which
+    is a RunError. `norm` is the norm of all gradients."""
     if math.isfinite(loss) and math.isfinite(norm):
         return False
     problem = f"the loss is {loss} and the norm of the gradients {norm}"
-    if math.isfinite(loss) and scaler.get_scale() > 1:  # The scale is 1 if it is not float16.
+    if math.isfinite(loss) and scaler.get_scale() > 1:
         print0(f"step {step:5d} skipped: {problem}")
         return True
     remedy = "so the model has diverged; lower --max-lr; --resume continues from a checkpoint"
@@ -706,7 +722,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     if weights:
         huggingface.load_weights(model, weights, resumed=checkpoint is not None)
 
-    # ---- The precision, whether to compile, B, and the number of micro-batches per step
+    # ---- The precision, whether to compile, B, and the number of micro-batches per step. A resumed
+    # run keeps its precision and its B if it can.
     setup = choose_setup(
         config,
         model,
@@ -716,8 +733,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     )
     if setup.compiled:
         # Each block is compiled by itself. All of them run the same code, so torch compiles it once
-        # and uses it for all, unless an attribute that differs between blocks, such as a layer's
-        # number, makes their code differ. A copy of the model must be compiled again.
+        # for all, or once for each value of an attribute that differs between blocks, such as a
+        # window. A copy of the model, for example to average its weights, is not compiled.
         for block in model.h:
             block.compile(dynamic=False)  # all batches have one shape
         model.loss = torch.compile(model.loss, dynamic=False)
@@ -747,34 +764,33 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         loader.go_to(step * config.total_batch_size // T)
         # Raises UserError if the class or the parameters of an optimizer differ.
         load_optimizers(saved["optimizers"], optimizers, model)
-        if saved["scaler"]:  # {} if it was not float16
+        if saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
         progress.training_seconds = saved["training_seconds"]
 
     def save(step: int, required: bool) -> None:
         """Saves a checkpoint, if this step has none. If the disk is full, this prints a line, or
-        raises UserError if the checkpoint is required. Rank 0 does the work."""
+        raises UserError if the checkpoint is `required`. Rank 0 does the work."""
         state = {
             "step": step,
             "precision": setup.precision,
             "B": setup.B,
             "shards": loader.shard_sizes,
             "optimizers": optimizer_states(optimizers, model),
-            "scaler": scaler.state_dict(),
+            "scaler": scaler.state_dict(),  # {} if it is not float16
             "training_seconds": progress.training_seconds,
         }
         run.save_checkpoint(model, tokenizer, state, required)
 
-    # ---- All checks are done, and log_dir is still as it was. From here on it changes: an earlier
-    # run is renamed, unless this one resumes it.
+    # ---- So far nothing was written. Now an earlier run in log_dir is renamed or resumed.
     run.begin(model, setup, step, weights)
     progress.print_header(loader, optimizers, checkpoint)
     # With several ranks DDP averages their gradients. With one rank this is the model itself.
     ddp_model = wrap_in_ddp(model, ranks, setup, T)
 
-    # From here on a stop signal does not end the process. Instead all ranks raise StopRequested at
-    # the same place: after an update, or between two batches of an evaluation. On a CPU, where a
-    # step may take hours, they also raise it before a micro-step, and the unfinished step is lost.
+    # ---- The loop
+    # From here on Ctrl-C and SIGTERM do not end the process. Instead all ranks raise StopRequested
+    # together, after the update or between two batches of an evaluation, and the run is saved.
     collect_stop_signals()
     try:
         while step < config.max_steps:
@@ -786,11 +802,11 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr * group.get("lr_scale", 1.0)
-            ranks.seed(config.seed, step)  # of random numbers in this step, if there is dropout
+            ranks.seed(config.seed, step)  # for dropout, if you add it
             model.train()
             loss_sum = torch.zeros((), device=device)
             for micro_step in range(setup.micro_steps):
-                if device.type == "cpu":
+                if device.type == "cpu":  # A step may take hours. Do not wait for its end.
                     ranks.check_stop()
                 x, y = loader.next_batch()  # (B, T) each
                 # DDP averages the gradients over the ranks only in the last micro-step. Without DDP
@@ -805,8 +821,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 scaler.unscale_(optimizer)
             # Each p.grad is now the mean over all micro-steps and ranks, the same on every rank.
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            # One exchange adds up the losses of the ranks, and tells all of them if one was asked
-            # to stop. tolist() is the first call in a step that waits for the GPU.
+            # One exchange adds up both the losses of the ranks and the number of those that were
+            # asked to stop. tolist() is the first call in a step that waits for the GPU.
             stop = torch.full_like(loss_sum, stop_requested())
             loss_sum, stop = ranks.sum_tensor(torch.stack([loss_sum, stop])).tolist()
             loss = loss_sum / (setup.micro_steps * world_size)
@@ -815,14 +831,14 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 for optimizer in optimizers:
                     scaler.step(optimizer)
             scaler.update()
-            # Gradients in DDP's buffers are set to 0 in place. Without DDP their memory is freed.
+            # DDP keeps the gradients in its own buffers. Without DDP their memory is freed.
             model.zero_grad(set_to_none=world_size == 1)
             # ---- End of the update ---------------------------------------------------------------
 
             # On a GPU the optimizer may still be running. Its time counts as part of the next step.
             progress.end_step(step, began)
             print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
-            # Any other name becomes another stream of log.txt, with a panel in curves.png.
+            # Any value that you add becomes a stream of log.txt and a panel of curves.png.
             run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
             step += 1
             if is_due(config.save_every, step, config):  # before an evaluation, which may fail
@@ -858,7 +874,7 @@ def main(args: list[str] | None = None) -> int:
     ranks = Ranks.start(config.device, config.deterministic)  # joins torchrun's process group
     with RunFolder(config, ranks) as run:  # keeps other runs out of the folder
         status = train(config, ranks, run)
-    ranks.leave()  # After an error run_and_exit() ends the process without this.
+    ranks.leave()
     return status
 
 

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from support import sampling
 from support.errors_and_signals import RunError
 from support.functional_gpt2 import KeysAndValues, gpt2
+from support.huggingface import TRANSPOSED
 from support.ranks import Ranks
 from support.sampling import cast_weights, choose_dtype, next_tokens
 from support.tokenizer import get_tokenizer
 from tests.conftest import logits_of
-from train_gpt2 import GPT, TRANSPOSED, GPTConfig, print_samples
+from train_gpt2 import GPT, GPTConfig, print_samples
 
 
 def random_gpt(*shape):
