@@ -32,7 +32,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import indent
 from typing import Literal
 
 import numpy as np
@@ -44,27 +43,26 @@ from torch.utils.checkpoint import checkpoint as recompute_in_backward
 import hellaswag
 from support import huggingface
 from support.checkpoints import load_optimizers, optimizer_states
-from support.command_line import print0, print_line
+from support.command_line import print0
 from support.errors_and_signals import (
     RunError,
     StopRequested,
     UserError,
     collect_stop_signals,
     run_and_exit,
-    status_after_signal,
     stop_requested,
 )
 from support.files_and_locks import ROOT
 from support.muon import Muon
 from support.plan import print_plan
-from support.progress import Progress, print_results
+from support.progress import Progress
 from support.ranks import Ranks, wrap_in_ddp
-from support.run_folder import RunFolder, find_weights
+from support.run_folder import RunFolder
 from support.run_setup import Setup, choose_setup
-from support.sampling import next_tokens
-from support.settings import print_preset, read_config
+from support.sampling import print_samples
+from support.settings import read_config
 from support.shards import check_tokens, open_split, open_tokenizer
-from support.tokenizer import Tokenizer, measure_text, printable, prompt_tokens
+from support.tokenizer import Tokenizer, measure_text
 
 # --------------------------------------------------------------------------------------------------
 # Model: section 2.3 of "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019)
@@ -589,19 +587,6 @@ def validation_loss(
     return ranks.sum(total) / N
 
 
-def print_samples(
-    model: GPT, tokenizer: Tokenizer, prompt: list[int], ranks: Ranks, autocast: torch.autocast
-) -> None:
-    """Prints two continuations of a prompt, which is a list of tokens, on each rank."""
-    seeds = [42 + 2 * ranks.rank, 43 + 2 * ranks.rank]  # all samples of all ranks differ
-    with autocast:
-        # The tokens that model.generate() draws, but much faster, if the model is a GPT-2.
-        steps = list(next_tokens(model, prompt, seeds, max_new_tokens=64))  # 64 times 2 tokens
-    for i, tokens in enumerate(zip(*steps, strict=True)):
-        name = f"rank {ranks.rank} sample {i}" if ranks.world_size > 1 else f"sample {i}"
-        print_line(f"{name}:\n{indent(printable([*prompt, *tokens], tokenizer), '  ')}")
-
-
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
     """True at each multiple of `every`, and at the end of the run. With 0 it is never true."""
     return every > 0 and (step % every == 0 or step == config.max_steps)
@@ -619,8 +604,6 @@ class Evaluations:
         self.ranks = ranks
         self.B = setup.B
         self.autocast = setup.autocast
-        if config.sample_every:
-            self.prompt = prompt_tokens(config.sample_prompt, tokenizer)
         self.text_size = None  # bytes and characters of the validation data, if they are text
         if config.eval_every:
             T = config.seq_len
@@ -657,7 +640,7 @@ class Evaluations:
                 results["hella"] = accuracy
                 print0(f"step {step:5d} HellaSwag {accuracy:.4f}")
             if is_due(config.sample_every, step, config) and step > 0:
-                print_samples(model, self.tokenizer, self.prompt, ranks, autocast)
+                print_samples(model, self.tokenizer, config.sample_prompt, ranks, autocast)
         return results
 
 
@@ -853,9 +836,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             save(step, required=True)
             hint = f"--resume --log-dir {config.log_dir} continues"
         print0(f"stopped by a signal after {step} updates; {hint}")
-        return status_after_signal()
+        return StopRequested.exit_status()
 
-    print_results(results, evaluations.text_size, progress)
+    progress.print_results(results, evaluations.text_size)
     if config.save_every:
         run.finish(model, step)  # draws curves.png, and prints how to sample from the model
     return 0
@@ -864,12 +847,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 def main(args: list[str] | None = None) -> int:
     """Reads the command line and trains. Returns the exit status."""
     config = read_config(args, TrainConfig, PRESETS, MUST_NOT_CHANGE, GPTConfig)
-    print_preset(config)
     if config.plan:
-        weights = find_weights(config)
-        with torch.device("meta"):  # tensors without memory
-            model = GPT(model_config(config, open_tokenizer(config.data), weights))
-        print_plan(config, model)  # also tries a step with tensors that have no memory
+        print_plan(config, GPT, model_config)
         return 0
     ranks = Ranks.start(config.device, config.deterministic)  # joins torchrun's process group
     with RunFolder(config, ranks) as run:  # keeps other runs out of the folder

@@ -32,6 +32,11 @@ class RunError(Exception):
 class StopRequested(Exception):
     """A rank has received a stop signal. All ranks raise this at the same place."""
 
+    @staticmethod
+    def exit_status() -> int:
+        """That of a run that was stopped: 130 after SIGINT, otherwise 143."""
+        return 130 if received_signals[:1] == [signal.SIGINT] else 143
+
 
 class LostRank(RunError):
     """An exchange failed, probably since another rank has ended."""
@@ -114,11 +119,6 @@ def collect_stop_signals() -> None:
 def stop_requested() -> bool:
     """True once this process has received a stop signal."""
     return bool(received_signals)
-
-
-def status_after_signal() -> int:
-    """The status of a run that was stopped: 130 after SIGINT, otherwise 143."""
-    return 130 if received_signals[:1] == [signal.SIGINT] else 143
 
 
 # --------------------------------------------------------------------------------------------------

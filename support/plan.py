@@ -1,11 +1,13 @@
 """The arithmetic of a run, with which it begins, and `train_gpt2.py --plan`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from support import forks
+from support.checkpoints import list_checkpoints
 from support.command_line import duration, note, shown, warn
 from support.devices import (
     PEAK_TFLOPS,
@@ -16,12 +18,14 @@ from support.devices import (
     wants_compile,
 )
 from support.errors_and_signals import first_line
+from support.huggingface import find_model
 from support.micro_batch import SIZES, choose_micro_batch, estimate_memory, usable_memory
 from support.ranks import Ranks
-from support.shards import open_split
+from support.shards import open_split, open_tokenizer
+from support.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from train_gpt2 import GPT, TrainConfig
+    from train_gpt2 import GPT, GPTConfig, TrainConfig
 
 ASSUMED_MFU = 0.4
 CARDS = [  # that many people own or rent: how many of them, and GB of memory of each
@@ -89,10 +93,19 @@ def warn_of_settings(config: "TrainConfig", available: int) -> None:
         warn(f"{problem}, and the run ends after {config.max_steps}")
 
 
-def print_plan(config: "TrainConfig", model: "GPT") -> None:
-    """Prints what a run will take, and tries one step without memory. Trains nothing.
-
-    `model` is on the device "meta"."""
+def print_plan(
+    config: "TrainConfig",
+    model_class: "type[GPT]",
+    model_config: "Callable[[TrainConfig, Tokenizer, Path | None], GPTConfig]",
+) -> None:
+    """Prints what a run will take, and tries one step without memory. Trains nothing."""
+    weights = None  # the folder of the model from which the run would start
+    if config.resume:
+        weights = next(reversed(list_checkpoints(Path(config.log_dir))), None)
+    if weights is None and config.init != "scratch":
+        weights = find_model(config.init)
+    with torch.device("meta"):  # tensors without memory
+        model = model_class(model_config(config, open_tokenizer(config.data), weights))
     device = choose_device(config.device)
     precision, device_line = choose_precision(config.dtype, device, model.num_parameters())
     peak, source = peak_flops(device, precision)

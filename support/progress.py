@@ -98,6 +98,24 @@ class Progress:
         plan.warn_of_settings(config, available)
         forks.warn_if_not_causal(self.model, setup.autocast)
 
+    def print_results(self, results: dict[str, float], text: TextSize | None) -> None:
+        """Prints the last validation loss in all units, how long the run has trained, and the
+        memory that it has taken.
+
+        `results` are those of the last evaluation. `text` is the size of the text that was
+        predicted, or None if it was no text."""
+        if "val" in results:
+            loss = results["val"]
+            print0(f"\nvalidation loss: {loss:.4f} nats per token")
+            if text:
+                print0(f"  {text.nats_per_character(loss):.4f} nats per character")
+                print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
+        minutes = self.training_seconds / 60
+        print0(f"done: {self.max_steps:,} steps, {minutes:.1f} minutes of training")
+        memory = devices.peak_memory()
+        if memory:
+            print0(f"peak memory: {memory / 1e9:.2f} GB")
+
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """How many tensors an optimizer has, with how many parameters, and which of them decay."""
@@ -109,22 +127,3 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
             size = sum(p.numel() for p in tensors)
             shares.append(f"{len(tensors)} tensors with {size:,} parameters {name}")
     return f"{type(optimizer).__name__}: {', '.join(shares)}"
-
-
-def print_results(results: dict[str, float], text: TextSize | None, progress: Progress) -> None:
-    """Prints the last validation loss in all units, how long the run has trained, and the memory
-    that it has taken.
-
-    `results` are those of the last evaluation. `text` is the size of what was predicted, which is
-    None if that is no text."""
-    if "val" in results:
-        loss = results["val"]
-        print0(f"\nvalidation loss: {loss:.4f} nats per token")
-        if text:
-            print0(f"  {text.nats_per_character(loss):.4f} nats per character")
-            print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
-    minutes = progress.training_seconds / 60
-    print0(f"done: {progress.max_steps:,} steps, {minutes:.1f} minutes of training")
-    memory = devices.peak_memory()
-    if memory:
-        print0(f"peak memory: {memory / 1e9:.2f} GB")

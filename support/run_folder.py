@@ -372,11 +372,3 @@ def read_run(log_dir: str) -> dict[str, Any]:
         return run_json.run_config(entries[-1])
     checkpoint = checkpoints.newest_intact(Path(log_dir))
     return checkpoints.read_training_state(checkpoint, mmap=True)["config"] if checkpoint else {}
-
-
-def find_weights(config: "TrainConfig") -> Path | None:
-    """The folder of the model from which a run would start, for --plan. None if from scratch."""
-    found = list_checkpoints(Path(config.log_dir)) if config.resume else []
-    if found:
-        return found[-1]
-    return huggingface.find_model(config.init) if config.init != "scratch" else None

@@ -7,6 +7,7 @@ numbers. A model that is not a GPT-2 is sampled by its own `generate`."""
 import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from support.command_line import print_line
 from support.devices import LARGE, choose_precision
 from support.errors_and_signals import RunError
 from support.forks import is_gpt2
 from support.functional_gpt2 import KeysAndValues, gpt2
+from support.ranks import Ranks
+from support.tokenizer import Tokenizer, printable, prompt_tokens
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT
@@ -119,6 +123,19 @@ def plain_sample(
         if token == end:
             return
         yield token
+
+
+def print_samples(
+    model: "GPT", tokenizer: Tokenizer, prompt: str, ranks: Ranks, autocast: torch.autocast
+) -> None:
+    """Prints two continuations of a text on each rank of a training run."""
+    tokens = prompt_tokens(prompt, tokenizer)
+    seeds = [42 + 2 * ranks.rank, 43 + 2 * ranks.rank]  # all samples of all ranks differ
+    with autocast:
+        steps = list(next_tokens(model, tokens, seeds, max_new_tokens=64))
+    for i, sample in enumerate(zip(*steps, strict=True)):
+        name = f"rank {ranks.rank} sample {i}" if ranks.world_size > 1 else f"sample {i}"
+        print_line(f"{name}:\n{indent(printable([*tokens, *sample], tokenizer), '  ')}")
 
 
 def samples_at_once(model: "GPT", length: int) -> int:

@@ -37,8 +37,9 @@ def read_config(
 ) -> "TrainConfig":
     """Reads the settings of a run. `args` is the command line, by default that of the process.
 
-    TrainConfig says where a value comes from. Raises UserError with all values that are wrong, or
-    that must not change on resume."""
+    TrainConfig says where a value comes from. `gpt_config_class` has the settings that --init takes
+    from its model. Prints the preset, and what differs from that model. Raises UserError with all
+    values that are wrong, or that must not change on resume."""
     scripts.loaded_code(scripts.script_of(config_class))  # what runs, before anybody edits it
     words = sys.argv[1:] if args is None else args
     # The command line is parsed twice. The first time is for --resume, --log-dir, --preset, --init
@@ -86,6 +87,7 @@ def read_config(
     ]
     if problems:
         raise UserError("; ".join(problems))
+    print0(preset_line(config))
     print_changes(fields, asdict(config))
     return config
 
@@ -118,12 +120,12 @@ def has_gpu(device: str) -> bool:
     return device in ("cuda", "mps") or (device == "auto" and found)
 
 
-def print_preset(config: "TrainConfig") -> None:
-    """Prints the preset of a run, and how to train GPT-2 instead."""
+def preset_line(config: "TrainConfig") -> str:
+    """The first line of a run: its preset, and how to train GPT-2 instead."""
     hint = ""
     if config.preset == "shakespeare":
         folder = type(config)().data
         hint = f"; for GPT-2, `python fineweb.py` makes the data in {folder}/"
         if holds_shards(Path(folder)):
             hint = f"; --preset gpt2 trains GPT-2 on {folder}/"
-    print0(f"preset: {config.preset}{hint}")
+    return f"preset: {config.preset}{hint}"

@@ -16,7 +16,7 @@ from support.ranks import Ranks
 from support.sampling import cast_weights, choose_dtype, next_tokens
 from support.tokenizer import get_tokenizer
 from tests.conftest import logits_of
-from train_gpt2 import GPT, GPTConfig, print_samples
+from train_gpt2 import GPT, GPTConfig
 
 
 def random_gpt(*shape):
@@ -144,6 +144,6 @@ def test_each_sample_of_each_rank_of_a_run_is_another_one(capsys):
     model = GPT(GPTConfig(8, 50257, 1, 1, 6)).eval()
     for rank in range(2):
         ranks = Ranks(rank=rank, world_size=2, device=torch.device("cpu"))
-        print_samples(model, get_tokenizer(), [1, 2], ranks, contextlib.nullcontext())
+        sampling.print_samples(model, get_tokenizer(), "ab", ranks, contextlib.nullcontext())
     texts = capsys.readouterr().out.split("rank ")[1:]
     assert len({text.split(":", 1)[1] for text in texts}) == 4
