@@ -99,7 +99,8 @@ def measure_ours(flags: list[str], steps: int) -> Row:
 def read_config(flags: list[str]) -> TrainConfig:
     """The settings of a run of train_gpt2.py with these flags."""
     presets, fixed = train_gpt2.PRESETS, train_gpt2.MUST_NOT_CHANGE
-    return settings.read_config(flags, TrainConfig, presets, fixed, GPTConfig)
+    with contextlib.redirect_stdout(sys.stderr):
+        return settings.read_config(flags, TrainConfig, presets, fixed, GPTConfig)
 
 
 def rungs_of(run: TrainConfig, device: torch.device) -> list[str]:

@@ -270,7 +270,7 @@ def check_origin(folder: Path, model: "GPT", resumed: bool) -> None:
         script = raw.get("script")
         if script:  # A class that was defined in a notebook has none.
             code = shlex.quote(f"{shown(folder)}/{script}")
-            problem += f": {script} trains it on, sample.py and hellaswag.py take --code {code}"
+            problem += f", {code}; sample.py and hellaswag.py take it as --code"
         raise UserError(f"{folder}: {problem}")
 
 

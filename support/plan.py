@@ -89,8 +89,8 @@ def warn_of_settings(config: "TrainConfig", available: int) -> None:
         problem = f"the model reads the data {epochs:,.0f} times, and may learn it by heart"
         warn(f"{problem}; --max-steps {steps} makes 10 epochs")
     if 0 < config.max_steps <= config.warmup_steps:
-        problem = f"the learning rate rises for {config.warmup_steps} steps (--warmup-steps)"
-        warn(f"{problem}, and the run ends after {config.max_steps}")
+        problem = f"the run has {config.max_steps:,} steps, so the learning rate never falls"
+        warn(f"--warmup-steps {config.warmup_steps}: {problem}")
 
 
 def print_plan(

@@ -64,3 +64,9 @@ def test_a_fork_under_its_own_name_from_its_first_run_to_its_score(clone):
     assert start(clone, *map(Path, shlex.split(command)), "Once --max-new-tokens 2 --device cpu")
     out = start(clone, "hellaswag.py -m log --code train_erf.py -d cpu --limit 2 --data", TASKS)
     assert out.splitlines()[-1].startswith("2 acc: ")
+    # The program that the run has kept works on when the clone has changed.
+    for path in [fork, *clone.glob("*.py"), *clone.glob("support/*.py")]:
+        path.write_text("raise RuntimeError('another version')\n")
+    kept = "log/code/sample.py log Once --max-new-tokens 2 --device cpu --code"
+    assert start(clone, kept, "log/code/train_erf.py")
+    start(clone, "log/code/train_erf.py --resume --max-steps 4 --log-dir log")

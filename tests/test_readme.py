@@ -31,6 +31,7 @@ NOT_RUN = {  # how a command begins -> why it is not run
     "torchrun ": "needs GPUs; tests/test_resume.py starts it on the CPU",
     "python hellaswag.py": "downloads; tests/test_hellaswag.py has local tasks",
     "python bench": "takes minutes; tests/test_bench.py has a small run",
+    "python log/code/": "tests/test_fresh.py runs the program that a run has kept",
     "python loss.py": "is a block of Python on that page, which another test runs",
     "python compare.py": "takes minutes; tests/test_compare.py has a stand-in for the training",
     "sed -n ": "changes train_gpt2.py; tests/test_fork.py applies the same sections",
