@@ -4,6 +4,7 @@ GPT.generate computes the whole text again for each token. Here a GPT-2 reads ea
 it keeps the keys and values of the tokens before. It draws the same tokens with the same random
 numbers. A model that is not a GPT-2 is sampled by its own `generate`."""
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -25,9 +26,6 @@ from support.tokenizer import Tokenizer, printable, prompt_tokens
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT
-
-# cuDNN is not among them, since it needs time for each new length.
-ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # --------------------------------------------------------------------------------------------------
 # Sampling
@@ -63,13 +61,13 @@ def next_tokens(
     cache = KeysAndValues(config.n_layer, capacity=min(len(prompt) + max_new_tokens, context))
     for _ in range(max_new_tokens):
         last = (slice(None), -1)
-        with sdpa_kernel(ATTENTION):
-            if idx.size(1) <= context:
-                unread = idx[:, cache.length :]
-                logits = gpt2(w, unread, config.n_layer, config.n_head, cache, at=last)  # (B, V)
-            else:
-                # The window slides, so the positions of all tokens change, and with them the keys.
-                logits = gpt2(w, idx[:, -context:], config.n_layer, config.n_head, at=last)
+        # Beyond the context the window slides. The positions of all tokens change, and with them
+        # the keys and values, so all is computed again.
+        slides = idx.size(1) > context
+        unread = idx[:, -context:] if slides else idx[:, cache.length :]
+        known = None if slides else cache
+        with fast_kernels(unread.numel()):
+            logits = gpt2(w, unread, config.n_layer, config.n_head, known, at=last)  # (B, V)
         if len(idx) < len(samples):  # after the prompt
             idx, logits = (rows.expand(len(samples), -1) for rows in (idx, logits))
             cache.take_rows([0] * len(samples))
@@ -84,6 +82,22 @@ def next_tokens(
             cache.take_rows(kept)
             samples = list(tokens)
         idx = torch.cat([idx, torch.tensor([*tokens.values()], device=device)[:, None]], dim=1)
+
+
+@contextlib.contextmanager
+def fast_kernels(rows: int) -> Iterator[None]:
+    """Chooses among torch's kernels, for a step that reads a number of tokens.
+
+    Attention is not computed by cuDNN, which needs time for each new length. In bfloat16 on a CPU,
+    the product of a single row is not computed by oneDNN, which takes twice as long as torch."""
+    before = torch.backends.mkldnn.enabled  # oneDNN was once called MKL-DNN
+    torch.backends.mkldnn.enabled = before and rows > 1
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    try:
+        with sdpa_kernel(others):
+            yield
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 def draw(
@@ -180,7 +194,8 @@ def one_row_seconds(weight: Tensor) -> float:
     seconds = []
     for _ in range(5):
         began = time.perf_counter()
-        F.linear(x, weight)
+        with fast_kernels(rows=1):
+            F.linear(x, weight)
         seconds.append(time.perf_counter() - began)
     return min(seconds)
 
