@@ -12,9 +12,11 @@ from torch import Tensor
 class KeysAndValues:
     """The keys and values of the tokens that a GPT-2 has read so far, in each of its layers."""
 
-    def __init__(self, n_layer: int, capacity: int):
-        """`capacity` is the largest number of tokens per row."""
+    def __init__(self, capacity: int, dtype: torch.dtype | None = None):
+        """capacity: the largest number of tokens per row. dtype: None means that of the first keys
+        and values."""
         self.capacity = capacity
+        self.dtype = dtype
         self.length = 0  # tokens per row so far
         self.keys: list[Tensor] = []  # (B, nh, capacity, hs) for each layer
         self.values: list[Tensor] = []
@@ -23,8 +25,8 @@ class KeysAndValues:
         """Adds k and v (B, nh, T, hs) of the next T tokens, and returns those of all tokens."""
         if layer == len(self.keys):  # the first tokens
             shape = (*k.shape[:2], self.capacity, k.size(3))
-            self.keys.append(k.new_empty(shape))
-            self.values.append(v.new_empty(shape))
+            self.keys.append(k.new_empty(shape, dtype=self.dtype))
+            self.values.append(v.new_empty(shape, dtype=self.dtype))
         end = self.length + k.size(2)
         self.keys[layer][:, :, self.length : end] = k
         self.values[layer][:, :, self.length : end] = v
@@ -79,7 +81,7 @@ def gpt2(
             k, v = cache.add(i, k, v)
         # A single token is the last one, so it sees all keys.
         causal = mask is None and T > 1
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        y = F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=mask, is_causal=causal)
         x = x + linear(y.transpose(1, 2).flatten(2), f"h.{i}.attn.c_proj")
         y = F.gelu(linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc"), approximate="tanh")
         x = x + linear(y, f"h.{i}.mlp.c_proj")

@@ -58,7 +58,12 @@ def next_tokens(
     samples = list(range(len(seeds)))  # those that have not ended
     # Each of them is a row of idx and of the cache. The prompt is computed as a single row.
     idx = torch.tensor([prompt], device=device)  # (B, T)
-    cache = KeysAndValues(config.n_layer, capacity=min(len(prompt) + max_new_tokens, context))
+    in_16_bits = w["wte.weight"].dtype.itemsize == 2
+    cache = KeysAndValues(
+        capacity=min(len(prompt) + max_new_tokens, context),
+        # On a CPU a single token's attention in bfloat16 takes several times as long.
+        dtype=torch.float32 if in_16_bits and device.type == "cpu" else None,
+    )
     for _ in range(max_new_tokens):
         last = (slice(None), -1)
         # Beyond the context the window slides. The positions of all tokens change, and with them
@@ -155,8 +160,9 @@ def print_samples(
 def samples_at_once(model: "GPT", length: int) -> int:
     """How many samples of a number of tokens next_tokens() should compute together.
 
-    Each step reads all weights once for all samples, and the keys and values of each sample. When
-    both have the same size, more samples at once would hardly be faster, but take more memory."""
+    Each step reads all weights once for all samples, and the keys and values of each sample. Once
+    there are more of these than weights, more samples at once take more memory, and hardly less
+    time for each of them."""
     if not is_gpt2(model):
         return 1  # its samples are computed one by one
     config = model.config

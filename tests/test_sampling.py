@@ -75,7 +75,7 @@ def test_logits_with_a_cache_are_those_of_transformers():
     prompt = torch.randint(100, (2, 9))
     options = dict(max_new_tokens=31, do_sample=False, eos_token_id=None, pad_token_id=0)
     theirs = theirs.generate(prompt, output_logits=True, return_dict_in_generate=True, **options)
-    cache = KeysAndValues(n_layer=3, capacity=40)
+    cache = KeysAndValues(capacity=40)
     tokens = theirs.sequences[:, 9:].split(1, dim=1)
     for unread, expected in zip((prompt, *tokens), theirs.logits, strict=False):
         found = gpt2(w, unread, 3, 4, cache, at=(slice(None), -1))
