@@ -95,7 +95,7 @@ def main(args: list[str] | None = None) -> None:
     tokenizer = tokenizer_of(folder)
     precision = config.dtype
     if precision == "auto":
-        precision, line = choose_dtype(model)
+        precision, line = choose_dtype(model, folder)
         note(line)
     dtype = getattr(torch, precision)
     autocast = contextlib.nullcontext()

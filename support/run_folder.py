@@ -343,9 +343,6 @@ class RunFolder:
             command.append(self.config.sample_prompt)
         if script and script != ROOT / "train_gpt2.py":
             command += ["--code", shown(script)]
-        if not is_gpt2:
-            # A changed model may only work in the precision in which it was trained.
-            command += ["--dtype", self.entries[-1]["dtype"]]
         print0(f"sample: {shlex.join(command)}")
 
 

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from support.checkpoints import read_training_state
 from support.command_line import print_line
 from support.devices import LARGE, choose_precision
 from support.errors_and_signals import RunError
@@ -175,11 +177,17 @@ def samples_at_once(model: "GPT", length: int) -> int:
 # Precision
 
 
-def choose_dtype(model: "GPT") -> tuple[str, str]:
-    """(the dtype in which a model is probably sampled fastest, a line with the reason)"""
+def choose_dtype(model: "GPT", folder: Path) -> tuple[str, str]:
+    """(the dtype in which a model is probably sampled fastest, a line with the reason)
+
+    If it is not a GPT-2, that of its training is taken, since it may work in no other. `folder` is
+    that of the model. If there is no training state, the dtype is float32."""
     device = next(model.parameters()).device
     if not is_gpt2(model):
-        return "float32", f"{device}, float32: the code does not compute a GPT-2"
+        name = "float32"
+        if (folder / "training_state.pt").exists():
+            name = read_training_state(folder, mmap=True)["precision"].replace("tf32", "float32")
+        return name, f"{device}, {name}: the model is not a GPT-2, and was trained so"
     if device.type != "cpu":
         return choose_precision("auto", device)
     chip = f"cpu ({torch.get_num_threads()} threads)"

@@ -129,15 +129,18 @@ def test_in_16_bits_the_probabilities_are_almost_the_same():
     assert difference.square().mean().sqrt() < 0.05
 
 
-def test_auto_is_bfloat16_for_a_large_model_where_the_chip_is_faster(monkeypatch):
+def test_auto_is_bfloat16_for_a_large_model_where_the_chip_is_faster(monkeypatch, tmp_path):
     model = GPT(GPTConfig(8, 7, 1, 1, 6))
-    assert choose_dtype(model)[0] == "float32"
+    assert choose_dtype(model, tmp_path)[0] == "float32"
     monkeypatch.setattr(sampling, "LARGE", 0)
     for speedup, expected in ((0.7, "float32"), (2.0, "bfloat16")):
         seconds = {torch.float32: speedup, torch.bfloat16: 1.0}
         monkeypatch.setattr(sampling, "one_row_seconds", lambda weight, s=seconds: s[weight.dtype])
-        assert choose_dtype(model)[0] == expected
-    assert choose_dtype(Fork(model.config))[0] == "float32"
+        assert choose_dtype(model, tmp_path)[0] == expected
+    fork = Fork(model.config)
+    assert choose_dtype(fork, tmp_path)[0] == "float32"
+    torch.save({"precision": "bfloat16"}, tmp_path / "training_state.pt")
+    assert choose_dtype(fork, tmp_path)[0] == "bfloat16", "as it was trained"
 
 
 def test_each_sample_of_each_rank_of_a_run_is_another_one(capsys):
