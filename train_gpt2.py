@@ -831,11 +831,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         results = evaluations.run(step)
         run.log(step, **results)
     except StopRequested:
-        hint = "nothing is saved"
         if config.save_every:
             save(step, required=True)
-            hint = f"--resume --log-dir {config.log_dir} continues"
-        print0(f"stopped by a signal after {step} updates; {hint}")
+        run.print_stop(step)
         return StopRequested.exit_status()
 
     progress.print_results(results, evaluations.text_size)

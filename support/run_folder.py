@@ -198,7 +198,8 @@ class RunFolder:
         except (OSError, ValueError) as error:  # such as a mount, or --log-dir .
             self.refuse_to_rename(first_line(error))
         self.make_and_lock()
-        print0(f"an earlier run is now in {renamed}/ (--resume --log-dir {renamed} continues it)")
+        name = shlex.quote(str(renamed))
+        print0(f"an earlier run is now in {renamed}/ (--resume --log-dir {name} continues it)")
 
     def refuse_to_rename(self, reason: str) -> None:
         problem = f"{self.path}: holds an earlier run and cannot be renamed ({reason})"
@@ -316,6 +317,13 @@ class RunFolder:
             warn(f"{self.path}/curves.png: not drawn ({first_line(error)})")
 
     # ---- The end
+
+    def print_stop(self, step: int) -> None:
+        """Prints after how many updates a signal has stopped the run, and how to continue it."""
+        hint = "nothing is saved"
+        if self.config.save_every:
+            hint = f"--resume --log-dir {shlex.quote(str(self.path))} continues"
+        print0(f"stopped by a signal after {step} updates; {hint}")
 
     def finish(self, model: "GPT", step: int) -> None:
         """Prints where the model and the curves are, and how to sample from the model."""

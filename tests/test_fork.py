@@ -231,6 +231,40 @@ def test_a_change_that_does_nothing_is_called_a_gpt2(fork, text, tmp_path, capsy
         assert verdict in capsys.readouterr().out
 
 
+SETTINGS = """    maybe: float | None = None
+    sizes: tuple[int, ...] = (1, 2)
+    negative: float = -1.0
+    flag: bool = True
+"""
+
+
+def test_settings_of_any_kind_reach_the_model_and_a_resumed_run(text, tmp_path, monkeypatch):
+    """What JSON has no type for, such as a tuple, comes back as it was."""
+    fields = [
+        (f"    n_embd: int = 768  # {what}\n", what)
+        for what in ("channels", "number of channels (C)")
+    ]
+    changes = [(line, f"{line}{SETTINGS}") for line, _ in fields]
+    values = "maybe=config.maybe, sizes=config.sizes, negative=config.negative, flag=config.flag"
+    changes.append(
+        (
+            "        n_embd=config.n_embd,\n    )",
+            f"        n_embd=config.n_embd,\n        {values},\n    )",
+        )
+    )
+    changed = import_file(edited(tmp_path / "train_settings.py", *changes), monkeypatch)
+    args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]
+    given = "--maybe 0.5 --sizes 3 4 5 --negative -2 --no-flag"
+    assert changed.main(tiny(*args, "--max-steps 1", given)) == 0
+    assert changed.main(words(*args, "--resume --max-steps 2")) == 0
+    for name in ("log", "log/step_000002"):
+        found = changed.GPT.from_pretrained(tmp_path / name).config
+        assert (found.maybe, found.sizes, found.negative, found.flag) == (0.5, (3, 4, 5), -2, False)
+    init = ["--init", tmp_path / "log", "--max-steps 1 --save-every 1 --data", text]
+    assert changed.main(tiny(*init, "--log-dir", tmp_path / "tuned")) == 0
+    assert changed.GPT.from_pretrained(tmp_path / "tuned").config.sizes == (3, 4, 5)
+
+
 def test_a_group_of_parameters_may_have_its_own_rate(text, tmp_path, monkeypatch):
     configure = train_gpt2.configure_optimizers
     found = []
