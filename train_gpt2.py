@@ -849,7 +849,7 @@ def main(args: list[str] | None = None) -> int:
         print_plan(config, GPT, model_config)
         return 0
     ranks = Ranks.start(config.device, config.deterministic)  # joins torchrun's process group
-    with RunFolder(config, ranks) as run:  # keeps other runs out of the folder
+    with RunFolder(config, ranks, GPT) as run:  # keeps other runs out of the folder
         status = train(config, ranks, run)
     ranks.leave()
     return status

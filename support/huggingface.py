@@ -263,7 +263,8 @@ def check_origin(folder: Path, model: "GPT", resumed: bool) -> None:
             problem = f"the weights are a GPT-2's, and {name} computes something else"
             warn(f"{folder}: {problem} ({difference})")
     elif difference:
-        if scripts.is_other_version(raw, type(model), str(folder)) and not resumed:
+        ours = scripts.script_entry(type(model))
+        if scripts.is_other_version(raw, ours, str(folder)) and not resumed:
             warn(f"{raw['script']} has changed since it trained {folder}")
     else:
         problem = "not a GPT-2, so it needs the code that trained it"

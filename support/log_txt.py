@@ -6,7 +6,8 @@ from pathlib import Path
 
 from support.files_and_locks import write_text
 
-# How values are written. A stream that is not here has six significant digits.
+# How values are written. A stream such as val_average is written like val. Others that are not here
+# have six significant digits.
 FORMATS = {"train": ".6f", "val": ".6f", "bpb": ".6f", "norm": ".6f", "hella": ".4f"}
 FORMATS |= {"lr": ".6e", "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f"}
 
@@ -57,7 +58,8 @@ def append_values(log_dir: Path, step: int, values: dict[str, float]) -> None:
     """Appends a line for each stream. If the disk is full, it raises OSError and appends none."""
     lines = []
     for stream, value in values.items():
-        number = f"{value:{FORMATS.get(stream, '.6g')}}"
+        known = stream if stream in FORMATS else stream.partition("_")[0]
+        number = f"{value:{FORMATS.get(known, '.6g')}}"
         lines.append(f"{step} {valid_name(stream)} {number}\n")
     text = "".join(lines).encode()
     with open(log_dir / "log.txt", "ab", buffering=0) as file:

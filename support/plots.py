@@ -83,8 +83,9 @@ def panels_of(run: Curves) -> dict[str, list[str]]:
     """{panel: its streams}
 
     Streams that this project doesn't know, such as those of a fork, have a panel each. But those
-    that begin with the same word, such as norm_block0 and norm_block1, share one."""
-    losses = ["train", "val"]
+    that begin with the same word, such as norm_block0 and norm_block1, share one, and those that
+    begin with train_ or val_ are losses."""
+    losses = ["train", "val", *(name for name in run if name.startswith(("train_", "val_")))]
     panels = {name: [name] for name in TITLES} | {"loss": losses, "late": losses}
     known = {*losses, "bpb", "mfu", "ms", *TITLES}
     groups: dict[str, list[str]] = {}
@@ -120,10 +121,10 @@ def draw_panel(
                 label = textwrap.fill(name, 50) if stream == streams[-1] else None
             else:
                 label = stream if j % (len(streams) / 6) < 1 else None  # of about six of them
-            if stream == "train":
+            if stream.startswith("train"):
                 axes.plot(x_values, values, color=color, alpha=0.25, lw=0.8)
                 values = smooth(values)
-            style = "o-" if stream in ("val", "hella") else "-"
+            style = "o-" if stream.startswith(("val", "hella")) else "-"
             axes.plot(x_values, values, style, color=color, ms=3, lw=1, label=label)
     for name, value in BASELINES.get(panel, {}).items() if panel != "late" or fineweb else ():
         axes.axhline(value, color="gray", linestyle=":")

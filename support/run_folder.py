@@ -34,10 +34,13 @@ class RunFolder:
     train() first calls find_checkpoint() and begin(). While it trains it calls log() and
     save_checkpoint(), and at the end finish()."""
 
-    def __init__(self, config: "TrainConfig", ranks: Ranks):
+    def __init__(self, config: "TrainConfig", ranks: Ranks, model_class: "type[GPT]"):
+        """`model_class` is the class of the model. Its file is the script of the run."""
         self.config = config
         self.ranks = ranks
         self.path = Path(config.log_dir)
+        self.script = scripts.script_of(model_class)
+        self.script_entry = scripts.script_entry(model_class)
         self.locks = contextlib.ExitStack()
         # run.json is a list with one entry for each start of the run. begin() appends this one.
         self.entries: list[dict[str, Any]] = []
@@ -76,12 +79,17 @@ class RunFolder:
 
     def find_checkpoint(self) -> tuple[Path | None, dict[str, Any]]:
         """With --resume, the newest checkpoint that is not damaged, and the dictionary that was
-        given to save_checkpoint(). (None, {}) if there is none. The same on every rank."""
+        given to save_checkpoint(). (None, {}) if there is none. The same on every rank.
+
+        Raises UserError if another script has trained it."""
         if not self.config.resume:
             return None, {}
+        entries = run_json.run_entries(self.path)
+        if entries:
+            scripts.is_other_version(entries[-1], self.script_entry, f"--resume: {self.path}")
         checkpoint = self.ranks.on_rank_0(checkpoints.newest_intact, self.path)
         if checkpoint is None:
-            if not (self.path / "run.json").exists():
+            if not entries:
                 print0(f"--resume: no run in {self.path}/, so it starts one")
             return None, {}
         self.newest_step = self.resumed_step = step_of(checkpoint)
@@ -89,6 +97,7 @@ class RunFolder:
             remedy = "use more steps, or another --log-dir"
             raise UserError(f"{checkpoint}: beyond --max-steps {self.config.max_steps}; {remedy}")
         self.saved = checkpoints.read_training_state(checkpoint)
+        scripts.is_other_version(self.saved, self.script_entry, f"--resume: {checkpoint}")
         return checkpoint, self.saved
 
     def check_same_shards(self, before: list[tuple[str, int]], now: list[tuple[str, int]]) -> None:
@@ -109,7 +118,7 @@ class RunFolder:
         if self.ranks.rank > 0:
             return
         check_trackers(self.config)
-        script = scripts.script_of(type(model))
+        script = self.script
         names = {"code", script.name if script else "code"}
         # A folder into which somebody has only copied a checkpoint holds a run as well.
         has_run = (self.path / "run.json").exists() or bool(list_checkpoints(self.path))
@@ -117,9 +126,6 @@ class RunFolder:
         is_resumed = has_run and self.config.resume
         if is_resumed:
             self.entries = run_json.run_entries(self.path)
-            # Raises UserError if the script had another name and other content.
-            earlier = self.saved or self.entries[-1]
-            scripts.is_other_version(earlier, type(model), f"--resume: {self.path}")
         elif has_run or has_log:
             self.rename_earlier(script)
         elif found := [name for name in names if (self.path / name).exists()]:
@@ -143,7 +149,7 @@ class RunFolder:
             "dtype": setup.precision,
             "micro_batch_size": setup.B,
             "vocab_size": model.config.vocab_size,
-            **scripts.script_entry(type(model)),  # the name and the checksum of the script
+            **self.script_entry,  # the name and the checksum of the script
             "code": scripts.code_checksums(script),
         }
         self.entries.append(run_json.new_entry(asdict(self.config), **about))
@@ -257,7 +263,7 @@ class RunFolder:
         step = state["step"]
         if step == self.newest_step:
             return
-        state |= {"config": asdict(self.config), **scripts.script_entry(type(model))}
+        state |= {"config": asdict(self.config), **self.script_entry}
 
         def write() -> str:
             """Returns what went wrong, or an empty string."""
@@ -334,7 +340,7 @@ class RunFolder:
         self.draw_curves()
         if (self.path / "curves.png").exists():
             print0(f"curves: {self.path / 'curves.png'}")
-        script = scripts.script_of(type(model))
+        script = self.script
         is_gpt2 = forks.is_gpt2(model)
         kind = "in Hugging Face format"
         if not is_gpt2:

@@ -40,12 +40,11 @@ def script_entry(model_class: "type[GPT]") -> dict[str, str]:
     return {"script": script.name, "script_sha256": checksum(read_once(script))}
 
 
-def is_other_version(theirs: dict[str, Any], some_class: type, what: str) -> bool:
-    """Whether the script of a class has the same name as theirs, but another content.
+def is_other_version(theirs: dict[str, Any], ours: dict[str, str], what: str) -> bool:
+    """Whether our script has the same name as theirs, but another content.
 
-    `theirs` is what a file has of the script. If both differ, this raises a UserError that begins
-    with `what`."""
-    ours = script_entry(some_class)
+    Both are what a file has of a script. If the name differs as well, this raises a UserError that
+    begins with `what`."""
     name = theirs.get("script")
     if not name or ours.get("script_sha256") == theirs.get("script_sha256"):
         return False  # A class in a notebook has no script.

@@ -50,6 +50,7 @@ FLAGS = {
     "A window per block": "--window 8",
 }
 STAYS_GPT2 = {"Dropout", "Lion", "Another evaluation", "z-loss and label smoothing"}
+STAYS_GPT2 |= {"An average of the weights"}
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -397,7 +397,7 @@ def test_a_mistyped_folder_is_named_on_resume(start, log, capsys):
 def test_a_stream_with_a_space_is_logged_once(log, text):
     """Also if it is an evaluation that a resumed run repeats."""
     config = train_gpt2.TrainConfig(log_dir=str(log))
-    with RunFolder(config, Ranks(0, 1, torch.device("cpu"))) as run:
+    with RunFolder(config, Ranks(0, 1, torch.device("cpu")), GPT) as run:
         run.log(0, **{"my stream": 1.0})
         run.already_logged = {(0, "my_stream"): 1.0}
         run.log(0, **{"my stream": 1.0})
