@@ -1,18 +1,20 @@
 """Trains GPT-2 (124M) from scratch and saves it in Hugging Face's format.
 
-    python train_gpt2.py        # a small GPT on Shakespeare; GPT-2 if a GPU and data are there
+    python train_gpt2.py                                  # a small GPT on Shakespeare, or (*)
     python train_gpt2.py --preset gpt2 --data my_shards   # GPT-2 on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py --preset gpt2     # on eight GPUs
     python train_gpt2.py --resume                         # continues the run in log/
     python train_gpt2.py --help                           # every flag and its default
 
+(*) With a GPU, and data in edu_fineweb10B/, this trains GPT-2.
+
 From top to bottom, this file has the model, the data loader, the settings, the optimizers, the
 evaluations, and the training loop. Files, processes and devices are handled in support/.
 
-Edit anything, here or in a copy. One of the first lines of a run says if its model no longer is a
-GPT-2. Then everything works as before, but Hugging Face cannot load the checkpoints, and sample.py
-and hellaswag.py need --code with the name of your file. --resume continues a run after an edit if
-the parameters and the optimizers are the same.
+Edit anything, here or in a copy. Each run prints whether its model still computes what GPT-2
+computes. If not, everything works as before, except that Hugging Face cannot load the checkpoints.
+For a copy, sample.py and hellaswag.py then need its name: --code my_copy.py. After an edit --resume
+continues a run if the parameters and the optimizers are the same.
 
 Terms: the training data are tokens, stored in files called shards. A step is one update of the
 weights, from total_batch_size tokens. Steps are counted from 0, and the loss of a step is computed
@@ -30,7 +32,8 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -136,10 +139,10 @@ def next_token_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     the result is logged as `train`.
 
     GPUs multiply faster if V is a multiple of 64, which 50,257 is not. So rows of zeros are added
-    to a copy of `head`, and a bias of -inf gives them the probability 0. In Karpathy's lecture,
-    such rows made a step on an A100 3 % faster. The model itself keeps 50,257 rows, which is the
-    shape that Hugging Face loads, and its samples and HellaSwag need no padding. A loss that reads
-    all logits, such as label smoothing, must take logits[:, :V]."""
+    to a copy of `head`, and a bias of -inf gives them a probability of 0. In Karpathy's lecture
+    this made a step on an A100 3% faster. The model itself has no such rows, since Hugging Face
+    expects 50,257. A loss that reads all logits, such as label smoothing, must take
+    logits[:, :V]."""
     V = head.size(0)
     added = 64 * math.ceil(V / 64) - V  # rows
     padded_head = F.pad(head, (0, 0, 0, added))  # (V + added, C), with rows of zeros at the end
@@ -161,7 +164,7 @@ class GPT(nn.Module):
         self.loss = next_token_loss  # or a compiled version of it
         self.low_memory = False  # recompute blocks in the backward pass instead of storing them
 
-        # The initial weights. LayerNorms keep theirs, which are ones and zeros.
+        # The initial weights. LayerNorms start with ones and zeros, as torch has made them.
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 std = 0.02  # as in Hugging Face's code
@@ -172,6 +175,11 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+    @property
+    def head(self) -> Tensor:
+        """The matrix (V, C) that computes the logits. It is the embedding of the tokens."""
+        return self.wte.weight
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, at: tuple | None = None
@@ -191,10 +199,10 @@ class GPT(nn.Module):
                 x = block(x)
         x = self.ln_f(x)
         if targets is not None:
-            return self.loss(x, self.wte.weight, targets)
+            return self.loss(x, self.head, targets)
         if at is not None:
             x = x[at]
-        return F.linear(x, self.wte.weight)  # The embedding of the tokens is also the head.
+        return F.linear(x, self.head)
 
     @torch.no_grad()
     def generate(
@@ -230,10 +238,9 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> int:
         """Training FLOPs per token: 6 N + 12 L C T, with L = n_layer (PaLM, Chowdhery et al. 2022,
         appendix B). N counts the weights of the linear layers and of the head."""
-        N = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        has_own_head = any(isinstance(m, nn.Linear) for m in self.children())
-        if not has_own_head:
-            N += self.wte.weight.numel()
+        weights = {id(m.weight): m.weight for m in self.modules() if isinstance(m, nn.Linear)}
+        weights[id(self.head)] = self.head  # counts once, also if it is a linear layer
+        N = sum(weight.numel() for weight in weights.values())
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
@@ -307,12 +314,8 @@ class DataLoaderLite:
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.requested: tuple[int, int] | None = None  # the sequences of the next batch
         self.upcoming: Future[np.ndarray] | None = None  # the next batch
-        # Where the thread is: in one shard of an epoch, after the sequences of earlier shards.
-        self.epoch = -1  # none so far
-        self.rest: Iterator[tuple[int, np.ndarray]] = iter(())  # the shards that follow
-        self.earlier = 0  # number of sequences in the shards before this one
-        self.shard = 0
-        self.starts = np.arange(0)  # where the sequences of this shard begin
+        self.places = self.places_from(0)  # of the sequences that follow in the thread
+        self.next_number = 0  # the number of the first of them
         self.go_to(0)
 
     def go_to(self, n: int) -> None:
@@ -341,30 +344,33 @@ class DataLoaderLite:
         return self.upcoming
 
     def read(self, first: int, n: int) -> np.ndarray:
-        """Reads the sequences number `first` to `first` + n - 1. (n, T + 1) int64
+        """Reads n sequences, beginning with number `first`. (n, T + 1) int64
 
-        Each has T inputs, and one token more, which is the target of the last input. Once the
-        thread reads, nobody else may call this."""
+        Each has T inputs, and one more token, the target of the last input."""
+        skipped = first - self.next_number  # sequences that other ranks read
+        if not 0 <= skipped < self.B * self.world_size:  # after go_to()
+            self.places = self.places_from(first)
+            skipped = 0
         rows = []
-        for number in range(first, first + n):
-            epoch, i = divmod(number, self.sequences_per_epoch)
-            if epoch != self.epoch or i < self.earlier:  # Begin with the first shard of the epoch.
-                self.epoch = epoch
-                self.rest = self.order_of(epoch)
-                self.earlier = 0
-                self.starts = np.arange(0)
-            while i >= self.earlier + len(self.starts):  # Go on to the next shard.
-                self.earlier += len(self.starts)
-                self.shard, self.starts = next(self.rest)
-            start = self.starts[i - self.earlier]
-            tokens = self.shards[self.shard][start : start + self.T + 1]
-            check_tokens(tokens, self.paths[self.shard], self.vocab_size)  # UserError if damaged
+        for shard, start in islice(self.places, skipped, skipped + n):
+            tokens = self.shards[shard][start : start + self.T + 1]
+            check_tokens(tokens, self.paths[shard], self.vocab_size)  # UserError if damaged
             rows.append(tokens)
+        self.next_number = first + n
         return np.stack(rows).astype(np.int64)
 
+    def places_from(self, number: int) -> Iterator[tuple[int, int]]:
+        """Yields the place of each sequence from this number on: its shard, and its first token."""
+        epoch, skipped = divmod(number, self.sequences_per_epoch)
+        while True:
+            for shard, starts in self.order_of(epoch):
+                yield from ((shard, start) for start in starts[skipped:])
+                skipped = max(skipped - len(starts), 0)
+            epoch += 1
+
     def order_of(self, epoch: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields the number of each shard, with the places where its sequences begin, in the order
-        in which they are read."""
+        """Yields each shard, in the order in which an epoch reads them, with the first token of
+        each of its sequences in their order."""
         shards = np.arange(len(self.shards))
         skipped = 0
         if self.shuffle:
@@ -454,8 +460,8 @@ class TrainConfig:
     wandb: bool = False  # also log to Weights & Biases
 
 
-# --resume refuses other values of these settings, which would make another run. The others may
-# change. For example, a lower rate may save a run that diverges, and more steps make it longer.
+# --resume refuses to change these settings. It allows to change the others. For example, a lower
+# learning rate may save a run that diverges, and more steps make it longer.
 # fmt: off
 MUST_NOT_CHANGE = (
     "preset", "init", "seed", "shuffle", "n_layer", "n_head", "n_embd", "total_batch_size",
@@ -507,16 +513,16 @@ def configure_optimizers(
     """AdamW. With --optimizer muon, Muon (support/muon.py) takes over the linear layers inside the
     blocks. `dtype` is the precision of the model's matrix products.
 
-    train() sets the learning rate of all groups to that of get_lr(). To give a group of your own
-    another rate, add a key: {"params": …, "lr_scale": 0.1}."""
+    train() sets the learning rate of all groups to that of get_lr(). A group that you add may have
+    a key that scales its rate: {"params": …, "lr_scale": 0.1}."""
     optimizers = []
     parameters = dict(model.named_parameters())
     if config.optimizer == "muon":
         modules = model.h.named_modules()
         names = [f"h.{name}.weight" for name, m in modules if isinstance(m, nn.Linear)]
         matrices = [parameters.pop(name) for name in names]
-        # Its updates have the size of AdamW's, so the same learning rate suits both. It computes in
-        # bfloat16 if the model does. The range of float16 would be too small.
+        # Its updates are scaled to the size of AdamW's, so both have the same learning rate. It
+        # computes in bfloat16 if the model does. The range of float16 would be too small.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
     # Matrices and embeddings decay. Biases and LayerNorms have one dimension and do not decay.
@@ -564,8 +570,7 @@ def validation_loss(
     """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them."""
     N = len(sequences)
     firsts = range(0, N, ranks.world_size * B)  # B sequences for each rank
-    # All losses go into one tensor. Many small ones would fragment the memory of a CPU, which has
-    # cost a run gigabytes.
+    # All losses go into one tensor. Many small ones would fragment a CPU's memory, by gigabytes.
     losses = torch.zeros(len(firsts), device=ranks.device)
     for i, first in enumerate(firsts):
         ranks.check_stop()  # raises StopRequested
@@ -651,32 +656,27 @@ class Evaluations:
 def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None) -> GPTConfig:
     """The shape of the model to train. `weights` is the folder of the model to start from, or None.
 
-    Its context may be longer than the sequences of this run, and its vocabulary larger than that of
-    the tokenizer. Raises UserError if one of them is too small."""
+    The context of that model may be longer than the sequences of this run, and its vocabulary
+    larger than that of the tokenizer. Raises UserError if one of them is too small."""
     block_size = config.seq_len
     vocab_size = tokenizer.n_vocab
     if weights:
         block_size, vocab_size = huggingface.context_and_vocabulary(weights, config, tokenizer)
-    # If you add a field to GPTConfig, such as dropout, add it to TrainConfig and to this call.
-    return GPTConfig(
-        block_size=block_size,
-        vocab_size=vocab_size,
-        n_layer=config.n_layer,
-        n_head=config.n_head,
-        n_embd=config.n_embd,
-    )
+    # n_layer, n_head and n_embd, and any field that you add to both classes, such as dropout
+    shared = {f.name: getattr(config, f.name) for f in fields(GPTConfig) if hasattr(config, f.name)}
+    return GPTConfig(block_size=block_size, vocab_size=vocab_size, **shared)
 
 
 def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScaler) -> bool:
     """Whether a step must leave the weights as they are, since a gradient is not finite.
 
-    In float16 gradients overflow from time to time. Such a step is skipped, and the scaler lowers
-    its scale. In any other precision the scale is 1. At a scale of 1 the model has diverged, which
-    is a RunError. `norm` is the norm of all gradients."""
+    In float16 gradients overflow from time to time. Then the step is skipped, and the scaler lowers
+    its scale. If the scale is down to 1, or the precision is another one, the model has diverged,
+    and this raises RunError. `norm` is the norm of all gradients."""
     if math.isfinite(loss) and math.isfinite(norm):
         return False
     problem = f"the loss is {loss} and the norm of the gradients {norm}"
-    if math.isfinite(loss) and scaler.get_scale() > 1:
+    if math.isfinite(loss) and scaler.get_scale() > 1:  # It is always 1 if it is not float16.
         print0(f"step {step:5d} skipped: {problem}")
         return True
     remedy = "so the model has diverged; lower --max-lr; --resume continues from a checkpoint"
@@ -705,8 +705,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     if weights:
         huggingface.load_weights(model, weights, resumed=checkpoint is not None)
 
-    # ---- The precision, whether to compile, B, and the number of micro-batches per step. A resumed
-    # run keeps its precision and its B if it can.
+    # ---- How to compute: the setup has the precision, its dtype and autocast, whether to compile,
+    # B, and the number of micro-steps. A resumed run keeps its precision and its B if it can.
     setup = choose_setup(
         config,
         model,
@@ -715,9 +715,10 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         previous_B=saved.get("B"),
     )
     if setup.compiled:
-        # Each block is compiled by itself. All of them run the same code, so torch compiles it once
-        # for all, or once for each value of an attribute that differs between blocks, such as a
-        # window. A copy of the model, for example to average its weights, is not compiled.
+        # Each block is compiled by itself. All blocks run the same code, so torch compiles it once.
+        # If an attribute differs between your blocks, such as a window, it compiles the code once
+        # for each value. If you copy the model, for example to average its weights, the copy runs
+        # uncompiled until you compile its blocks.
         for block in model.h:
             block.compile(dynamic=False)  # all batches have one shape
         model.loss = torch.compile(model.loss, dynamic=False)
@@ -765,15 +766,17 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         }
         run.save_checkpoint(model, tokenizer, state, required)
 
-    # ---- So far nothing was written. Now an earlier run in log_dir is renamed or resumed.
+    # ---- Nothing has been written so far. Now an earlier run in log_dir is renamed, unless this one
+    # resumes it.
     run.begin(model, setup, step, weights)
     progress.print_header(loader, optimizers, checkpoint)
     # With several ranks DDP averages their gradients. With one rank this is the model itself.
-    ddp_model = wrap_in_ddp(model, ranks, setup, T)
+    ddp_model = wrap_in_ddp(model, ranks, setup)
 
     # ---- The loop
     # From here on Ctrl-C and SIGTERM do not end the process. Instead all ranks raise StopRequested
-    # together, after the update or between two batches of an evaluation, and the run is saved.
+    # together: after an update, or between two batches of an evaluation. On a CPU, where a step may
+    # take hours, they also do before a micro-step. Then the run is saved as of the last update.
     collect_stop_signals()
     try:
         while step < config.max_steps:
@@ -789,7 +792,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             model.train()
             loss_sum = torch.zeros((), device=device)
             for micro_step in range(setup.micro_steps):
-                if device.type == "cpu":  # A step may take hours. Do not wait for its end.
+                if device.type == "cpu":
                     ranks.check_stop()
                 x, y = loader.next_batch()  # (B, T) each
                 # DDP averages the gradients over the ranks only in the last micro-step. Without DDP
@@ -804,17 +807,18 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 scaler.unscale_(optimizer)
             # Each p.grad is now the mean over all micro-steps and ranks, the same on every rank.
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            # One exchange adds up both the losses of the ranks and the number of those that were
-            # asked to stop. tolist() is the first call in a step that waits for the GPU.
+            # One exchange adds up the losses of the ranks, and how many of them were asked to stop.
+            # tolist() is the first call in a step that waits for the GPU.
             stop = torch.full_like(loss_sum, stop_requested())
-            loss_sum, stop = ranks.sum_tensor(torch.stack([loss_sum, stop])).tolist()
-            loss = loss_sum / (setup.micro_steps * world_size)
+            total_loss, stop = ranks.sum_tensor(torch.stack([loss_sum, stop])).tolist()
+            loss = total_loss / (setup.micro_steps * world_size)
             norm = norm.item()
             if not skips_update(step, loss, norm, scaler):
                 for optimizer in optimizers:
                     scaler.step(optimizer)
             scaler.update()
-            # DDP keeps the gradients in its own buffers. Without DDP their memory is freed.
+            # DDP keeps the gradients in buffers of its own, so they are set to zero in place.
+            # Without DDP their memory is freed.
             model.zero_grad(set_to_none=world_size == 1)
             # ---- End of the update ---------------------------------------------------------------
 

@@ -57,9 +57,9 @@ def why_no_gpt2(model: "GPT") -> str:
 def compare_small_model(model_class: "type[GPT]", config: "GPTConfig") -> str:
     """Why a small model of a class computes something else than a GPT-2, or "" if it does not.
 
-    It has the depth and the context of the model, but few channels, and weights with which every
-    part of a GPT-2 changes the logits by more than the tolerance."""
-    small = replace(config, n_head=2, n_embd=16, vocab_size=64)
+    It has the depth, the heads and the context of the model, but few channels, and weights with
+    which every part of a GPT-2 changes the logits by more than the tolerance."""
+    small = replace(config, n_embd=4 * config.n_head, vocab_size=64)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         idx = torch.randint(small.vocab_size, (1, small.block_size))

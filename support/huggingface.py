@@ -164,8 +164,9 @@ def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
         names = shapes.keys() | expected.keys()
         different = sorted(name for name in names if shapes.get(name) != expected.get(name))
         more = ", …" if len(different) > 3 else ""
-        problem = f"these tensors do not fit this model: {', '.join(different[:3])}{more}"
-        raise UserError(f"{folder}: {problem}")
+        script = scripts.script_entry(type(model)).get("script", "this code")
+        problem = f"these tensors do not fit the model of {script}"
+        raise UserError(f"{folder}: {problem}: {', '.join(different[:3])}{more}")
     model.load_state_dict(tensors)
 
 

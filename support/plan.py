@@ -1,6 +1,7 @@
 """The arithmetic of a run, with which it begins, and `train_gpt2.py --plan`."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,7 @@ def describe(
     return [
         f"device: {device_line}",
         f"model: {model.num_parameters():,} parameters, {flops:,} FLOPs per token",
+        f"shape: {', '.join(f'{name} {x}' for name, x in asdict(model.config).items())}",
         forks.verdict(model),
         f"MFU 100 %: {peak_flops / 1e12:,.3g} TFLOP/s per device ({source})",
         f"tokens: {tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
@@ -122,7 +124,7 @@ def print_plan(
     compiled = wants_compile(config.compile, device)
     B, _ = choose_micro_batch(config, model, Ranks(0, 1, device), dtype, compiled)
     memory = estimate_memory(config, model, B, device.type, dtype, compiled)
-    lines.append(f"memory: {memory / 1e9:.2f} GB with B = {B}, an estimate")
+    lines.append(f"memory: {memory / 1e9:.2f} GB with B = {B}, an estimate for a GPT-2")
     for card, count, gigabytes in CARDS:
         tflops = count * PEAK_TFLOPS[card]
         seconds = flops / (ASSUMED_MFU * 1e12 * tflops)

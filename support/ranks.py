@@ -136,7 +136,7 @@ def join_process_group(rank: int, world_size: int, device: torch.device) -> None
     )
 
 
-def wrap_in_ddp(model: nn.Module, ranks: Ranks, setup: "Setup", T: int) -> nn.Module:
+def wrap_in_ddp(model: nn.Module, ranks: Ranks, setup: "Setup") -> nn.Module:
     """With several ranks the model in DDP, which averages their gradients. Otherwise the model."""
     if ranks.world_size == 1:
         return model
@@ -146,7 +146,7 @@ def wrap_in_ddp(model: nn.Module, ranks: Ranks, setup: "Setup", T: int) -> nn.Mo
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # gradients stay in DDP's own buffers
     )
-    settle_buckets(ddp_model, setup.B, T, setup.autocast)
+    settle_buckets(ddp_model, setup.B, setup.T, setup.autocast)
     return ddp_model
 
 

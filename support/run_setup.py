@@ -22,6 +22,7 @@ class Setup:
     autocast: torch.autocast  # a context in which matrix products have this precision
     compiled: bool  # whether to use torch.compile
     B: int  # sequences per micro-batch
+    T: int  # tokens per sequence
     micro_steps: int  # micro-batches per step on each rank
 
     @property
@@ -64,4 +65,4 @@ def choose_setup(
         devices.keep_freed_memory()
     dtype = devices.dtype_of(precision)
     B, micro_steps = choose_micro_batch(config, model, ranks, dtype, compiled, previous_B)
-    return Setup(precision, device_line, autocast, compiled, B, micro_steps)
+    return Setup(precision, device_line, autocast, compiled, B, config.seq_len, micro_steps)

@@ -202,8 +202,7 @@ UNTIED = [
         HEAD,
         f"{HEAD}        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)\n",
     ),
-    ("self.loss(x, self.wte.weight, targets)", "self.loss(x, self.lm_head.weight, targets)"),
-    ("        return F.linear(x, self.wte.weight)", "        return self.lm_head(x)"),
+    ("        return self.wte.weight", "        return self.lm_head.weight"),
 ]
 
 
@@ -215,6 +214,9 @@ def test_a_head_of_its_own_is_initialized_counted_planned_and_trained(
     model = changed.GPT(config)
     assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.01)
     assert model.flops_per_token(64) == GPT(config).flops_per_token(64)
+    second = GPT(config)  # A second head counts as well.
+    second.another_head = torch.nn.Linear(32, 50257, bias=False)
+    assert second.flops_per_token(64) == model.flops_per_token(64) + 6 * 32 * 50257
     args = tiny("--data", text, "--log-dir", tmp_path / "log", "--max-steps 2 --save-every 2")
     for more in ("--plan", "--no-plan"):
         assert changed.main([*args, more]) == 0
@@ -246,13 +248,6 @@ def test_settings_of_any_kind_reach_the_model_and_a_resumed_run(text, tmp_path, 
         for what in ("channels", "number of channels (C)")
     ]
     changes = [(line, f"{line}{SETTINGS}") for line, _ in fields]
-    values = "maybe=config.maybe, sizes=config.sizes, negative=config.negative, flag=config.flag"
-    changes.append(
-        (
-            "        n_embd=config.n_embd,\n    )",
-            f"        n_embd=config.n_embd,\n        {values},\n    )",
-        )
-    )
     changed = import_file(edited(tmp_path / "train_settings.py", *changes), monkeypatch)
     args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]
     given = "--maybe 0.5 --sizes 3 4 5 --negative -2 --no-flag"
