@@ -766,8 +766,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         }
         run.save_checkpoint(model, tokenizer, state, required)
 
-    # ---- Nothing has been written so far. Now an earlier run in log_dir is renamed, unless this one
-    # resumes it.
+    # ---- Nothing has been written so far. Now an earlier run in log_dir is renamed, unless it is
+    # resumed.
     run.begin(model, setup, step, weights)
     progress.print_header(loader, optimizers, checkpoint)
     # With several ranks DDP averages their gradients. With one rank this is the model itself.
