@@ -12,9 +12,10 @@ From top to bottom, this file has the model, the data loader, the settings, the 
 evaluations, and the training loop. Files, processes and devices are handled in support/.
 
 Edit anything, here or in a copy. Each run prints whether its model still computes what GPT-2
-computes. If not, everything works as before, except that Hugging Face cannot load the checkpoints.
-For a copy, sample.py and hellaswag.py then need its name: --code my_copy.py. After an edit --resume
-continues a run if the parameters and the optimizers are the same.
+computes. If it does not, this is what changes: Hugging Face cannot load the checkpoints, sampling
+is slower, and the memory is estimated as for a GPT-2, so --micro-batch-size may have to be set. For
+a copy, sample.py and hellaswag.py also need its name: --code my_copy.py. After an edit --resume
+continues a run if its parameters (names and shapes) and optimizers are the same.
 
 Terms: the training data are tokens, stored in files called shards. A step is one update of the
 weights, from total_batch_size tokens. Steps are counted from 0, and the loss of a step is computed
@@ -25,8 +26,8 @@ into its memory, and adds up their gradients.
 Shapes: B sequences per micro-batch, T tokens per sequence, C channels (n_embd), nh heads of
 hs = C / nh channels, V tokens in the vocabulary (GPT-2's has 50,257).
 
-Errors: a UserError is a mistake that the user can fix. A RunError ends a run with valid input, for
-example if the loss is not finite. Both are printed as one line. Bugs keep their traceback."""
+Errors: a UserError is a mistake that the user can fix. A RunError is another reason to end a run,
+such as a loss that is not finite. Both are printed as one line. Bugs keep their traceback."""
 
 import math
 import time
@@ -213,7 +214,7 @@ class GPT(nn.Module):
         top_k: int = 50,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continues idx (B, T) with samples of the top_k likeliest tokens. (B, T + max_new_tokens)
+        """Continues idx (B, T) by sampling from the top_k tokens. (B, T + max_new_tokens)
 
         With temperature 0 it always takes the likeliest token. With top_k 0 it may take any."""
         V = self.config.vocab_size
@@ -262,9 +263,9 @@ class DataLoaderLite:
     """Batches of sequences and their targets, epoch after epoch.
 
     In each epoch every shard is cut into sequences of T tokens. The shards are read in random
-    order, and so are the sequences within a shard. An epoch skips a random number of tokens, below
-    T, at the beginning of each shard. Thus each epoch has different sequences, which helps a model
-    that reads a small text many times.
+    order, and so are the sequences within a shard. Each epoch draws a number below T, and skips as
+    many tokens at the beginning of every shard. Thus the sequences differ between epochs, which
+    helps a model that reads a small text many times.
 
     The order depends only on the seed. The sequences are numbered in this order, epoch after epoch.
     Rank 0 reads the first B of them, rank 1 the next B, and so on. With N sequences per step, step
@@ -336,7 +337,7 @@ class DataLoaderLite:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def request(self) -> "Future[np.ndarray]":
-        """Makes the thread read the next batch of this rank, unless it already does."""
+        """Lets the thread read the next batch of this rank, unless it already does."""
         wanted = (self.sequences_read + self.rank * self.B, self.B)
         if wanted != self.requested:
             self.requested = wanted
@@ -542,8 +543,8 @@ def get_lr(step: int, config: TrainConfig) -> float:
     """The learning rate of a step. It rises to max_lr in the warm-up, then falls to min_lr.
 
     With the schedule cosine it falls right after the warm-up (GPT-3, Brown et al. 2020, appendix
-    B). With wsd it stays at max_lr and falls linearly in the last warmdown_steps, so a run that has
-    not reached them can be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
+    B). With wsd it stays at max_lr and falls linearly in the last warmdown_steps. Until they begin,
+    the run can still be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
     if step >= config.max_steps:
@@ -742,7 +743,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     evaluations = Evaluations(config, model, tokenizer, ranks, setup)
     progress = Progress(config, model, ranks, setup)  # measures the speed
 
-    # ---- What a checkpoint contains besides the weights: first restoring it, then saving it
+    # ---- Restore what the checkpoint has besides the weights. Below it, save() stores the same.
     if saved:
         run.check_same_shards(saved["shards"], loader.shard_sizes)
         loader.go_to(step * config.total_batch_size // T)
