@@ -248,7 +248,7 @@ def save_checkpoint(model: object, folder: Path) -> None:
         model.save_pretrained(partial, get_tokenizer())
 
     folder.parent.mkdir(exist_ok=True)
-    assert not write_checkpoint(folder, save_model, {}, "")
+    assert not write_checkpoint(folder, save_model, {"precision": "float32"}, "")
 
 
 def saved_state(checkpoint: Path) -> dict:
