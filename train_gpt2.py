@@ -165,7 +165,7 @@ class GPT(nn.Module):
         self.loss = next_token_loss  # or a compiled version of it
         self.low_memory = False  # recompute blocks in the backward pass instead of storing them
 
-        # The initial weights. LayerNorms start with ones and zeros, as torch has made them.
+        # The initial weights. LayerNorms already have theirs, ones and zeros.
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 std = 0.02  # as in Hugging Face's code
@@ -240,7 +240,7 @@ class GPT(nn.Module):
         """Training FLOPs per token: 6 N + 12 L C T, with L = n_layer (PaLM, Chowdhery et al. 2022,
         appendix B). N counts the weights of the linear layers and of the head."""
         weights = {id(m.weight): m.weight for m in self.modules() if isinstance(m, nn.Linear)}
-        weights[id(self.head)] = self.head  # counts once, also if it is a linear layer
+        weights[id(self.head)] = self.head  # counted once, even if it is a linear layer
         N = sum(weight.numel() for weight in weights.values())
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
@@ -263,8 +263,8 @@ class DataLoaderLite:
     """Batches of sequences and their targets, epoch after epoch.
 
     In each epoch every shard is cut into sequences of T tokens. The shards are read in random
-    order, and so are the sequences within a shard. Each epoch draws a number below T, and skips as
-    many tokens at the beginning of every shard. Thus the sequences differ between epochs, which
+    order, and so are the sequences within a shard. Each epoch draws a number below T, and skips
+    that many tokens at the beginning of every shard. So the sequences differ between epochs, which
     helps a model that reads a small text many times.
 
     The order depends only on the seed. The sequences are numbered in this order, epoch after epoch.
@@ -315,8 +315,8 @@ class DataLoaderLite:
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.requested: tuple[int, int] | None = None  # the sequences of the next batch
         self.upcoming: Future[np.ndarray] | None = None  # the next batch
-        self.places = self.places_from(0)  # of the sequences that follow in the thread
-        self.next_number = 0  # the number of the first of them
+        self.places = self.places_from(0)  # where the sequences are that it has not read yet
+        self.next_number = 0  # the number of the first of these sequences
         self.go_to(0)
 
     def go_to(self, n: int) -> None:
@@ -361,7 +361,7 @@ class DataLoaderLite:
         return np.stack(rows).astype(np.int64)
 
     def places_from(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yields the place of each sequence from this number on: its shard, and its first token."""
+        """Yields the place of each sequence from this number on: its shard, and its position there."""
         epoch, skipped = divmod(number, self.sequences_per_epoch)
         while True:
             for shard, starts in self.order_of(epoch):
@@ -370,8 +370,8 @@ class DataLoaderLite:
             epoch += 1
 
     def order_of(self, epoch: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields each shard, in the order in which an epoch reads them, with the first token of
-        each of its sequences in their order."""
+        """Yields each shard, in the order in which an epoch reads them, with the positions at which
+        its sequences begin, in their order."""
         shards = np.arange(len(self.shards))
         skipped = 0
         if self.shuffle:
@@ -461,8 +461,8 @@ class TrainConfig:
     wandb: bool = False  # also log to Weights & Biases
 
 
-# --resume refuses to change these settings. It allows to change the others. For example, a lower
-# learning rate may save a run that diverges, and more steps make it longer.
+# --resume refuses to change these settings. The others may change. For example, a lower learning
+# rate may save a run that diverges, and more steps make it longer.
 # fmt: off
 MUST_NOT_CHANGE = (
     "preset", "init", "seed", "shuffle", "n_layer", "n_head", "n_embd", "total_batch_size",
@@ -522,7 +522,7 @@ def configure_optimizers(
         modules = model.h.named_modules()
         names = [f"h.{name}.weight" for name, m in modules if isinstance(m, nn.Linear)]
         matrices = [parameters.pop(name) for name in names]
-        # Its updates are scaled to the size of AdamW's, so both have the same learning rate. It
+        # Its updates are scaled to the size of AdamW's, so both take the same learning rate. It
         # computes in bfloat16 if the model does. The range of float16 would be too small.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
@@ -543,7 +543,7 @@ def get_lr(step: int, config: TrainConfig) -> float:
     """The learning rate of a step. It rises to max_lr in the warm-up, then falls to min_lr.
 
     With the schedule cosine it falls right after the warm-up (GPT-3, Brown et al. 2020, appendix
-    B). With wsd it stays at max_lr and falls linearly in the last warmdown_steps. Until they begin,
+    B). With wsd it stays at max_lr and falls linearly in the last warmdown_steps. Before it falls,
     the run can still be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
@@ -669,11 +669,11 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None
 
 
 def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScaler) -> bool:
-    """Whether a step must leave the weights as they are, since a gradient is not finite.
+    """Whether a step must leave the weights as they are, because a gradient is not finite.
 
     In float16 gradients overflow from time to time. Then the step is skipped, and the scaler lowers
-    its scale. If the scale is down to 1, or the precision is another one, the model has diverged,
-    and this raises RunError. `norm` is the norm of all gradients."""
+    its scale. In other precisions, and in float16 at a scale of 1, the model has diverged, and this
+    raises RunError. `norm` is the norm of all gradients."""
     if math.isfinite(loss) and math.isfinite(norm):
         return False
     problem = f"the loss is {loss} and the norm of the gradients {norm}"
@@ -692,8 +692,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     T = config.seq_len
 
     # ---- The model, with the weights of a checkpoint, or those of --init, or random ones
-    # With --resume, the newest intact checkpoint, and the dictionary that save() below has stored
-    # in it. Without one they are None and {}.
+    # With --resume, the newest intact checkpoint, and the dictionary that save(), below, stores in
+    # each. Without a checkpoint they are None and {}.
     checkpoint, saved = run.find_checkpoint()
     step = saved.get("step", 0)  # number of updates so far
     weights = checkpoint  # the folder of the model to start from, or None
@@ -743,7 +743,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     evaluations = Evaluations(config, model, tokenizer, ranks, setup)
     progress = Progress(config, model, ranks, setup)  # measures the speed
 
-    # ---- Restore what the checkpoint has besides the weights. Below it, save() stores the same.
+    # ---- Restore the rest of the checkpoint. save(), below, stores the same things.
     if saved:
         run.check_same_shards(saved["shards"], loader.shard_sizes)
         loader.go_to(step * config.total_batch_size // T)
@@ -777,7 +777,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     # ---- The loop
     # From here on Ctrl-C and SIGTERM do not end the process. Instead all ranks raise StopRequested
     # together: after an update, or between two batches of an evaluation. On a CPU, where a step may
-    # take hours, they also do before a micro-step. Then the run is saved as of the last update.
+    # take hours, they also raise it between micro-steps, and the unfinished step is dropped.
     collect_stop_signals()
     try:
         while step < config.max_steps:
@@ -826,7 +826,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             # On a GPU the optimizer may still be running. Its time counts as part of the next step.
             progress.end_step(step, began)
             print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
-            # Any value that you add becomes a stream of log.txt and a panel of curves.png.
+            # Any value that you add is logged under its name, and drawn in curves.png.
             run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
             step += 1
             if is_due(config.save_every, step, config):  # before an evaluation, which may fail
