@@ -361,7 +361,7 @@ class DataLoaderLite:
         return np.stack(rows).astype(np.int64)
 
     def places_from(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yields the place of each sequence from this number on: its shard, and its position there."""
+        """Yields the place of each sequence from this number on: its shard, and its position."""
         epoch, skipped = divmod(number, self.sequences_per_epoch)
         while True:
             for shard, starts in self.order_of(epoch):
