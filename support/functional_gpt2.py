@@ -38,6 +38,22 @@ class KeysAndValues:
         self.values = [v[rows] for v in self.values]
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear, with a faster way for a single row on a CPU. (..., in) -> (..., out)
+
+    torch multiplies a matrix by one vector in a single thread. As a batch of blocks of rows this
+    was 3 times as fast in two threads, and twice in one (float32 on an AMD EPYC, torch 2.13)."""
+    n, C = weight.shape  # (out, in)
+    one_row = x.numel() == C
+    if x.is_cpu and one_row and weight.dtype in (torch.float32, torch.float64):
+        blocks = max(number for number in range(1, 33) if n % number == 0)
+        # As a transposed row, since a column with other strides takes a slow kernel.
+        columns = x.reshape(1, 1, C).mT.expand(blocks, C, 1)
+        y = torch.bmm(weight.view(blocks, n // blocks, C), columns).view(*x.shape[:-1], n)
+        return y if bias is None else y + bias
+    return F.linear(x, weight, bias)
+
+
 def gpt2(
     w: dict[str, Tensor],
     idx: Tensor,
@@ -63,9 +79,9 @@ def gpt2(
     def norm(x: Tensor, name: str) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps=1e-5)
 
-    def linear(x: Tensor, name: str) -> Tensor:
+    def layer(x: Tensor, name: str) -> Tensor:
         weight = w[f"{name}.weight"]
-        return F.linear(x.to(weight.dtype), weight, w.get(f"{name}.bias"))
+        return linear(x.to(weight.dtype), weight, w.get(f"{name}.bias"))
 
     T = idx.size(1)
     start = cache.length if cache else 0  # the position of the first token of idx
@@ -75,19 +91,19 @@ def gpt2(
         positions = torch.arange(start, start + T, device=idx.device)
     x = w["wte.weight"][idx].to(dtype) + w["wpe.weight"][positions].to(dtype)  # (B, T, C)
     for i in range(n_layer):
-        qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").chunk(3, dim=-1)
+        qkv = layer(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (n_head, -1)).transpose(1, 2) for part in qkv)
         if cache:
             k, v = cache.add(i, k, v)
         # A single token is the last one, so it sees all keys.
         causal = mask is None and T > 1
         y = F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=mask, is_causal=causal)
-        x = x + linear(y.transpose(1, 2).flatten(2), f"h.{i}.attn.c_proj")
-        y = F.gelu(linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc"), approximate="tanh")
-        x = x + linear(y, f"h.{i}.mlp.c_proj")
+        x = x + layer(y.transpose(1, 2).flatten(2), f"h.{i}.attn.c_proj")
+        y = F.gelu(layer(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc"), approximate="tanh")
+        x = x + layer(y, f"h.{i}.mlp.c_proj")
     if cache:
         cache.length += T
     x = norm(x, "ln_f")
     if at is not None:
         x = x[at]
-    return linear(x, "wte")
+    return layer(x, "wte")

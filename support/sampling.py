@@ -13,7 +13,6 @@ from textwrap import indent
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -22,7 +21,7 @@ from support.command_line import print_line
 from support.devices import LARGE, choose_precision
 from support.errors_and_signals import RunError
 from support.forks import is_gpt2
-from support.functional_gpt2 import KeysAndValues, gpt2
+from support.functional_gpt2 import KeysAndValues, gpt2, linear
 from support.ranks import Ranks
 from support.tokenizer import Tokenizer, printable, prompt_tokens
 
@@ -209,7 +208,7 @@ def one_row_seconds(weight: Tensor) -> float:
     for _ in range(5):
         began = time.perf_counter()
         with fast_kernels(rows=1):
-            F.linear(x, weight)
+            linear(x, weight)
         seconds.append(time.perf_counter() - began)
     return min(seconds)
 
