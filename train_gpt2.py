@@ -1,21 +1,19 @@
 """Trains GPT-2 (124M) from scratch and saves it in Hugging Face's format.
 
-    python train_gpt2.py                                  # a small GPT on Shakespeare, or (*)
+    python train_gpt2.py      # a small GPT on Shakespeare, or GPT-2 if a GPU and data are there
     python train_gpt2.py --preset gpt2 --data my_shards   # GPT-2 on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py --preset gpt2     # on eight GPUs
     python train_gpt2.py --resume                         # continues the run in log/
     python train_gpt2.py --help                           # every flag and its default
 
-(*) With a GPU, and data in edu_fineweb10B/, this trains GPT-2.
-
 From top to bottom, this file has the model, the data loader, the settings, the optimizers, the
 evaluations, and the training loop. Files, processes and devices are handled in support/.
 
 Edit anything, here or in a copy. Each run prints whether its model still computes what GPT-2
-computes. If it does not, this is what changes: Hugging Face cannot load the checkpoints, sampling
-is slower, and the memory is estimated as for a GPT-2, so --micro-batch-size may have to be set. For
-a copy, sample.py and hellaswag.py also need its name: --code my_copy.py. After an edit --resume
-continues a run if its parameters (names and shapes) and optimizers are the same.
+computes. If it does not, Hugging Face cannot load the checkpoints, sampling is slower, since it
+reads the whole text again for each token, and --micro-batch-size 0 still chooses what would fit for
+a GPT-2. If your file has another name, sample.py and hellaswag.py need it: --code my_copy.py. After
+an edit, --resume continues a run if its parameters (names and shapes) and optimizers are the same.
 
 Terms: the training data are tokens, stored in files called shards. A step is one update of the
 weights, from total_batch_size tokens. Steps are counted from 0, and the loss of a step is computed
@@ -348,12 +346,12 @@ class DataLoaderLite:
         """Reads n sequences, beginning with number `first`. (n, T + 1) int64
 
         Each has T inputs, and one more token, the target of the last input."""
-        skipped = first - self.next_number  # sequences that other ranks read
-        if not 0 <= skipped < self.B * self.world_size:  # after go_to()
+        others = first - self.next_number  # sequences in between, which other ranks read
+        if not 0 <= others < self.B * self.world_size:  # go_to() was called
             self.places = self.places_from(first)
-            skipped = 0
+            others = 0
         rows = []
-        for shard, start in islice(self.places, skipped, skipped + n):
+        for shard, start in islice(self.places, others, others + n):
             tokens = self.shards[shard][start : start + self.T + 1]
             check_tokens(tokens, self.paths[shard], self.vocab_size)  # UserError if damaged
             rows.append(tokens)
@@ -362,11 +360,11 @@ class DataLoaderLite:
 
     def places_from(self, number: int) -> Iterator[tuple[int, int]]:
         """Yields the place of each sequence from this number on: its shard, and its position."""
-        epoch, skipped = divmod(number, self.sequences_per_epoch)
+        epoch, before = divmod(number, self.sequences_per_epoch)  # `before` it in the same epoch
         while True:
             for shard, starts in self.order_of(epoch):
-                yield from ((shard, start) for start in starts[skipped:])
-                skipped = max(skipped - len(starts), 0)
+                yield from ((shard, start) for start in starts[before:])
+                before = max(before - len(starts), 0)
             epoch += 1
 
     def order_of(self, epoch: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -571,7 +569,7 @@ def validation_loss(
     """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them."""
     N = len(sequences)
     firsts = range(0, N, ranks.world_size * B)  # B sequences for each rank
-    # All losses go into one tensor. Many small ones would fragment a CPU's memory, by gigabytes.
+    # All losses go into one tensor. Many small ones have fragmented a CPU's memory, by gigabytes.
     losses = torch.zeros(len(firsts), device=ranks.device)
     for i, first in enumerate(firsts):
         ranks.check_stop()  # raises StopRequested
@@ -677,7 +675,7 @@ def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScal
     if math.isfinite(loss) and math.isfinite(norm):
         return False
     problem = f"the loss is {loss} and the norm of the gradients {norm}"
-    if math.isfinite(loss) and scaler.get_scale() > 1:  # It is always 1 if it is not float16.
+    if math.isfinite(loss) and scaler.get_scale() > 1:  # Without float16 the scale is always 1.
         print0(f"step {step:5d} skipped: {problem}")
         return True
     remedy = "so the model has diverged; lower --max-lr; --resume continues from a checkpoint"
@@ -817,7 +815,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             if not skips_update(step, loss, norm, scaler):
                 for optimizer in optimizers:
                     scaler.step(optimizer)
-            scaler.update()
+            scaler.update()  # after a skipped step it lowers the scale
             # DDP keeps the gradients in buffers of its own, so they are set to zero in place.
             # Without DDP their memory is freed.
             model.zero_grad(set_to_none=world_size == 1)
@@ -849,12 +847,14 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 
 def main(args: list[str] | None = None) -> int:
     """Reads the command line and trains. Returns the exit status."""
+    # GPTConfig has the settings that --init takes from its model.
     config = read_config(args, TrainConfig, PRESETS, MUST_NOT_CHANGE, GPTConfig)
     if config.plan:
         print_plan(config, GPT, model_config)
         return 0
     ranks = Ranks.start(config.device, config.deterministic)  # joins torchrun's process group
-    with RunFolder(config, ranks, GPT) as run:  # keeps other runs out of the folder
+    # Keeps other runs out of the folder, and a copy of the file that defines GPT in it.
+    with RunFolder(config, ranks, GPT) as run:
         status = train(config, ranks, run)
     ranks.leave()
     return status
