@@ -263,9 +263,9 @@ def test_a_loader_that_nobody_asks_starts_no_thread(tmp_path):
     before = set(threading.enumerate())
     loader = DataLoaderLite(tmp_path, "train", 1, 9)
     loader.go_to(5)
-    assert {*threading.enumerate()} == before
+    assert {*threading.enumerate()} <= before  # A thread of an earlier test may end.
     loader.next_batch()
-    assert {*threading.enumerate()} > before
+    assert {*threading.enumerate()} - before
 
 
 @pytest.mark.parametrize("steps", [4, 5])
