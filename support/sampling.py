@@ -45,8 +45,11 @@ def next_tokens(
     """Continues a prompt once for each seed. Yields the next token of each sample.
 
     A sample ends before the token `end`. From there on it has None. With temperature 0 the
-    likeliest token is taken, with top_k 0 any token may be drawn. A sample depends only on its own
-    seed, up to rounding. The model's own weights are used, under the autocast of the caller."""
+    likeliest token is taken, with top_k 0 any token may be drawn. The model's own weights are used,
+    under the autocast of the caller.
+
+    A sample depends only on its own seed, up to rounding. In 16 bits rounding is so coarse that
+    another number of samples soon gives other tokens."""
     if not is_gpt2(model):
         options = (max_new_tokens, temperature, top_k, end)
         yield from zip_longest(*(plain_sample(model, prompt, seed, *options) for seed in seeds))
