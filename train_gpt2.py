@@ -214,7 +214,10 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continues idx (B, T) by sampling from the top_k tokens. (B, T + max_new_tokens)
 
-        With temperature 0 it always takes the likeliest token. With top_k 0 it may take any."""
+        With temperature 0 it always takes the likeliest token. With top_k 0 it may take any.
+
+        As long as the model is a GPT-2, sample.py and the samples of a run do not call this. They
+        draw the same tokens in a faster way (support/sampling.py)."""
         V = self.config.vocab_size
         k = V if top_k == 0 else min(top_k, V)
         if temperature == 0:
