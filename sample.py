@@ -119,7 +119,7 @@ def read_prompts() -> Iterator[str]:
         line = sys.stdin.readline()
         if not line:  # end of the input; an empty line is "\n"
             return
-        yield line.rstrip("\n")
+        yield line.rstrip("\r\n")
 
 
 if __name__ == "__main__":

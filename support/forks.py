@@ -49,7 +49,10 @@ def why_no_gpt2(model: "GPT") -> str:
     ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if ours != gpt2_shapes(model.config):
         return "its tensors are not those of a GPT-2"
-    return compare_small_model(type(model), model.config)
+    try:
+        return compare_small_model(type(model), model.config)
+    except TypeError:  # a config with a list, or one that is not frozen, is no key of a cache
+        return compare_small_model.__wrapped__(type(model), model.config)
 
 
 @functools.cache
@@ -59,11 +62,11 @@ def compare_small_model(model_class: "type[GPT]", config: "GPTConfig") -> str:
 
     It has the depth, the heads and the context of the model, but few channels, and weights with
     which every part of a GPT-2 changes the logits by more than the tolerance."""
-    small = replace(config, n_embd=4 * config.n_head, vocab_size=64)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        idx = torch.randint(small.vocab_size, (1, small.block_size))
         try:
+            small = replace(config, n_embd=4 * config.n_head, vocab_size=64)
+            idx = torch.randint(small.vocab_size, (1, small.block_size))
             model = model_class(small).double().eval()
             set_telling_weights(model)
             logits = model(idx)

@@ -7,6 +7,7 @@ All ranks call the same methods, and rank 0 alone reads and writes the files. Th
 log_txt.py, run_json.py and checkpoints.py."""
 
 import contextlib
+import json
 import os
 import shlex
 from dataclasses import asdict
@@ -118,6 +119,7 @@ class RunFolder:
         if self.ranks.rank > 0:
             return
         check_trackers(self.config)
+        json.dumps(asdict(model.config))  # or the first checkpoint would fail, hours later
         script = self.script
         names = {"code", script.name if script else "code"}
         # A folder into which somebody has only copied a checkpoint holds a run as well.
@@ -174,9 +176,9 @@ class RunFolder:
         """Renames log.txt if it reaches a step at which the run has saved a checkpoint, since
         somebody has deleted them all, and the run starts again."""
         steps, _ = log_txt.read_log(self.path).get("train", ([], []))
-        settings = self.entries[0]["config"]  # of the first start
-        first_due = min(settings["save_every"], settings["max_steps"])
-        if first_due == 0 or not steps or steps[-1] + 1 < first_due:
+        earlier = [entry["config"] for entry in self.entries[:-1]]
+        due = [min(c["save_every"], c["max_steps"]) for c in earlier if c["save_every"]]
+        if not steps or not due or steps[-1] + 1 < min(due):
             return
         renamed = self.path / "log_old.txt"
         if renamed.exists():

@@ -48,7 +48,9 @@ def new_entry(config: dict[str, Any], **more: Any) -> dict[str, Any]:
         "versions": versions | {"python": sys.version.split()[0]},
         **more,
         "config": public,
-        "paths": {name: config[name] for name in PATHS},
+        "paths": {
+            name: config[name] for name in config if name in PATHS or public[name] != config[name]
+        },
     }
 
 

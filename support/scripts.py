@@ -120,12 +120,14 @@ def changed_since(recorded: dict[str, str], script: Path | None) -> str:
 
 def write_program(folder: Path, script: Path | None) -> None:
     """Writes a copy of the program into a folder: the scripts of this clone, all of support/, and
-    the loaded modules beside `script`."""
+    the loaded modules beside `script`. Other files in there stay."""
     files = [*ROOT.glob("*.py"), *(ROOT / "support").glob("*"), *(ROOT / "support").glob("gpt2/*")]
     program = {path.relative_to(ROOT).as_posix(): path for path in files if path.is_file()}
     contents = {name: path.read_bytes() for name, path in program.items()}
-    with atomic_path(folder) as partial:
-        for name, content in (contents | loaded_code(script)).items():
-            path = partial / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+    for name, content in (contents | loaded_code(script)).items():
+        path = folder / name
+        if path.is_file() and path.read_bytes() == content:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as partial:
+            partial.write_bytes(content)

@@ -121,7 +121,9 @@ def test_a_run_keeps_its_code_and_says_what_has_changed(
         assert (kept / "train_z.py").read_bytes() == path.read_bytes()
         return [line for line in capsys.readouterr().err.splitlines() if "changed" in line]
 
-    assert start(1, 16) == [] and start(2, 16) == []
+    assert start(1, 16) == []
+    (tmp_path / "log/code/mine.txt").write_text("a user's own")
+    assert start(2, 16) == [] and (tmp_path / "log/code/mine.txt").exists()
     (line,) = start(3, 2)
     assert "my_window.py" in line and "train_z.py" not in line
 

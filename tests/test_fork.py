@@ -234,6 +234,20 @@ def test_a_change_that_does_nothing_is_called_a_gpt2(fork, text, tmp_path, capsy
         assert verdict in capsys.readouterr().out
 
 
+def test_a_config_that_is_not_frozen_or_no_json_is_no_surprise(text, tmp_path, monkeypatch):
+    """The first trains as usual, and the second ends before any step."""
+    field = "    n_embd: int = 768  # channels\n"
+    frozen = ("@dataclass(frozen=True)\nclass GPTConfig", "@dataclass\nclass GPTConfig")
+    thawed = import_file(edited(tmp_path / "train_thawed.py", frozen), monkeypatch)
+    args = ["--max-steps 1 --save-every 1 --data", text, "--log-dir"]
+    assert thawed.main(tiny(*args, tmp_path / "thawed")) == 0
+    kind = (field, f"{field}    kind: torch.dtype = torch.float32\n")
+    other = import_file(edited(tmp_path / "train_kind.py", kind), monkeypatch)
+    with pytest.raises(TypeError, match="JSON"):
+        other.main(tiny(*args, tmp_path / "other"))
+    assert not (tmp_path / "other/log.txt").exists()
+
+
 SETTINGS = """    maybe: float | None = None
     sizes: tuple[int, ...] = (1, 2)
     negative: float = -1.0

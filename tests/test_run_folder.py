@@ -350,6 +350,14 @@ def test_a_log_whose_checkpoints_were_deleted_is_kept(start, log, capsys):
     assert kept.read_bytes() == first and kept.name in capsys.readouterr().err
 
 
+def test_a_log_is_kept_also_if_the_first_start_saved_nothing(start, log):
+    start("--max-steps 1")
+    start("--max-steps 3 --save-every 2 --resume")
+    for step in steps_of(log):
+        shutil.rmtree(log / f"step_{step:06d}")
+    assert start("--max-steps 1 --resume") == 0 and list(log.glob("log_old*.txt"))
+
+
 def test_a_run_whose_folder_was_renamed_ends_and_leaves_another_run_alone(start, at_step, log):
     def another():
         log.rename(log.with_name("moved"))
