@@ -119,7 +119,8 @@ class RunFolder:
         if self.ranks.rank > 0:
             return
         check_trackers(self.config)
-        json.dumps(asdict(model.config))  # or the first checkpoint would fail, hours later
+        if self.config.save_every:
+            json.dumps(asdict(model.config))  # or the first checkpoint would fail, hours later
         script = self.script
         names = {"code", script.name if script else "code"}
         # A folder into which somebody has only copied a checkpoint holds a run as well.
