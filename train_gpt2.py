@@ -423,14 +423,14 @@ class TrainConfig:
 
     # Batches and optimization
 
-    max_steps: int = 19_073  # number of updates; the default is one epoch of 10 billion tokens
+    max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
     total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
     seq_len: int = 1024  # tokens per sequence (T)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the linear layers inside the blocks
     max_lr: float = 6e-4  # highest learning rate; lower it if the loss diverges
     min_lr: float = 6e-5  # learning rate at the end
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay (see get_lr)
-    warmup_steps: int = 715  # steps in which the rate rises; the default is as in GPT-3
+    warmup_steps: int = 715  # steps in which the rate rises; 715 as in GPT-3
     warmdown_steps: int = 5000  # with wsd, steps at the end in which the rate falls
     weight_decay: float = 0.1  # decoupled weight decay of matrices
     beta2: float = 0.95  # AdamW's decay rate of squared gradients
@@ -817,7 +817,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             norm = norm.item()
             if not skips_update(step, loss, norm, scaler):
                 for optimizer in optimizers:
-                    scaler.step(optimizer)
+                    optimizer.step()
             scaler.update()  # after a skipped step it lowers the scale
             # DDP keeps the gradients in buffers of its own, so they are set to zero in place.
             # Without DDP their memory is freed.
@@ -853,7 +853,7 @@ def main(args: list[str] | None = None) -> int:
     # GPTConfig has the settings that --init takes from its model.
     config = read_config(args, TrainConfig, PRESETS, MUST_NOT_CHANGE, GPTConfig)
     if config.plan:
-        print_plan(config, GPT, model_config)
+        print_plan(config, GPT, model_config, DataLoaderLite)
         return 0
     ranks = Ranks.start(config.device, config.deterministic)  # joins torchrun's process group
     # Keeps other runs out of the folder, and a copy of the file that defines GPT in it.

@@ -53,22 +53,16 @@ def print_changes(
             print0(f"{flag(name)}: {value} -> {now[name]}")
 
 
-def parse_args(
-    config_class: type, args: Sequence[str] | None = None, ignore_help: bool = False, **options: Any
-) -> Any:
+def parse_args(config_class: type, args: Sequence[str] | None = None, **options: Any) -> Any:
     """Reads the command line (`args`, or sys.argv[1:]) into `config_class`.
 
-    `options` go to tyro, which itself reports a wrong flag and exits with status 2. With
-    `ignore_help` it does not react to --help."""
+    `options` go to tyro, which itself reports a wrong flag and exits with status 2."""
     import tyro
 
-    words = sys.argv[1:] if args is None else args
-    if ignore_help:
-        words = [word for word in words if word not in ("-h", "--help")]
     rank0 = os.environ.get("RANK", "0") == "0"
     # console_outputs=False still prints some errors
     with contextlib.redirect_stderr(sys.stderr if rank0 else io.StringIO()):
-        return tyro.cli(config_class, args=words, console_outputs=rank0, **options)
+        return tyro.cli(config_class, args=args, console_outputs=rank0, **options)
 
 
 def print_line(message: str) -> None:

@@ -134,7 +134,7 @@ def choose_precision(
     elif device.type == "mps":
         name, reason = "float32", "the safe choice on MPS"
     elif parameters < LARGE:
-        name, reason = "float32", "the same first losses on every CPU"
+        name, reason = "float32", "comparable between CPUs"
     elif previous:
         name, reason = previous, "as in the checkpoint"
     else:

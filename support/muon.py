@@ -18,8 +18,9 @@ class Muon(torch.optim.Optimizer):
 
     Updates are as large as AdamW's, so both can share a learning rate and a weight decay (Liu et
     al. 2025, "Muon is Scalable for LLM Training", section 2.2). torch.optim.Muon computes the same
-    with adjust_lr_fn="match_rms_adamw". This class is faster, since it handles all matrices of one
-    shape at once, and divides them among the ranks."""
+    with adjust_lr_fn="match_rms_adamw", but one matrix after the other, always in bfloat16, and on
+    each rank. With it a run of the preset shakespeare on a CPU takes 4 % longer, and a third longer
+    on a chip without bfloat16."""
 
     def __init__(self, matrices: list[Tensor], lr: float, weight_decay: float, dtype: torch.dtype):
         """The matrix products of an update are computed in `dtype`."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import hellaswag
 from support import forks
 from support.checkpoints import list_checkpoints
 from support.command_line import duration, note, shown, warn
@@ -26,7 +27,7 @@ from support.shards import open_split, open_tokenizer
 from support.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from train_gpt2 import GPT, GPTConfig, TrainConfig
+    from train_gpt2 import GPT, DataLoaderLite, GPTConfig, TrainConfig
 
 ASSUMED_MFU = 0.4
 CARDS = [  # that many people own or rent: how many of them, and GB of memory of each
@@ -99,8 +100,11 @@ def print_plan(
     config: "TrainConfig",
     model_class: "type[GPT]",
     model_config: "Callable[[TrainConfig, Tokenizer, Path | None], GPTConfig]",
+    loader_class: "type[DataLoaderLite]",
 ) -> None:
-    """Prints what a run will take, and tries one step without memory. Trains nothing."""
+    """Prints what a run will take, and tries one step without memory. Trains nothing.
+
+    Raises UserError if there is too little data, as the run would, or no such file of tasks."""
     weights = None  # the folder of the model from which the run would start
     if config.resume:
         weights = next(reversed(list_checkpoints(Path(config.log_dir))), None)
@@ -114,8 +118,12 @@ def print_plan(
     available = 0
     # The folder that fineweb.py would make may be missing, but not one that was named.
     if Path(config.data).exists() or config.data != type(config)().data:
-        _, shards = open_split(Path(config.data), "train", model.config.vocab_size)
-        available = sum(map(len, shards))
+        for split in ("train", "val") if config.eval_every else ("train",):
+            shuffle = config.shuffle and split == "train"
+            loader = loader_class(config.data, split, 1, config.seq_len, shuffle=shuffle)
+            available = available or loader.total_tokens
+    if config.hellaswag_every and config.hellaswag_data:
+        hellaswag.read_examples(config.hellaswag_data)
     lines = describe(config, model, device_line, (peak, source), available)
 
     flops = model.flops_per_token(config.seq_len) * config.max_steps * config.total_batch_size

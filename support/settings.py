@@ -1,7 +1,7 @@
 """Where the settings of a run come from: flags, the run that is resumed, --init, and presets."""
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,27 +41,32 @@ def read_config(
     from its model. Prints the preset, and what differs from that model. Raises UserError with all
     values that are wrong, or that must not change on resume."""
     scripts.loaded_code(scripts.script_of(config_class))  # what runs, before anybody edits it
-    words = sys.argv[1:] if args is None else args
-    # The command line is parsed twice. The first time is for --resume, --log-dir, --preset, --init
-    # and --device. They decide the defaults with which it is parsed the second time.
-    first = parse_args(config_class, words, ignore_help=True)
+    words = list(sys.argv[1:] if args is None else args)
+    # The command line is parsed twice. The first time is for the flags that decide the defaults
+    # with which it is parsed the second time.
+    names = {f.name for f in fields(config_class)}
+    deciding = ("resume", "log_dir", "preset", "init", "device")
+    first_fields = [(f.name, f.type, f.default) for f in fields(config_class) if f.name in deciding]
+    first_class = make_dataclass("FirstFlags", first_fields)
+    without_help = [word for word in words if word not in ("-h", "--help")]
+    first, _ = parse_args(first_class, without_help, return_unknown_args=True)
     run = read_run(first.log_dir) if first.resume else {}
-    fields: dict[str, Any] = {}  # what the model of --init has of the settings
+    of_init: dict[str, Any] = {}  # what the model of --init has of the settings
     if run:
         # A setting that this script no longer has is ignored.
-        names = asdict(first).keys() - {"log_dir", "resume", "plan"}
-        defaults = config_class(**{name: run[name] for name in names & run.keys()})
+        kept = (names & run.keys()) - {"log_dir", "resume", "plan"}
+        defaults = config_class(**{name: run[name] for name in kept})
     else:
         preset = first.preset
         if preset == "auto":
             shards = holds_shards(Path(config_class().data))
             preset = "gpt2" if shards and has_gpu(first.device) else "shakespeare"
         values = {"preset": preset, **presets[preset]}
-        if first.init != "scratch" and not {"-h", "--help"} & {*words}:
+        if first.init != "scratch" and without_help == words:
             folder = huggingface.find_model(first.init, only_config=True)
-            fields = huggingface.read_fields(folder, gpt_config_class)
-            fields = {name: fields[name] for name in asdict(first).keys() & fields.keys()}
-            values |= fields
+            of_init = huggingface.read_fields(folder, gpt_config_class)
+            of_init = {name: of_init[name] for name in names & of_init.keys()}
+            values |= of_init
         defaults = config_class(**values)
     config = parse_args(config_class, words, default=defaults)
     if config.preset == "auto":  # if --preset auto was given
@@ -81,14 +86,14 @@ def read_config(
             problems.append(f"--resume: {flag(name)} was {was} in {first.log_dir}, is {now}")
     # A flag cannot change the shape of a model, but may change another field.
     problems += [
-        f"{flag(name)} {getattr(config, name)}: {config.init} has {fields[name]}"
+        f"{flag(name)} {getattr(config, name)}: {config.init} has {of_init[name]}"
         for name in SHAPE
-        if name in fields and getattr(config, name) != fields[name]
+        if name in of_init and getattr(config, name) != of_init[name]
     ]
     if problems:
         raise UserError("; ".join(problems))
     print0(preset_line(config))
-    print_changes(fields, asdict(config))
+    print_changes(of_init, asdict(config))
     return config
 
 

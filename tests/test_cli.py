@@ -84,6 +84,10 @@ def test_mistakes_in_training(name, tmp_path, capsys, text, monkeypatch):
 
 
 def test_a_wrong_flag_is_tyros_message_from_one_rank(capsys, monkeypatch):
+    for preset in ("gpt2", "shakespeare"):  # the defaults in the message are those of the run
+        with pytest.raises(SystemExit):
+            train_gpt2.main(["--max-step", "3", "--preset", preset])
+        assert ("600" in capsys.readouterr().err) == (preset == "shakespeare")
     monkeypatch.setenv("LOCAL_RANK", "0")
     for flags, named in {
         "--max-step 3": "--max-steps",

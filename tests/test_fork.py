@@ -294,6 +294,19 @@ def test_a_group_of_parameters_may_have_its_own_rate(text, tmp_path, monkeypatch
     assert adamw.param_groups[0]["lr"] > 0
 
 
+def test_all_matrices_of_an_optimizer_may_be_frozen_in_float16(text, tmp_path, monkeypatch):
+    class Frozen(GPT):
+        def __init__(self, config):
+            super().__init__(config)
+            self.h.requires_grad_(False)
+
+    monkeypatch.setattr(train_gpt2, "GPT", Frozen)
+    flags = "--optimizer muon --dtype float16 --max-steps 3"
+    train(flags, "--data", text, "--log-dir", tmp_path)
+    found = losses(tmp_path)
+    assert len(found) == 3 and found[2] < found[0]
+
+
 def test_a_copy_of_a_compiled_model_runs_its_own_blocks():
     """An average of weights, for example, which must be compiled again to be as fast."""
     model = GPT(GPTConfig(16, 100, 2, 2, 16)).eval()

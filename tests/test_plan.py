@@ -86,10 +86,21 @@ def test_what_a_plan_says_of_a_text(plan, text):
     assert table["epochs"].endswith(", 2 steps each")
 
 
-def test_a_mistyped_name_is_an_error_of_the_plan_too(plan):
-    for args in ("--data my_text.txt", "--data my_shards"):
-        with pytest.raises(UserError, match=r"my_.*no such file or folder"):
-            plan(args)
+def test_what_a_run_refuses_is_an_error_of_the_plan_too(plan, text, tmp_path):
+    no_such = "my_.*no such file"
+    few = "train tokens are too few for sequences of 4096"
+    (tmp_path / "val_too_short.txt").write_text("To be or not to be. " * 20)
+    tasks = f"--hellaswag-every 9 --data {text} --hellaswag-data"
+    for args, message in {
+        "--data my_text.txt": no_such,
+        "--data my_shards": no_such,
+        f"--seq-len 4096 --total-batch-size 4096 --data {text}": few,
+        f"--data {tmp_path / 'val_too_short.txt'}": "val tokens are too few",
+        f"{tasks} my_tasks.jsonl": "my_tasks",
+        f"{tasks} {text}": "line 1: not a HellaSwag task",
+    }.items():
+        with pytest.raises((UserError, FileNotFoundError), match=message):
+            plan("--preset shakespeare", args)
 
 
 def test_where_ranks_do_not_divide_a_step_the_error_names_what_they_divide(tmp_path):
