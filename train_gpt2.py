@@ -660,13 +660,12 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None
 
     The context of that model may be longer than the sequences of this run, and its vocabulary
     larger than that of the tokenizer. Raises UserError if one of them is too small."""
-    block_size = config.seq_len
-    vocab_size = tokenizer.n_vocab
+    values = {"block_size": config.seq_len, "vocab_size": tokenizer.n_vocab}
     if weights:
-        block_size, vocab_size = huggingface.context_and_vocabulary(weights, config, tokenizer)
+        values = huggingface.fields_to_start_from(weights, GPTConfig, config, tokenizer)
     # n_layer, n_head and n_embd, and any field that you add to both classes, such as dropout
-    shared = {f.name: getattr(config, f.name) for f in fields(GPTConfig) if hasattr(config, f.name)}
-    return GPTConfig(block_size=block_size, vocab_size=vocab_size, **shared)
+    names = [field.name for field in fields(GPTConfig) if hasattr(config, field.name)]
+    return GPTConfig(**values | {name: getattr(config, name) for name in names})
 
 
 def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScaler) -> bool:

@@ -78,8 +78,8 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder (best effort)."""
-    if path.is_dir():
+    """Removes a file, a link or a folder (best effort)."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

@@ -308,10 +308,10 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def context_and_vocabulary(
-    folder: Path, config: "TrainConfig", tokenizer: Tokenizer
-) -> tuple[int, int]:
-    """(block_size, vocab_size) of the model in a folder, from which a run starts.
+def fields_to_start_from(
+    folder: Path, config_class: "type[GPTConfig]", config: "TrainConfig", tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """{field: value} of the GPTConfig of the model in a folder, from which a run starts.
 
     Raises UserError if its tokenizer is not that of the data, or its context too short."""
     theirs = tokenizer_of(folder)
@@ -319,11 +319,11 @@ def context_and_vocabulary(
         problem = f"its {theirs.n_vocab} tokens are not the {tokenizer.n_vocab} of {config.data}"
         remedy = "copy its vocab.json and merges.txt into a new folder, and make shards there"
         raise UserError(f"{folder}: {problem}; {remedy}")
-    raw = read_gpt2_json(folder)
-    block_size = raw[THEIR_NAMES["block_size"]]
-    if config.seq_len > block_size:
-        raise UserError(f"--seq-len {config.seq_len}: the context of {folder} is {block_size}")
-    return block_size, raw["vocab_size"]
+    values = read_fields(folder, config_class)
+    if config.seq_len > values["block_size"]:
+        context = values["block_size"]
+        raise UserError(f"--seq-len {config.seq_len}: the context of {folder} is {context}")
+    return values
 
 
 def load_by_transformers(folder: Path) -> Any:

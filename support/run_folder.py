@@ -207,8 +207,10 @@ class RunFolder:
         except (OSError, ValueError) as error:  # such as a mount, or --log-dir .
             self.refuse_to_rename(first_line(error))
         self.make_and_lock()
-        name = shlex.quote(str(renamed))
-        print0(f"an earlier run is now in {renamed}/ (--resume --log-dir {name} continues it)")
+        hint = ""
+        if list_checkpoints(renamed):
+            hint = f" (--resume --log-dir {shlex.quote(str(renamed))} continues it)"
+        print0(f"an earlier run is now in {renamed}/{hint}")
 
     def refuse_to_rename(self, reason: str) -> None:
         problem = f"{self.path}: holds an earlier run and cannot be renamed ({reason})"
@@ -369,9 +371,10 @@ def best_of(losses: dict[int, float]) -> int:
 
 
 def free_name(path: Path) -> Path:
-    """log_1 for log, or log_2 if that is taken, and so on."""
+    """log_1 for log, or log_2 if that is taken, and so on. A file keeps its ending."""
+    stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
     number = 1
-    while (free := path.with_stem(f"{path.stem}_{number}")).exists():
+    while (free := path.with_name(f"{stem}_{number}{suffix}")).exists():
         number += 1
     return free
 

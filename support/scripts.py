@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -70,6 +71,7 @@ def load_gpt_class(code: str) -> "type[GPT]":
 # --------------------------------------------------------------------------------------------------
 # The program that a run keeps
 
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 read_once = functools.cache(Path.read_bytes)  # A file may be edited while its code runs.
 
 
@@ -90,7 +92,8 @@ def loaded_code(script: Path | None = None) -> dict[str, bytes]:
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "").absolute()
         folder = next((f for f in [*folders, ROOT] if path.is_relative_to(f)), None)
-        if folder is None or not path.is_file() or "site-packages" in path.parts:
+        of_library = "site-packages" in path.parts or path.is_relative_to(STANDARD_LIBRARY)
+        if folder is None or not path.is_file() or of_library:
             continue
         name = path.relative_to(folder)
         # Libraries may also be in a hidden folder, such as .venv.

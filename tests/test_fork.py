@@ -275,6 +275,20 @@ def test_settings_of_any_kind_reach_the_model_and_a_resumed_run(text, tmp_path, 
     assert changed.GPT.from_pretrained(tmp_path / "tuned").config.sizes == (3, 4, 5)
 
 
+def test_a_field_of_the_model_alone_has_the_value_of_its_checkpoint(text, tmp_path, monkeypatch):
+    """Also after an edit of its default."""
+    line = "    n_embd: int = 768  # channels\n"
+    args = ["--save-every 1 --data", text, "--log-dir"]
+    for default, flags in ((4, "--max-steps 1"), (8, "--max-steps 2 --resume")):
+        path = edited(tmp_path / "train_own.py", (line, f"{line}    own: int = {default}\n"))
+        changed = import_file(path, monkeypatch)
+        assert changed.main(tiny(*args, tmp_path / "log", flags)) == 0
+        assert changed.GPT.from_pretrained(tmp_path / "log").config.own == 4
+    for name, init, own in (("tuned", tmp_path / "log", 4), ("new", "scratch", 8)):
+        assert changed.main(tiny("--init", init, "--max-steps 1", *args, tmp_path / name)) == 0
+        assert changed.GPT.from_pretrained(tmp_path / name).config.own == own
+
+
 def test_a_group_of_parameters_may_have_its_own_rate(text, tmp_path, monkeypatch):
     configure = train_gpt2.configure_optimizers
     found = []

@@ -158,15 +158,19 @@ def test_every_damaged_file_is_noticed_and_the_checkpoint_before_used(text, tmp_
 
 
 def test_which_checkpoints_are_kept(text, tmp_path):
-    """The newest, and the one from which this process has resumed. Damaged ones do not count."""
+    """The newest, and the one from which this process has resumed. Damaged ones do not count. Of a
+    link to another folder only the link is removed."""
     args = ["--save-every 1 --max-steps 8 --data", text, "--log-dir", tmp_path]
     train(*args, "--keep-checkpoints 3")
     assert steps_of(tmp_path) == [6, 7, 8]
     truncate(tmp_path / "step_000007/config.json")
     truncate(tmp_path / "step_000008/config.json")
     (tmp_path / "step_000008").rename(tmp_path / "step_000009")
+    elsewhere = (tmp_path / "step_000007").rename(tmp_path / "elsewhere")
+    (tmp_path / "step_000007").symlink_to(elsewhere)
     train(*args, "--keep-checkpoints 1 --resume")  # from step 6
-    assert steps_of(tmp_path) == [6, 8, 9]
+    assert steps_of(tmp_path) == [6, 8, 9] and (elsewhere / "model.safetensors").exists()
+    assert not list(tmp_path.glob(".*"))
     assert newest_intact(tmp_path) == "step_000008"
 
 

@@ -214,7 +214,7 @@ def test_a_run_goes_on_from_another_working_folder(text, log, tmp_path, monkeypa
 def test_a_folder_with_a_copied_checkpoint_is_a_run(start, log):
     """--resume goes on in it, and a new run renames it. The log may have been copied as well."""
     start("--max-steps 2 --save-every 2")
-    for name, copied in (("a", ["step_000002"]), ("b", ["step_000002", "log.txt"])):
+    for name, copied in (("a", ["step_000002"]), ("lr0.001", ["step_000002", "log.txt"])):
         folder = log.with_name(name)
         for resume, names in (("--resume", [name]), ("", [name, f"{name}_1"])):
             folder.mkdir()
