@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import hellaswag
 from support import forks
 from support.checkpoints import list_checkpoints
 from support.command_line import duration, note, shown, warn
@@ -104,7 +103,7 @@ def print_plan(
 ) -> None:
     """Prints what a run will take, and tries one step without memory. Trains nothing.
 
-    Raises UserError if there is too little data, as the run would, or no such file of tasks."""
+    Raises UserError if there is too little data, as the run would."""
     weights = None  # the folder of the model from which the run would start
     if config.resume:
         weights = next(reversed(list_checkpoints(Path(config.log_dir))), None)
@@ -122,8 +121,6 @@ def print_plan(
             shuffle = config.shuffle and split == "train"
             loader = loader_class(config.data, split, 1, config.seq_len, shuffle=shuffle)
             available = available or loader.total_tokens
-    if config.hellaswag_every and config.hellaswag_data:
-        hellaswag.read_examples(config.hellaswag_data)
     lines = describe(config, model, device_line, (peak, source), available)
 
     flops = model.flops_per_token(config.seq_len) * config.max_steps * config.total_batch_size

@@ -114,6 +114,9 @@ def find_problems(config: "TrainConfig") -> list[str]:
         problems.append(f"--beta2 {config.beta2}: must be below 1")
     if config.eval_every and config.eval_tokens < config.seq_len:
         problems.append(f"--eval-tokens {config.eval_tokens}: less than --seq-len {config.seq_len}")
+    tasks = config.hellaswag_data
+    if config.hellaswag_every and tasks and not Path(tasks).is_file():
+        problems.append(f"--hellaswag-data {tasks}: no such file")
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr}: above --max-lr {config.max_lr}")
     return problems
