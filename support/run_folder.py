@@ -105,10 +105,11 @@ class RunFolder:
         """Raises UserError if the training data of a resumed run differ. They are compared by the
         names and the sizes of their shards."""
         if before != now:
-            different = sorted({name for name, _ in {*before} ^ {*now}}) or ["their order"]
+            different = sorted({name for name, _ in {*before} ^ {*now}}) or ["another order"]
             more = ", …" if len(different) > 3 else ""
-            problem = f"{self.config.data} now has different shards"
-            raise UserError(f"--resume: {problem} ({', '.join(different[:3])}{more})")
+            names = f" ({', '.join(different[:3])}{more})" if different != ["."] else ""  # a text
+            problem = f"{self.config.data} is not what the run has read so far{names}"
+            raise UserError(f"--resume: {problem}; --data names another")
 
     def begin(self, model: "GPT", setup: Setup, step: int, weights: Path | None) -> None:
         """Prepares the folder for a run that starts, or is resumed, at `step`.
