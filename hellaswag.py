@@ -309,9 +309,8 @@ def score_shared_contexts(gpt: "GPT", tasks: list[Task]) -> list[list[float]]:
     # Each token sees the context, and what is before it in its own part.
     mask = (part[:, None, :] == 0) | (part[:, None, :] == part[:, :, None])  # (B, T, T)
     rows, columns = torch.tensor(at).T
-    w = dict(gpt.named_parameters())
     logits = gpt2(
-        w,
+        gpt.state_dict(),
         x,
         gpt.config.n_layer,
         gpt.config.n_head,

@@ -3,10 +3,11 @@
 A model that computes something else than GPT-2 must not pass for one, or other programs would run
 another model than was trained. So models are compared with functional_gpt2.py."""
 
+import contextlib
 import functools
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from support.command_line import warn
 from support.errors_and_signals import first_line
 from support.functional_gpt2 import gpt2
+from support.tokenizer import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT, GPTConfig
@@ -49,30 +51,58 @@ def why_no_gpt2(model: "GPT") -> str:
     ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if ours != gpt2_shapes(model.config):
         return "its tensors are not those of a GPT-2"
+    arguments = (type(model), model.config, set_later(model))
     try:
-        return compare_small_model(type(model), model.config)
+        return compare_small_model(*arguments)
     except TypeError:  # a config with a list, or one that is not frozen, is no key of a cache
-        return compare_small_model.__wrapped__(type(model), model.config)
+        return compare_small_model.__wrapped__(*arguments)
+
+
+def set_later(model: "GPT") -> tuple[tuple[str, str, Any], ...]:
+    """(name of a module, attribute, value) of each number, flag or text that was set on a model
+    after it was made, such as model.low_memory."""
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
+        with torch.device("meta"):  # Some models cannot be made without memory.
+            as_made = dict(type(model)(model.config).named_modules())
+        return tuple(
+            (name, key, value)
+            for name, module in model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, int | float | str) and key != "training"
+            if vars(as_made[name]).get(key) != value
+        )
+    return ()
 
 
 @functools.cache
 @torch.no_grad()
-def compare_small_model(model_class: "type[GPT]", config: "GPTConfig") -> str:
+def compare_small_model(
+    model_class: "type[GPT]", config: "GPTConfig", set_later: tuple[tuple[str, str, Any], ...]
+) -> str:
     """Why a small model of a class computes something else than a GPT-2, or "" if it does not.
 
-    It has the depth, the heads and the context of the model, but few channels, and weights with
-    which every part of a GPT-2 changes the logits by more than the tolerance."""
+    It has the depth, the heads, the context and the tokens of the model, but few channels, and
+    weights with which every part of a GPT-2 changes the logits by more than the tolerance."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
+        T, V = config.block_size, config.vocab_size
+        idx = torch.randint(V, (1, T))
+        # A changed model may see <|endoftext|> as the end of a document. It usually is the last
+        # token, but GPT-2's logits may be padded.
+        idx[0, T // 3] = V - 1
+        idx[0, 2 * T // 3] = min(V, VOCAB_SIZE) - 1
+        # The logits of all tokens could take gigabytes.
+        at = (slice(None), [*torch.randperm(T)[:64].tolist(), T - 1])
         try:
-            small = replace(config, n_embd=4 * config.n_head, vocab_size=64)
-            idx = torch.randint(small.vocab_size, (1, small.block_size))
-            model = model_class(small).double().eval()
+            model = model_class(replace(config, n_embd=4 * config.n_head)).double()
+            for name, key, value in set_later:
+                setattr(model.get_submodule(name), key, value)
+            model.eval()
             set_telling_weights(model)
-            logits = model(idx)
+            logits = model(idx, at=at)
         except Exception as error:  # of any kind: what the model of a fork raises
             return f"a small model of it fails: {first_line(error)}"
-        expected = gpt2(model.state_dict(), idx, small.n_layer, small.n_head)
+        expected = gpt2(model.state_dict(), idx, config.n_layer, config.n_head, at=at)
     if not isinstance(logits, Tensor) or not same(logits, expected):
         return "it computes other logits than a GPT-2 with the same weights"
     return ""
@@ -93,7 +123,7 @@ def set_telling_weights(model: "GPT") -> None:
     queries, keys, inputs of GELU and logits everywhere."""
     generator = torch.Generator().manual_seed(0)
     small = 0.004 / math.sqrt(2 * model.config.n_layer)  # so all blocks add as much as wte and wpe
-    for name, p in model.named_parameters():
+    for name, p in model.state_dict().items():
         p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
         if name.endswith("ln_f.weight"):
             p.mul_(100)

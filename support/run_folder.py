@@ -49,6 +49,7 @@ class RunFolder:
         self.newest_step: int | None = None  # step of the newest checkpoint that is not damaged
         self.resumed_step: int | None = None  # step of the checkpoint from which the run resumed
         self.saved: dict[str, Any] = {}  # what that checkpoint contains besides the weights
+        self.script_has_changed = False  # since that checkpoint was saved
         # A resumed run repeats the evaluations of its first step. Those that log.txt already has
         # must not be logged twice. They are named by step and stream, such as (200, "val").
         self.already_logged: dict[tuple[int, str], float] = {}
@@ -98,7 +99,9 @@ class RunFolder:
             remedy = "use more steps, or another --log-dir"
             raise UserError(f"{checkpoint}: beyond --max-steps {self.config.max_steps}; {remedy}")
         self.saved = checkpoints.read_training_state(checkpoint)
-        scripts.is_other_version(self.saved, self.script_entry, f"--resume: {checkpoint}")
+        self.script_has_changed = scripts.is_other_version(
+            self.saved, self.script_entry, f"--resume: {checkpoint}"
+        )
         return checkpoint, self.saved
 
     def check_same_shards(self, before: list[tuple[str, int]], now: list[tuple[str, int]]) -> None:
@@ -138,12 +141,16 @@ class RunFolder:
         for path in self.path.glob(".*.partial"):  # what a killed process was writing
             remove(path)
 
-        if self.entries:
+        if is_resumed:
+            # A folder into which a checkpoint was copied has no entries.
             previous = self.saved.get("config") or run_json.run_config(self.entries[-1])
             print_changes(
                 previous, asdict(self.config), ignore={"log_dir", "resume", "plan", "init"}
             )
-            if changed := scripts.changed_since(self.entries[-1]["code"], script):
+            changed = script.name if self.script_has_changed else ""
+            if self.entries:
+                changed = scripts.changed_since(self.entries[-1]["code"], script)
+            if changed:
                 note(f"changed since the last start: {changed}; log/code/ gets the new version")
         about = {
             "step": step,
@@ -176,10 +183,11 @@ class RunFolder:
 
     def keep_log_of_deleted_checkpoints(self) -> None:
         """Renames log.txt if it reaches a step at which the run has saved a checkpoint, since
-        somebody has deleted them all, and the run starts again."""
+        somebody has deleted them all, and the run starts again. So it does if the run had ended,
+        and saved none."""
         steps, _ = log_txt.read_log(self.path).get("train", ([], []))
         earlier = [entry["config"] for entry in self.entries[:-1]]
-        due = [min(c["save_every"], c["max_steps"]) for c in earlier if c["save_every"]]
+        due = [min(c["save_every"] or c["max_steps"], c["max_steps"]) for c in earlier]
         if not steps or not due or steps[-1] + 1 < min(due):
             return
         renamed = self.path / "log_old.txt"
@@ -361,7 +369,7 @@ class RunFolder:
         command = ["python", shown(ROOT / "sample.py"), str(self.path)]
         if self.config.sample_prompt:  # Without one, sample.py asks for it.
             command.append(self.config.sample_prompt)
-        if script and script != ROOT / "train_gpt2.py":
+        if script and script.resolve() != (ROOT / "train_gpt2.py").resolve():
             command += ["--code", shown(script)]
         print0(f"sample: {shlex.join(command)}")
 

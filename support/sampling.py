@@ -7,7 +7,7 @@ numbers. A model that is not a GPT-2 is sampled by its own `generate`."""
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING
@@ -54,7 +54,7 @@ def next_tokens(
         options = (max_new_tokens, temperature, top_k, end)
         yield from zip_longest(*(plain_sample(model, prompt, seed, *options) for seed in seeds))
         return
-    w = dict(model.named_parameters())
+    w = model.state_dict()
     config = model.config
     context = config.block_size
     device = w["wte.weight"].device
@@ -225,10 +225,10 @@ def cast_weights(model: "GPT", dtype: torch.dtype) -> None:
     number, and no probability changes."""
     if dtype == torch.float32:
         return
-    w = dict(model.named_parameters())
+    w = model.state_dict()
     mean = w["wte.weight"].mean(dim=0)  # (C,)
     w["wte.weight"] -= mean
     w["wpe.weight"] += mean
-    for name, weight in w.items():
+    for name, weight in chain(model.named_parameters(), model.named_buffers()):
         if "ln_" not in name:
             weight.data = weight.to(dtype)

@@ -52,22 +52,23 @@ def read_config(
     first, _ = parse_args(first_class, without_help, return_unknown_args=True)
     run = read_run(first.log_dir) if first.resume else {}
     of_init: dict[str, Any] = {}  # what the model of --init has of the settings
+    preset = run.get("preset", first.preset)
+    if preset == "auto":
+        shards = holds_shards(Path(config_class().data))
+        preset = "gpt2" if shards and has_gpu(first.device) else "shakespeare"
+    values = {"preset": preset, **presets.get(preset, {})}
     if run:
         # A setting that this script no longer has is ignored.
-        kept = (names & run.keys()) - {"log_dir", "resume", "plan"}
-        defaults = config_class(**{name: run[name] for name in kept})
-    else:
-        preset = first.preset
-        if preset == "auto":
-            shards = holds_shards(Path(config_class().data))
-            preset = "gpt2" if shards and has_gpu(first.device) else "shakespeare"
-        values = {"preset": preset, **presets[preset]}
-        if first.init != "scratch" and without_help == words:
-            folder = huggingface.find_model(first.init, only_config=True)
-            of_init = huggingface.read_fields(folder, gpt_config_class)
-            of_init = {name: of_init[name] for name in names & of_init.keys()}
-            values |= of_init
-        defaults = config_class(**values)
+        values |= {name: run[name] for name in (names & run.keys()) - {"log_dir", "resume", "plan"}}
+        for name, value in asdict(config_class()).items():
+            if isinstance(value, list):  # run.json does not tell lists from tuples
+                values[name] = list(values[name])
+    elif first.init != "scratch" and without_help == words:
+        folder = huggingface.find_model(first.init, only_config=True)
+        of_init = huggingface.read_fields(folder, gpt_config_class)
+        of_init = {name: of_init[name] for name in names & of_init.keys()}
+        values |= of_init
+    defaults = config_class(**values)
     config = parse_args(config_class, words, default=defaults)
     if config.preset == "auto":  # if --preset auto was given
         config.preset = defaults.preset

@@ -1,5 +1,6 @@
 """A run belongs to the script that began it, and --code names the script of a model."""
 
+import shutil
 import sys
 from unittest import mock
 
@@ -11,7 +12,7 @@ from support import scripts
 from support.errors_and_signals import UserError
 from support.scripts import loaded_code, write_program  # which conftest.py replaces
 from support.tokenizer import get_tokenizer
-from tests.conftest import ROOT, import_file, losses, starts, tiny, train
+from tests.conftest import ROOT, import_file, losses, starts, tiny, train, words
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +81,19 @@ def test_a_script_resumes_what_has_its_name_or_its_content(
         import_file(path, monkeypatch).main(tiny(*args, log, "--resume --max-steps", steps))
         return [line for line in capsys.readouterr().err.splitlines() if "train_y.py" in line]
 
+    def train_y_from_a_copy(source):
+        """In a new folder, into which only a checkpoint was copied."""
+        path.write_text(source, encoding="utf-8")
+        start_anew()
+        copied = tmp_path / "copied"
+        shutil.copytree(log / "step_000004", copied / "step_000004")
+        capsys.readouterr()
+        import_file(path, monkeypatch).main(words("--resume --max-steps 5 --log-dir", copied))
+        output = capsys.readouterr()
+        shutil.rmtree(copied)
+        assert "--max-steps: 4 -> 5" in output.out
+        return "changed since the last start: train_y.py" in output.err
+
     assert not train_y(1, script)
     train(*args, log, "--resume --max-steps 2")  # another name, the same content
     assert not train_y(3, script)
@@ -87,6 +101,7 @@ def test_a_script_resumes_what_has_its_name_or_its_content(
     with pytest.raises(UserError, match=r"train_y\.py"):
         train(*args, log, "--resume --max-steps 5")  # another name and another content
     assert len(losses(log)) == 4
+    assert not train_y_from_a_copy(script + "# mine\n") and train_y_from_a_copy(script)
     train(*args, tmp_path / "other", "--max-steps 1 --init", log)
 
 

@@ -15,6 +15,8 @@ import hellaswag
 import sample
 import train_gpt2
 from support.errors_and_signals import UserError
+from support.forks import is_gpt2, why_no_gpt2
+from support.sampling import next_tokens
 from support.tokenizer import get_tokenizer
 from tests.conftest import (
     ROOT,
@@ -22,6 +24,7 @@ from tests.conftest import (
     import_file,
     logits_of,
     losses,
+    starts,
     tiny,
     train,
     words,
@@ -253,20 +256,28 @@ SETTINGS = """    maybe: float | None = None
     negative: float = -1.0
     flag: bool = True
 """
+LIST = "    words: list[str] = field(default_factory=list)\n"  # of the run alone
 
 
-def test_settings_of_any_kind_reach_the_model_and_a_resumed_run(text, tmp_path, monkeypatch):
+def test_settings_of_any_kind_reach_the_model_and_a_resumed_run(
+    text, tmp_path, monkeypatch, capsys
+):
     """What JSON has no type for, such as a tuple, comes back as it was."""
     fields = [
         (f"    n_embd: int = 768  # {what}\n", what)
         for what in ("channels", "number of channels (C)")
     ]
-    changes = [(line, f"{line}{SETTINGS}") for line, _ in fields]
+    changes = [(line, f"{line}{SETTINGS}{LIST if '(C)' in what else ''}") for line, what in fields]
+    changes += [("import dataclass, fields", "import dataclass, field, fields")]
+    changes += [('    "seq_len", "optimizer"', '    "words", "seq_len", "optimizer"')]
     changed = import_file(edited(tmp_path / "train_settings.py", *changes), monkeypatch)
     args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]
-    given = "--maybe 0.5 --sizes 3 4 5 --negative -2 --no-flag"
+    given = "--maybe 0.5 --sizes 3 4 5 --negative -2 --no-flag --words a b"
     assert changed.main(tiny(*args, "--max-steps 1", given)) == 0
-    assert changed.main(words(*args, "--resume --max-steps 2")) == 0
+    capsys.readouterr()
+    assert changed.main(words(*args, "--resume --max-steps 2 --words a b")) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if " -> " in line]
+    assert lines == ["--max-steps: 1 -> 2"]
     for name in ("log", "log/step_000002"):
         found = changed.GPT.from_pretrained(tmp_path / name).config
         assert (found.maybe, found.sizes, found.negative, found.flag) == (0.5, (3, 4, 5), -2, False)
@@ -287,6 +298,17 @@ def test_a_field_of_the_model_alone_has_the_value_of_its_checkpoint(text, tmp_pa
     for name, init, own in (("tuned", tmp_path / "log", 4), ("new", "scratch", 8)):
         assert changed.main(tiny("--init", init, "--max-steps 1", *args, tmp_path / name)) == 0
         assert changed.GPT.from_pretrained(tmp_path / name).config.own == own
+
+
+def test_a_setting_that_a_run_did_not_have_comes_from_its_preset(text, tmp_path, monkeypatch):
+    args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]
+    train(*args, "--max-steps 1")
+    line = "    n_embd: int = 768  # number of channels (C)\n"
+    changes = [(line, f"{line}    new: float = 0.0\n")]
+    changes += [('    "shakespeare": dict(\n', '    "shakespeare": dict(\n        new=0.25,\n')]
+    changed = import_file(edited(tmp_path / "train_gpt2.py", *changes), monkeypatch)
+    assert changed.main(words(*args, "--max-steps 2 --resume")) == 0
+    assert [entry["config"].get("new") for entry in starts(tmp_path / "log")] == [None, 0.25]
 
 
 def test_a_group_of_parameters_may_have_its_own_rate(text, tmp_path, monkeypatch):
@@ -354,6 +376,81 @@ def test_documents_in_one_window_do_not_see_each_other(fork):
     a, b = logits_of(model, x)
     torch.testing.assert_close(a[6:], b[6:])
     assert not torch.allclose(a[:6], b[:6])
+    for context in (4, 16, 32):
+        for vocab_size in (512, 50257):
+            model = changed.GPT(GPTConfig(context, vocab_size, 2, 2, 16))
+            assert why_no_gpt2(model).startswith("it computes other logits")
+
+
+def test_what_is_set_on_a_model_after_it_was_made_counts():
+    class Capped(GPT):
+        cap = 0.0
+
+        def forward(self, idx, targets=None, at=None):
+            logits = super().forward(idx, targets, at)
+            return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+
+    model = Capped(GPTConfig(16, 100, 2, 2, 16))
+    assert is_gpt2(model)
+    model.low_memory = True
+    assert is_gpt2(model)
+    model.cap = 2.0
+    assert not is_gpt2(model)
+
+
+def share_blocks(model):
+    """As in ALBERT."""
+    model.h = nn.ModuleList([model.h[0]] * len(model.h))
+
+
+class Waves(nn.Module):
+    def __init__(self, T, C):
+        super().__init__()
+        waves = torch.sin(torch.arange(T)[:, None] / 10 ** torch.linspace(0, 2, C))
+        self.register_buffer("weight", waves)
+
+    def forward(self, positions):
+        return self.weight[positions]
+
+
+def sinusoidal_positions(model):
+    """They are a buffer, and no parameter."""
+    model.wpe = Waves(*model.wpe.weight.shape)
+
+
+def biases_as_buffers(model):
+    for linear in (m for m in model.modules() if isinstance(m, nn.Linear)):
+        bias = linear.bias.detach() + 0.3
+        del linear.bias
+        linear.register_buffer("bias", bias)
+
+
+@pytest.mark.parametrize("change", [share_blocks, sinusoidal_positions, biases_as_buffers])
+def test_a_gpt2_whose_tensors_are_not_all_parameters_is_sampled_and_scored(change):
+    class Changed(GPT):
+        def __init__(self, config):
+            super().__init__(config)
+            change(self)
+
+    torch.manual_seed(0)
+    model = Changed(GPTConfig(64, 50257, 2, 2, 16)).eval()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    assert is_gpt2(model)
+    tokens = [token for (token,) in next_tokens(model, [1, 2, 3], [7], 8)]
+    idx = model.generate(torch.tensor([[1, 2, 3]]), 8, generator=torch.Generator().manual_seed(7))
+    assert tokens == idx[0, 3:].tolist()
+    tasks = [hellaswag.Task([1, 2], [[3, 4], [5], [6, 7], [8]], 0)]
+    (shared,), (plain,) = (
+        score(model, tasks)
+        for score in (
+            hellaswag.score_shared_contexts,
+            lambda gpt, tasks: hellaswag.score_batch(
+                hellaswag.wrap_gpt(gpt, get_tokenizer()), tasks, torch.device("cpu")
+            ),
+        )
+    )
+    assert shared == pytest.approx(plain, abs=1e-3)
 
 
 class UntiedGPT(GPT):

@@ -352,10 +352,13 @@ def test_a_log_whose_checkpoints_were_deleted_is_kept(start, log, capsys):
 
 def test_a_log_is_kept_also_if_the_first_start_saved_nothing(start, log):
     start("--max-steps 1")
+    first = (log / "log.txt").read_bytes()
     start("--max-steps 3 --save-every 2 --resume")
+    (kept,) = log.glob("log_old*.txt")
+    assert kept.read_bytes() == first
     for step in steps_of(log):
         shutil.rmtree(log / f"step_{step:06d}")
-    assert start("--max-steps 1 --resume") == 0 and list(log.glob("log_old*.txt"))
+    assert start("--max-steps 1 --resume") == 0 and len(list(log.glob("log_old*.txt"))) == 2
 
 
 def test_a_run_whose_folder_was_renamed_ends_and_leaves_another_run_alone(start, at_step, log):
