@@ -79,33 +79,41 @@ def set_later(model: "GPT") -> tuple[tuple[str, str, Any], ...]:
 def compare_small_model(
     model_class: "type[GPT]", config: "GPTConfig", set_later: tuple[tuple[str, str, Any], ...]
 ) -> str:
-    """Why a small model of a class computes something else than a GPT-2, or "" if it does not.
+    """Why small models of a class compute something else than a GPT-2, or "" if they do not.
 
-    It has the depth, the heads, the context and the tokens of the model, but few channels, and
-    weights with which every part of a GPT-2 changes the logits by more than the tolerance."""
+    They have the depth and the heads of the model, but few channels, and weights with which every
+    part of a GPT-2 changes the logits by more than the tolerance."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        T, V = config.block_size, config.vocab_size
-        idx = torch.randint(V, (1, T))
-        # A changed model may see <|endoftext|> as the end of a document. It usually is the last
-        # token, but GPT-2's logits may be padded.
-        idx[0, T // 3] = V - 1
-        idx[0, 2 * T // 3] = min(V, VOCAB_SIZE) - 1
-        # The logits of all tokens could take gigabytes.
-        at = (slice(None), [*torch.randperm(T)[:64].tolist(), T - 1])
         try:
-            model = model_class(replace(config, n_embd=4 * config.n_head)).double()
-            for name, key, value in set_later:
-                setattr(model.get_submodule(name), key, value)
-            model.eval()
-            set_telling_weights(model)
-            logits = model(idx, at=at)
+            few_channels = replace(config, n_embd=4 * config.n_head)
+            few_tokens = replace(few_channels, vocab_size=64)
+            # All tokens in all positions would take gigabytes of logits.
+            few_positions = min(config.block_size, 64)
+            sizes = ((few_tokens, config.block_size), (few_channels, few_positions))
+            for small, T in sizes:
+                model = model_class(small).double()
+                for name, key, value in set_later:
+                    setattr(model.get_submodule(name), key, value)
+                model.eval()
+                set_telling_weights(model)
+                idx = telling_tokens(small.vocab_size, T)
+                logits = model(idx)
+                expected = gpt2(model.state_dict(), idx, small.n_layer, small.n_head)
+                if not isinstance(logits, Tensor) or not same(logits, expected):
+                    return "it computes other logits than a GPT-2 with the same weights"
         except Exception as error:  # of any kind: what the model of a fork raises
             return f"a small model of it fails: {first_line(error)}"
-        expected = gpt2(model.state_dict(), idx, config.n_layer, config.n_head, at=at)
-    if not isinstance(logits, Tensor) or not same(logits, expected):
-        return "it computes other logits than a GPT-2 with the same weights"
     return ""
+
+
+def telling_tokens(V: int, T: int) -> Tensor:
+    """Random tokens (1, T), among them <|endoftext|>, at which a changed model may see the end of a
+    document. It usually is the last token, but GPT-2's logits may be padded."""
+    idx = torch.randint(V, (1, T))
+    idx[0, T // 3] = V - 1
+    idx[0, 2 * T // 3] = min(V, VOCAB_SIZE) - 1
+    return idx
 
 
 def same(logits: Tensor, expected: Tensor) -> bool:

@@ -382,6 +382,24 @@ def test_documents_in_one_window_do_not_see_each_other(fork):
             assert why_no_gpt2(model).startswith("it computes other logits")
 
 
+def test_a_gpt2_with_a_plain_forward_is_one():
+    class Plain(GPT):
+        def forward(self, idx):
+            return super().forward(idx)
+
+    assert is_gpt2(Plain(GPTConfig(16, 100, 2, 2, 16)))
+
+
+def test_a_token_that_the_model_knows_by_its_number_counts():
+    class Resets(GPT):
+        def forward(self, idx, targets=None, at=None):
+            new = (idx == 50256).cumsum(1)
+            return super().forward(torch.where(new > 0, 7, idx), targets, at)
+
+    for context in (8, 128):
+        assert not is_gpt2(Resets(GPTConfig(context, 50257, 2, 2, 16)))
+
+
 def test_what_is_set_on_a_model_after_it_was_made_counts():
     class Capped(GPT):
         cap = 0.0
