@@ -88,8 +88,8 @@ def compare_small_model(
         try:
             few_channels = replace(config, n_embd=4 * config.n_head)
             few_tokens = replace(few_channels, vocab_size=64)
-            # All tokens in all positions would take gigabytes of logits.
-            few_positions = min(config.block_size, 64)
+            # All tokens in all positions would take gigabytes.
+            few_positions = min(config.block_size, 16)
             sizes = ((few_tokens, config.block_size), (few_channels, few_positions))
             for small, T in sizes:
                 model = model_class(small).double()

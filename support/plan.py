@@ -121,14 +121,15 @@ def print_plan(
             shuffle = config.shuffle and split == "train"
             loader = loader_class(config.data, split, 1, config.seq_len, shuffle=shuffle)
             available = available or loader.total_tokens
-    lines = describe(config, model, device_line, (peak, source), available)
-
-    flops = model.flops_per_token(config.seq_len) * config.max_steps * config.total_batch_size
-    lines.append(f"FLOPs: {flops:.3e}")
+    # On a CPU the estimate adds to what this process has taken so far, so it comes first.
     dtype = dtype_of(precision)
     compiled = wants_compile(config.compile, device)
     B, _ = choose_micro_batch(config, model, Ranks(0, 1, device), dtype, compiled)
     memory = estimate_memory(config, model, B, device.type, dtype, compiled)
+    lines = describe(config, model, device_line, (peak, source), available)
+
+    flops = model.flops_per_token(config.seq_len) * config.max_steps * config.total_batch_size
+    lines.append(f"FLOPs: {flops:.3e}")
     lines.append(f"memory: {memory / 1e9:.2f} GB with B = {B}, an estimate for a GPT-2")
     for card, count, gigabytes in CARDS:
         tflops = count * PEAK_TFLOPS[card]
