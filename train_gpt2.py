@@ -816,7 +816,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             norm = norm.item()
             if not skips_update(step, loss, norm, scaler):
                 for optimizer in optimizers:
-                    optimizer.step()
+                    optimizer.step()  # like scaler.step(), since the gradients are finite
             scaler.update()  # after a skipped step it lowers the scale
             # DDP keeps the gradients in buffers of its own, so they are set to zero in place.
             # Without DDP their memory is freed.
