@@ -430,7 +430,7 @@ class TrainConfig:
     max_lr: float = 6e-4  # highest learning rate; lower it if the loss diverges
     min_lr: float = 6e-5  # learning rate at the end
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay (see get_lr)
-    warmup_steps: int = 715  # steps in which the rate rises; 715 as in GPT-3
+    warmup_steps: int = 715  # steps in which the rate rises; GPT-3 has 715
     warmdown_steps: int = 5000  # with wsd, steps at the end in which the rate falls
     weight_decay: float = 0.1  # decoupled weight decay of matrices
     beta2: float = 0.95  # AdamW's decay rate of squared gradients
@@ -664,8 +664,9 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None
     if weights:
         values = huggingface.fields_to_start_from(weights, GPTConfig, config, tokenizer)
     # n_layer, n_head and n_embd, and any field that you add to both classes, such as dropout
-    names = [field.name for field in fields(GPTConfig) if hasattr(config, field.name)]
-    return GPTConfig(**values | {name: getattr(config, name) for name in names})
+    shared = [field.name for field in fields(GPTConfig) if hasattr(config, field.name)]
+    values |= {name: getattr(config, name) for name in shared}
+    return GPTConfig(**values)
 
 
 def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScaler) -> bool:

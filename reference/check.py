@@ -26,7 +26,7 @@ from support.run_json import run_entries
 from support.tokenizer import VOCAB_SIZE
 
 # With the reference's seed the first losses must be the same up to rounding. In float32 this is
-# five times what ranks, micro-batches, compilation and another chip changed (README.md).
+# ten times what ranks, micro-batches and compilation changed (README.md).
 FIRST_STEPS = 20
 # TF32 rounds to an eighth of bfloat16's steps. Emulated on a CPU, it changed 6e-5 in shakespeare.
 TOLERANCE = {"float32": 1e-5, "tf32": 2.5e-3, "bfloat16": 2e-2}

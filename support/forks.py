@@ -61,28 +61,29 @@ def why_no_gpt2(model: "GPT") -> str:
 def set_later(model: "GPT") -> tuple[tuple[str, str, Any], ...]:
     """(name of a module, attribute, value) of each number, flag or text that was set on a model
     after it was made, such as model.low_memory."""
-    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
-        with torch.device("meta"):  # Some models cannot be made without memory.
-            as_made = dict(type(model)(model.config).named_modules())
-        return tuple(
-            (name, key, value)
-            for name, module in model.named_modules()
-            for key, value in vars(module).items()
-            if isinstance(value, int | float | str) and key != "training"
-            if vars(as_made[name]).get(key) != value
-        )
-    return ()
+    as_made = {}
+    # Some models cannot be made without memory. Then nothing is known to be set later.
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        as_made = dict(type(model)(model.config).named_modules())
+    return tuple(
+        (name, key, value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if name in as_made and isinstance(value, int | float | str) and key != "training"
+        if vars(as_made[name]).get(key) != value
+    )
 
 
 @functools.cache
 @torch.no_grad()
 def compare_small_model(
-    model_class: "type[GPT]", config: "GPTConfig", set_later: tuple[tuple[str, str, Any], ...]
+    model_class: "type[GPT]", config: "GPTConfig", attributes: tuple[tuple[str, str, Any], ...]
 ) -> str:
     """Why small models of a class compute something else than a GPT-2, or "" if they do not.
 
     They have the depth and the heads of the model, but few channels, and weights with which every
-    part of a GPT-2 changes the logits by more than the tolerance."""
+    part of a GPT-2 changes the logits by more than the tolerance. `attributes` is what set_later()
+    has found, and is set on them as well."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         try:
@@ -93,7 +94,7 @@ def compare_small_model(
             sizes = ((few_tokens, config.block_size), (few_channels, few_positions))
             for small, T in sizes:
                 model = model_class(small).double()
-                for name, key, value in set_later:
+                for name, key, value in attributes:
                     setattr(model.get_submodule(name), key, value)
                 model.eval()
                 set_telling_weights(model)

@@ -117,10 +117,10 @@ def print_plan(
     available = 0
     # The folder that fineweb.py would make may be missing, but not one that was named.
     if Path(config.data).exists() or config.data != type(config)().data:
-        for split in ("train", "val") if config.eval_every else ("train",):
-            shuffle = config.shuffle and split == "train"
-            loader = loader_class(config.data, split, 1, config.seq_len, shuffle=shuffle)
-            available = available or loader.total_tokens
+        T = config.seq_len
+        available = loader_class(config.data, "train", 1, T, shuffle=config.shuffle).total_tokens
+        if config.eval_every:
+            loader_class(config.data, "val", 1, T, shuffle=False)
     # On a CPU the estimate adds to what this process has taken so far, so it comes first.
     dtype = dtype_of(precision)
     compiled = wants_compile(config.compile, device)

@@ -183,8 +183,8 @@ class RunFolder:
 
     def keep_log_of_deleted_checkpoints(self) -> None:
         """Renames log.txt if it reaches a step at which the run has saved a checkpoint, since
-        somebody has deleted them all, and the run starts again. So it does if the run had ended,
-        and saved none."""
+        somebody has deleted them all, and the run starts again. The log of a run that ended without
+        saving any is kept in the same way."""
         steps, _ = log_txt.read_log(self.path).get("train", ([], []))
         earlier = [entry["config"] for entry in self.entries[:-1]]
         due = [min(c["save_every"] or c["max_steps"], c["max_steps"]) for c in earlier]

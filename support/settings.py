@@ -61,7 +61,7 @@ def read_config(
         # A setting that this script no longer has is ignored.
         values |= {name: run[name] for name in (names & run.keys()) - {"log_dir", "resume", "plan"}}
         for name, value in asdict(config_class()).items():
-            if isinstance(value, list):  # run.json does not tell lists from tuples
+            if isinstance(value, list) and name in values:  # which run_config() made a tuple
                 values[name] = list(values[name])
     elif first.init != "scratch" and without_help == words:
         folder = huggingface.find_model(first.init, only_config=True)

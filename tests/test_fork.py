@@ -304,7 +304,9 @@ def test_a_setting_that_a_run_did_not_have_comes_from_its_preset(text, tmp_path,
     args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]
     train(*args, "--max-steps 1")
     line = "    n_embd: int = 768  # number of channels (C)\n"
-    changes = [(line, f"{line}    new: float = 0.0\n")]
+    words_too = "    new: float = 0.0\n    words: list[str] = field(default_factory=list)\n"
+    changes = [(line, f"{line}{words_too}")]
+    changes += [("import dataclass, fields", "import dataclass, field, fields")]
     changes += [('    "shakespeare": dict(\n', '    "shakespeare": dict(\n        new=0.25,\n')]
     changed = import_file(edited(tmp_path / "train_gpt2.py", *changes), monkeypatch)
     assert changed.main(words(*args, "--max-steps 2 --resume")) == 0
@@ -409,6 +411,7 @@ def test_what_is_set_on_a_model_after_it_was_made_counts():
             return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     model = Capped(GPTConfig(16, 100, 2, 2, 16))
+    model.monitor = nn.Identity()
     assert is_gpt2(model)
     model.low_memory = True
     assert is_gpt2(model)
