@@ -36,10 +36,8 @@ from support import devices, settings
 from support.command_line import parse_args
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, write_text
-from support.log_txt import read_log
-from support.micro_batch import choose_micro_batch
 from support.ranks import Ranks, torchrun_ranks
-from support.run_json import run_entries
+from support.run_files import read_log, run_entries
 from support.shards import open_tokenizer
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, TrainConfig
 
@@ -109,7 +107,7 @@ def rungs_of(run: TrainConfig, device: torch.device) -> list[str]:
     available = {
         "tf32": precision in ("tf32", "bfloat16") and devices.has_tf32(device),
         "bf16": precision == "bfloat16",
-        "compile": run.compile == "on" or (run.compile == "auto" and device.type == "cuda"),
+        "compile": devices.wants_compile(run.compile, device),
     }
     return [rung for rung in RUNGS if available.get(rung, True)]
 
@@ -127,8 +125,9 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
         precision = "tf32"
     if "bf16" in changes:
         precision = "bfloat16"
-    autocast = devices.use_precision(precision, device)
     dtype = devices.dtype_of(precision)
+    devices.allow_tf32(precision, device)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     attention = contextlib.nullcontext()
     if "flash" not in changes:
         attention = sdpa_kernel(SDPBackend.MATH)  # keeps the (T, T) matrices in memory
@@ -151,7 +150,7 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
             group["fused"] = None  # as torch chooses by default
 
     one_rank = Ranks(rank=0, world_size=1, device=device)
-    B, micro_steps = choose_micro_batch(run, model, one_rank, dtype, compiled)
+    B, micro_steps = train_gpt2.choose_micro_batch(run, one_rank, compiled)
     loader = DataLoaderLite(run.data, "train", B, run.seq_len, seed=run.seed, shuffle=run.shuffle)
     ms = []
     with attention:

@@ -29,8 +29,7 @@ import numpy as np
 from support.command_line import flag, parse_args, shown, warn
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, locked, sha256
-from support.log_txt import read_log
-from support.run_json import run_entries
+from support.run_files import read_log, run_entries
 
 FIRST_SEED = 1337  # the default of train_gpt2.py
 

@@ -1,83 +1,113 @@
-"""Continues prompts with a model and prints each token as it is sampled.
+"""Continue prompts with a model and print each token as it is sampled.
 
 python sample.py log "Hello, I'm a language model,"          # the newest checkpoint of a run
 python sample.py log/step_000400 "ROMEO:" --num-samples 3
 python sample.py gpt2                                        # a hub name; asks for prompts
 """
 
-import contextlib
 import sys
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 from tyro.conf import Positional
 
-from support.command_line import flag, note, parse_args, progress_bar
+from support.command_line import flag, parse_args, progress_bar
 from support.devices import choose_device
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT
-from support.forks import is_gpt2
 from support.huggingface import find_model, tokenizer_of
-from support.sampling import cast_weights, choose_dtype, next_tokens, samples_at_once
+from support.sampling import kv_cache_for_gpt2
 from support.scripts import load_gpt_class
 from support.tokenizer import Tokenizer, encode_prompt, text_bytes
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT
 
+SAMPLES_AT_ONCE = 8  # rows of a batch
+
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Continues a prompt with a GPT-2."""
+    """Continue a prompt with a GPT-2, in float32."""
 
     model: Positional[str]  # log folder (its newest checkpoint), model folder, or hub name
     prompt: Positional[str] = ""  # text to continue; empty: each line of standard input
     max_new_tokens: int = 100  # at most; a sample also ends at <|endoftext|>
     temperature: float = 1.0  # divides the logits: below 1 favours likely tokens; 0: the likeliest
-    top_k: int = 50  # number of likeliest tokens to draw from; 0: all
-    seed: int = 42  # of the first sample; incremented per sample
+    top_k: int = 50  # number of likeliest tokens to sample from; 0: all
+    seed: int = 42  # seed of the first sample; incremented per sample
     num_samples: int = 1  # samples per prompt
     device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
-    code: str = str(ROOT / "train_gpt2.py")  # script that has trained the model
+    code: str = str(ROOT / "train_gpt2.py")  # script that trained the model
 
 
-def sample(model: "GPT", tokenizer: Tokenizer, prompt: str, config: SampleConfig) -> None:
-    """Prints continuations of the prompt. A single one is printed token by token."""
+def print_continuations(
+    model: "GPT", tokenizer: Tokenizer, prompt: str, config: SampleConfig
+) -> None:
+    """Print continuations of the prompt. A single one is printed token by token."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
         raise UserError(f"prompt {prompt!a}: not UTF-8") from None
-    eot = tokenizer.eot_token
+    device = next(model.parameters()).device
     tokens = encode_prompt(prompt, tokenizer)
-    known = [token for token in tokens if token != eot]
-    n = config.max_new_tokens
-    B = samples_at_once(model, len(tokens) + n)
-    for first in range(0, config.num_samples, B):
-        seeds = [config.seed + i for i in range(first, min(first + B, config.num_samples))]
-        steps = next_tokens(model, tokens, seeds, n, config.temperature, config.top_k, eot)
-        if len(seeds) == 1:
-            print_text(chain(known, (token for (token,) in steps)), tokenizer)
-            continue
-        samples = [[*known] for _ in seeds]
-        for step in progress_bar(steps, "token", total=n):
-            for text, token in zip(samples, step, strict=True):
-                if token is not None:  # which it is after the end of a sample
-                    text.append(token)
-        for text in samples:
-            print_text(text, tokenizer)
+    for first in range(0, config.num_samples, SAMPLES_AT_ONCE):
+        B = min(SAMPLES_AT_ONCE, config.num_samples - first)
+        seeds = range(config.seed + first, config.seed + first + B)
+        streams = config.num_samples == 1
+        texts = [Text(tokenizer, tokens, streams) for _ in range(B)]
+        total, disable = config.max_new_tokens, streams or None
+        with progress_bar(None, "token", total=total, disable=disable) as bar:
+            model.generate(
+                torch.tensor([tokens] * B, device=device),
+                config.max_new_tokens,
+                config.temperature,
+                config.top_k,
+                [torch.Generator(device).manual_seed(seed) for seed in seeds],
+                on_token=partial(append_tokens, texts, bar),
+            )
+        for text in texts:
+            text.end()
 
 
-def print_text(tokens: Iterable[int], tokenizer: Tokenizer) -> None:
-    """Prints the text of tokens, each as soon as it is there, and a new line."""
-    utf8 = getincrementaldecoder("utf-8")("replace")  # a character may span several tokens
-    for token in tokens:
-        print(utf8.decode(text_bytes([token], tokenizer)), end="", flush=True)
-    print(utf8.decode(b"", final=True))
+def append_tokens(texts: "list[Text]", bar: tqdm, new: Tensor) -> bool:
+    """Append the new tokens (B,) to the texts. Return True once all texts have ended."""
+    bar.update()
+    for text, token in zip(texts, new.tolist(), strict=True):
+        text.append(token)
+    return all(text.ended for text in texts)
+
+
+class Text:
+    """A text that grows by tokens, up to <|endoftext|>. It is printed at once, or at its end."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], streams: bool):
+        self.tokenizer = tokenizer
+        self.streams = streams
+        self.utf8 = getincrementaldecoder("utf-8")("replace")  # a character may span tokens
+        self.held = ""  # not printed yet
+        self.ended = False
+        self.write(text_bytes([t for t in prompt if t != tokenizer.eot_token], tokenizer))
+
+    def append(self, token: int) -> None:
+        self.ended = self.ended or token == self.tokenizer.eot_token
+        if not self.ended:  # Other samples may still go on.
+            self.write(text_bytes([token], self.tokenizer))
+
+    def write(self, text: bytes) -> None:
+        self.held += self.utf8.decode(text)
+        if self.streams:
+            print(self.held, end="", flush=True)
+            self.held = ""
+
+    def end(self) -> None:
+        print(self.held + self.utf8.decode(b"", final=True))
 
 
 def main(args: list[str] | None = None) -> None:
@@ -93,25 +123,14 @@ def main(args: list[str] | None = None) -> None:
     folder = find_model(config.model)  # downloads it if it is a name on the Hub
     model = gpt_class.from_pretrained(folder).to(device)
     tokenizer = tokenizer_of(folder)
-    precision = config.dtype
-    if precision == "auto":
-        precision, line = choose_dtype(model, folder)
-        note(line)
-    dtype = getattr(torch, precision)
-    autocast = contextlib.nullcontext()
-    if is_gpt2(model):
-        cast_weights(model, dtype)
-    elif dtype != torch.float32:
-        # Parts of a changed model may need float32, so its weights stay as they are.
-        autocast = torch.autocast(device.type, dtype)
-    with autocast:
+    with kv_cache_for_gpt2(model):
         for prompt in [config.prompt] if config.prompt else read_prompts():
-            sample(model, tokenizer, prompt, config)
+            print_continuations(model, tokenizer, prompt, config)
 
 
 def read_prompts() -> Iterator[str]:
-    """The lines of standard input. On a terminal it asks for each."""
-    # Bytes that aren't UTF-8 are read as in an argument, where sample() reports them.
+    """Yield the lines of standard input. On a terminal, ask for each."""
+    # Bytes that aren't UTF-8 are read as in an argument, where print_continuations() reports them.
     sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         if sys.stdin.isatty():

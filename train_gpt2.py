@@ -10,10 +10,10 @@ From top to bottom, this file has the model, the data loader, the settings, the 
 evaluations, and the training loop. Files, processes and devices are handled in support/.
 
 Edit anything, here or in a copy. Each run prints whether its model still computes what GPT-2
-computes. If it does not, Hugging Face cannot load the checkpoints, sampling is slower, since it
-reads the whole text again for each token, and --micro-batch-size 0 still chooses what would fit for
-a GPT-2. If your file has another name, sample.py and hellaswag.py need it: --code my_copy.py. After
-an edit, --resume continues a run if its parameters (names and shapes) and optimizers are the same.
+computes. If it does not, Hugging Face cannot load the checkpoints, and sampling is slower, since it
+has no KV cache. If your file has another name, sample.py and hellaswag.py need it: --code
+my_copy.py. After an edit, --resume continues a run if its parameters (names and shapes) and
+optimizers are the same.
 
 Terms: the training data are tokens, stored in files called shards. A step is one update of the
 weights, from total_batch_size tokens. Steps are counted from 0, and the loss of a step is computed
@@ -28,8 +28,10 @@ Errors: a UserError is a mistake that the user can fix. A RunError is another re
 such as a loss that is not finite. Both are printed as one line. Bugs keep their traceback."""
 
 import math
+import os
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -38,30 +40,31 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 import hellaswag
-from support import huggingface
-from support.checkpoints import load_optimizers, optimizer_states
+from support import devices, huggingface
+from support.checkpoints import load_optimizers, newest_intact, optimizer_states
 from support.command_line import print0
 from support.errors_and_signals import (
     RunError,
-    StopRequested,
+    StopSignals,
     UserError,
-    collect_stop_signals,
+    exit_status,
+    name_smaller_batch,
     run_and_exit,
-    stop_requested,
 )
 from support.files_and_locks import ROOT
+from support.forks import warn_if_not_causal
 from support.muon import Muon
-from support.plan import print_plan
-from support.progress import Progress
-from support.ranks import Ranks, wrap_in_ddp
+from support.progress import Progress, first_lines, more_lines, warn_of_settings
+from support.ranks import PATIENCE, Ranks, open_store
 from support.run_folder import RunFolder
-from support.run_setup import Setup, choose_setup
-from support.sampling import print_samples
+from support.sampling import LastLogits, print_samples
 from support.settings import read_config
 from support.shards import check_tokens, open_split, open_tokenizer
 from support.tokenizer import Tokenizer, measure_text
@@ -162,6 +165,7 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.loss = next_token_loss  # or a compiled version of it
         self.low_memory = False  # recompute blocks in the backward pass instead of storing them
+        self.use_kv_cache = False  # set by support/sampling.py if the model is a GPT-2
 
         # The initial weights. LayerNorms already have theirs, ones and zeros.
         for name, module in self.named_modules():
@@ -210,28 +214,36 @@ class GPT(nn.Module):
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int = 50,
-        generator: torch.Generator | None = None,
+        generators: Sequence[torch.Generator] | None = None,
+        on_token: Callable[[Tensor], bool | None] | None = None,
     ) -> Tensor:
-        """Continues idx (B, T) by sampling from the top_k tokens. (B, T + max_new_tokens)
+        """Continue idx (B, T) by n = max_new_tokens sampled tokens. Return (B, T + n).
 
-        With temperature 0 it always takes the likeliest token. With top_k 0 it may take any.
+        Each token is sampled from the top_k likeliest ones, or from the whole vocabulary with
+        top_k=0. temperature=0 always takes the likeliest. With one generator per row, a sample does
+        not depend on the number of rows. on_token(tokens) is called with each new tokens (B,), and
+        ends the sampling by returning True.
 
-        As long as the model is a GPT-2, sample.py and the samples of a run do not call this. They
-        draw the same tokens in a faster way (support/sampling.py)."""
-        V = self.config.vocab_size
-        k = V if top_k == 0 else min(top_k, V)
+        sample.py and the samples of a run call this. Within `kv_cache_for_gpt2(model)` an
+        unmodified GPT-2 uses a KV cache. Otherwise each token takes a forward pass over the whole
+        context."""
+        k = min(top_k, self.config.vocab_size) or self.config.vocab_size
         if temperature == 0:
-            k = 1
-            temperature = 1.0
+            k, temperature = 1, 1.0
+        last_logits = LastLogits(self)
         for _ in range(max_new_tokens):
-            window = idx[:, -self.config.block_size :]  # what fits into the context
-            logits = self(window, at=(slice(None), -1))  # (B, V), for the last token
-            logits, candidates = (logits.float() / temperature).topk(k)  # (B, k) each
+            logits, candidates = (last_logits(idx) / temperature).topk(k)  # (B, k) each
             p = logits.softmax(-1)
             if not p.isfinite().all():
                 raise RunError("the model's logits are not finite, so it has diverged")
-            choice = torch.multinomial(p, 1, generator=generator)  # (B, 1)
-            idx = torch.cat([idx, candidates.gather(1, choice)], dim=1)
+            choices = [
+                torch.multinomial(row, 1, generator=generator)
+                for row, generator in zip(p, generators or [None] * len(p), strict=True)
+            ]
+            tokens = candidates.gather(1, torch.stack(choices))  # (B, 1)
+            idx = torch.cat([idx, tokens], dim=1)
+            if on_token is not None and on_token(tokens[:, 0]):
+                break
         return idx
 
     def num_parameters(self) -> int:
@@ -390,7 +402,7 @@ class DataLoaderLite:
 # --------------------------------------------------------------------------------------------------
 # Settings
 
-Preset = Literal["auto", "gpt2", "gpt2-fast", "gpt3", "small", "shakespeare"]
+Preset = Literal["auto", "gpt2", "small", "shakespeare"]
 Dtype = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
 
 
@@ -406,12 +418,12 @@ class TrainConfig:
 
     # What to train on, and where to start
 
-    preset: Preset = "auto"  # a recipe; auto: gpt2 with a GPU and shards, else shakespeare
+    preset: Preset = "auto"  # a recipe; auto: gpt2 with a GPU and shards in data, else shakespeare
     data: str = "edu_fineweb10B"  # folder of token shards, or a .txt file
     init: str = "scratch"  # scratch, a model's folder, or its name on the Hub, such as gpt2-medium
-    log_dir: str = "log"  # folder of the run; an earlier run in it is renamed, or resumed
+    log_dir: str = "log"  # folder of the run; it must not hold another one, unless it is resumed
     resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
-    plan: bool = False  # print estimated FLOPs, memory and time, try one step, and exit
+    plan: bool = False  # print the run's first lines (FLOPs, memory, epochs, time) and exit
     seed: int = 1337  # seed of the initial weights and of the data order
     shuffle: bool = True  # read shards and sequences in a new random order in every epoch
 
@@ -440,7 +452,7 @@ class TrainConfig:
 
     device: str = "auto"  # auto, cpu, cuda or mps
     dtype: Dtype = "auto"  # precision of matrix products; auto: the fastest that is safe
-    micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: as many as fit
+    micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: see below
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a CUDA GPU
     low_memory: bool = False  # recompute blocks in the backward pass instead of storing them
     deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
@@ -475,14 +487,6 @@ PRESETS = {
     # GPT-2 small on 10 billion tokens. The values are GPT-3's (Brown et al. 2020, table 2.1 and
     # appendix B), as in Karpathy's build-nanogpt. They are the defaults above.
     "gpt2": {},
-    # The same model on half the tokens, with Muon. The values, such as a ten times higher learning
-    # rate, were chosen on small models (bench/recipes/README.md) and not tried at this size.
-    "gpt2-fast": dict(
-        max_steps=9_536, optimizer="muon", schedule="wsd", max_lr=6e-3, min_lr=0.0,
-        warmup_steps=476, warmdown_steps=4_768,
-    ),
-    # The same as gpt2, with the context of GPT-3 Small.
-    "gpt3": dict(seq_len=2048),
     # A model of 30 million parameters on 197 million tokens, for one T4. It has a higher learning
     # rate than gpt2, as is usual for smaller models.
     "small": dict(
@@ -575,7 +579,6 @@ def validation_loss(
     # All losses go into one tensor. Many small ones have fragmented a CPU's memory, by gigabytes.
     losses = torch.zeros(len(firsts), device=ranks.device)
     for i, first in enumerate(firsts):
-        ranks.check_stop()  # raises StopRequested
         start = first + ranks.rank * B
         rows = sequences[start : start + B]
         n = len(rows)
@@ -590,7 +593,7 @@ def validation_loss(
         with autocast:
             mean = model(tokens[:, :-1].to(ranks.device), targets.to(ranks.device))
         losses[i] = n * mean
-    total = sum(losses.tolist())  # waits for the GPU, so it comes after all batches
+    total = sum(losses.tolist())  # the only call that waits for the GPU
     return ranks.sum(total) / N
 
 
@@ -600,55 +603,73 @@ def is_due(every: int, step: int, config: TrainConfig) -> bool:
 
 
 class Evaluations:
-    """Validation loss, HellaSwag and samples, each at its own steps and after the last one."""
+    """Validation loss, HellaSwag and samples, each at its own steps and after the last one.
+
+    Each evaluation prints its result, and returns it as {name in log.txt: value}."""
 
     def __init__(
-        self, config: TrainConfig, model: GPT, tokenizer: Tokenizer, ranks: Ranks, setup: Setup
+        self,
+        config: TrainConfig,
+        model: GPT,
+        tokenizer: Tokenizer,
+        ranks: Ranks,
+        B: int,
+        autocast: torch.autocast,
     ):
         self.config = config
         self.model = model
         self.tokenizer = tokenizer
         self.ranks = ranks
-        self.B = setup.B
-        self.autocast = setup.autocast
-        self.text_size = None  # bytes and characters of the validation data, if they are text
+        self.B = B
+        self.autocast = autocast
+        self.text_size = None  # bytes and characters of the validation data
         if config.eval_every:
             T = config.seq_len
-            loader = DataLoaderLite(config.data, "val", self.B, T, shuffle=False)
+            loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)
             N = min(config.eval_tokens // T, loader.sequences_per_epoch)
             self.sequences = loader.read(0, N)  # (N, T + 1)
             self.text_size = measure_text(self.sequences[:, 1:].ravel(), tokenizer)
         if config.hellaswag_every:
             # The tokens of the tasks. [] if they cannot be downloaded, which prints a warning.
-            self.tasks = hellaswag.load_tasks(config.hellaswag_data, model, tokenizer, ranks)
+            self.tasks = hellaswag.load_tasks(
+                config.hellaswag_data, tokenizer, model.config.block_size, ranks
+            )
 
-    def run(self, step: int) -> dict[str, float]:
-        """Runs and prints the evaluations that are due after `step` updates. Returns the results
-        under their names in log.txt.
-
-        Raises StopRequested if a rank has received a stop signal. --resume then repeats the
-        evaluations."""
-        config, model, ranks, autocast = self.config, self.model, self.ranks, self.autocast
-        results = {}
-        model.eval()
+    def due(self, step: int) -> list[Callable[[int], dict[str, float]]]:
+        """Return the evaluations that are due after `step` updates, in their order."""
+        config = self.config
+        due = []
         if is_due(config.eval_every, step, config):
-            loss = validation_loss(model, self.sequences, self.B, ranks, autocast)
-            results["val"] = loss
-            line = f"step {step:5d} validation loss {loss:.4f}"
-            if self.text_size:
-                results["bpb"] = self.text_size.bits_per_byte(loss)
-                line += f", {self.text_size.nats_per_character(loss):.4f} per character"
-            print0(line)
-        # The inputs below vary in length, and compiling for each length would take too long. So the
-        # model runs uncompiled here.
+            due.append(self.validate)
+        if is_due(config.hellaswag_every, step, config) and self.tasks:
+            due.append(self.hellaswag)
+        if is_due(config.sample_every, step, config) and step > 0:
+            due.append(self.sample)
+        return due
+
+    def validate(self, step: int) -> dict[str, float]:
+        self.model.eval()
+        loss = validation_loss(self.model, self.sequences, self.B, self.ranks, self.autocast)
+        per_character = self.text_size.nats_per_character(loss)
+        print0(f"step {step:5d} validation loss {loss:.4f}, {per_character:.4f} per character")
+        return {"val": loss, "bpb": self.text_size.bits_per_byte(loss)}
+
+    # The inputs below vary in length, and compiling for each length would take too long. So the
+    # model runs uncompiled there.
+
+    def hellaswag(self, step: int) -> dict[str, float]:
+        self.model.eval()
         with torch.compiler.set_stance("force_eager"):
-            if is_due(config.hellaswag_every, step, config) and self.tasks:
-                accuracy = hellaswag.accuracy(model, self.tokenizer, self.tasks, ranks, autocast)
-                results["hella"] = accuracy
-                print0(f"step {step:5d} HellaSwag {accuracy:.4f}")
-            if is_due(config.sample_every, step, config) and step > 0:
-                print_samples(model, self.tokenizer, config.sample_prompt, ranks, autocast)
-        return results
+            accuracy = hellaswag.accuracy(self.model, self.tasks, self.ranks, self.autocast)
+        print0(f"step {step:5d} HellaSwag {accuracy:.4f}")
+        return {"hella": accuracy}
+
+    def sample(self, step: int) -> dict[str, float]:
+        self.model.eval()
+        prompt = self.config.sample_prompt
+        with torch.compiler.set_stance("force_eager"):
+            print_samples(self.model, self.tokenizer, prompt, self.ranks, self.autocast)
+        return {}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -669,6 +690,36 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None
     return GPTConfig(**values)
 
 
+def choose_micro_batch(config: TrainConfig, ranks: Ranks, compiled: bool) -> tuple[int, int]:
+    """Return B and the number of micro-steps: how each rank divides its sequences of a step.
+
+    B is --micro-batch-size. With 0 it is the largest power of two that divides the sequences, with
+    B * T at most 1,024 tokens on a CPU or MPS, and 16,384 on CUDA. If every GPU has 70 GB, as an
+    A100 or H100 does, and the model is compiled, 65,536 tokens fit, as in Karpathy's lecture.
+
+    Raises UserError if the step cannot be divided so."""
+    T, device = config.seq_len, ranks.device
+    tokens = 1024
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory  # bytes
+        large = compiled and min(ranks.gather(memory)) >= 70e9
+        tokens = 65_536 if large else 16_384
+    B = config.micro_batch_size or 1
+    divisor = B * T * ranks.world_size  # tokens per micro-step
+    if config.total_batch_size % divisor:
+        problem = f"is not a multiple of {divisor} (sequence x micro-batch x ranks)"
+        nearest = max(round(config.total_batch_size / divisor), 1) * divisor
+        remedy = f"the nearest that is: {nearest}"
+        if config.resume:  # which keeps the total
+            remedy = "give --micro-batch-size 0" if B > 1 else "use another number of ranks"
+        raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
+    sequences = config.total_batch_size // (T * ranks.world_size)  # of a step, on each rank
+    if config.micro_batch_size == 0:
+        largest = 2 ** math.floor(math.log2(max(tokens / T, 1)))  # power of two
+        B = math.gcd(sequences, largest)
+    return B, sequences // B
+
+
 def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScaler) -> bool:
     """Whether a step must leave the weights as they are, because a gradient is not finite.
 
@@ -687,8 +738,37 @@ def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScal
     raise RunError(f"step {step}: {problem}, {remedy}")
 
 
+def print_plan(config: TrainConfig, ranks: Ranks) -> None:
+    """Print the first lines of a run, without its weights. Raises UserError as the run would."""
+    weights = None  # the folder of the model to start from
+    if config.resume:
+        weights = newest_intact(Path(config.log_dir), ("config.json",))
+    if weights is None and config.init != "scratch":
+        weights = huggingface.find_model(config.init)
+    with torch.device("meta"):  # tensors without memory
+        model = GPT(model_config(config, open_tokenizer(config.data), weights))
+    precision, device_line = devices.choose_precision(
+        config.dtype, ranks.device, model.num_parameters()
+    )
+    compiled = devices.wants_compile(config.compile, ranks.device)
+    B, micro_steps = choose_micro_batch(config, ranks, compiled)
+    loader = None
+    # The folder that fineweb.py would make may be missing, but not one that was named.
+    if Path(config.data).exists() or config.data != TrainConfig.data:
+        T = config.seq_len
+        loader = DataLoaderLite(config.data, "train", B, T, shuffle=config.shuffle)
+        if config.eval_every:
+            DataLoaderLite(config.data, "val", B, T, shuffle=False)
+    peak = devices.peak_flops(ranks.device, precision)
+    sizes = (ranks.world_size, B, micro_steps)
+    for line in first_lines(config, model, loader, device_line, peak, *sizes):
+        print0(line)
+    if loader:
+        warn_of_settings(config, loader)
+
+
 def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
-    """Trains a model. Every rank calls this. Returns the exit status of the process."""
+    """Train a model. Every rank calls this. Return the exit status of the process."""
     rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
     T = config.seq_len
 
@@ -707,16 +787,30 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     if weights:
         huggingface.load_weights(model, weights, resumed=checkpoint is not None)
 
-    # ---- How to compute: the setup has the precision, its dtype and autocast, whether to compile,
-    # B, and the number of micro-steps. A resumed run keeps its precision and its B if it can.
-    setup = choose_setup(
-        config,
-        model,
-        ranks,
-        previous_precision=saved.get("precision"),
-        previous_B=saved.get("B"),
+    # ---- How to compute
+    # Weights, LayerNorm statistics and losses are in float32. Under autocast matrix products are in
+    # `dtype`: bfloat16 on GPUs that have it, float16 on older ones, and float32 elsewhere, but
+    # bfloat16 for large models on CPUs on which it is faster. A resumed run keeps that choice.
+    precision, device_line = ranks.on_rank_0(
+        devices.choose_precision,
+        config.dtype,
+        device,
+        model.num_parameters(),
+        saved.get("precision"),
     )
-    if setup.compiled:
+    dtype = devices.dtype_of(precision)  # float32 for tf32
+    devices.allow_tf32(precision, device)
+    # The autocast context keeps a copy of the weights in `dtype` during a step.
+    autocast = torch.autocast(
+        device.type,
+        dtype,
+        enabled=dtype != torch.float32,
+        cache_enabled=not config.low_memory,
+    )
+    if device.type == "cpu" and not config.low_memory:
+        devices.keep_freed_memory()  # makes steps faster
+    compiled = devices.wants_compile(config.compile, device)
+    if compiled:
         # Each block is compiled by itself. All blocks run the same code, so torch compiles it once.
         # If an attribute differs between your blocks, such as a window, it compiles the code once
         # for each value. If you copy the model, for example to average its weights, the copy runs
@@ -725,12 +819,13 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             block.compile(dynamic=False)  # all batches have one shape
         model.loss = torch.compile(model.loss, dynamic=False)
     model.to(device)
+    B, micro_steps = choose_micro_batch(config, ranks, compiled)
 
     # ---- Data, optimizers, evaluations
     loader = DataLoaderLite(
         config.data,
         "train",
-        setup.B,
+        B,
         T,
         rank=rank,
         world_size=world_size,
@@ -738,11 +833,12 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         shuffle=config.shuffle,
         device=device,
     )
-    optimizers = configure_optimizers(model, config, setup.dtype)
+    optimizers = configure_optimizers(model, config, dtype)
     # The scaler keeps small float16 gradients from becoming 0. Otherwise it does nothing.
-    scaler = torch.amp.GradScaler(device.type, enabled=setup.dtype == torch.float16)
-    evaluations = Evaluations(config, model, tokenizer, ranks, setup)
-    progress = Progress(config, model, ranks, setup)  # measures the speed
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    evaluations = Evaluations(config, model, tokenizer, ranks, B, autocast)
+    peak = devices.peak_flops(device, precision)
+    progress = Progress(config, model, world_size, peak)  # measures the speed
 
     # ---- Restore the rest of the checkpoint. save(), below, stores the same things.
     if saved:
@@ -755,12 +851,11 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         progress.training_seconds = saved["training_seconds"]
 
     def save(step: int, required: bool) -> None:
-        """Saves a checkpoint, if this step has none. If the disk is full, this prints a line, or
-        raises UserError if the checkpoint is `required`. Rank 0 does the work."""
+        """Save a checkpoint, unless this step has one. If the disk is full, print a line, or raise
+        UserError if the checkpoint is `required`. Rank 0 does the work."""
         state = {
             "step": step,
-            "precision": setup.precision,
-            "B": setup.B,
+            "precision": precision,
             "shards": loader.shard_sizes,
             "optimizers": optimizer_states(optimizers, model),
             "scaler": scaler.state_dict(),  # {} if it is not float16
@@ -768,21 +863,49 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         }
         run.save_checkpoint(model, tokenizer, state, required)
 
-    # ---- Nothing has been written so far. Now an earlier run in log_dir is renamed, unless it is
-    # resumed.
-    run.begin(model, setup, step, weights)
-    progress.print_header(loader, optimizers, checkpoint)
-    # With several ranks DDP averages their gradients. With one rank this is the model itself.
-    ddp_model = wrap_in_ddp(model, ranks, setup)
+    # ---- So far log_dir has only been created and locked. Now run.json and code/ are written, and
+    # log.txt loses what this run will log again.
+    about = {"init": str(weights or "scratch"), "device": device_line, "dtype": precision}
+    sizes = (world_size, B, micro_steps)
+    run.begin(model, **about, world_size=world_size, micro_batch_size=B)
+    for line in first_lines(config, model, loader, device_line, peak, *sizes):
+        print0(line)
+    for line in more_lines(loader, optimizers):
+        print0(line)
+    if compiled:
+        print0("torch.compile: on, so the first step takes longer")
+    run.print_header(checkpoint)
+    warn_of_settings(config, loader)
+    warn_if_not_causal(model, autocast)
+
+    ddp_model = model
+    if world_size > 1:
+        torch._dynamo.config.optimize_ddp = False  # or DDP would split the compiled blocks
+        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+        ddp_model = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,  # gradients stay in DDP's own buffers
+            # Without it DDP regroups its buckets after the first step. That changes the order of
+            # summation, so a resumed run would round differently.
+            find_unused_parameters=True,
+        )
 
     # ---- The loop
-    # From here on Ctrl-C and SIGTERM do not end the process. Instead all ranks raise StopRequested
-    # together: after an update, or between two batches of an evaluation. On a CPU, where a step may
-    # take hours, they also raise it between micro-steps, and the unfinished step is dropped.
-    collect_stop_signals()
-    try:
-        while step < config.max_steps:
-            run.log(step, **evaluations.run(step))
+    # From here on Ctrl-C and SIGTERM only set a flag. The ranks sum their flags after each update
+    # and each evaluation, and stop together.
+    with StopSignals() as signals, name_smaller_batch(B, config.low_memory):
+        stop = 0.0  # the sum of the flags
+        while True:
+            due = evaluations.due(step)
+            results = {}
+            while due and not stop:
+                result = due.pop(0)(step)
+                run.log(step, **result)
+                results |= result
+                (stop,) = ranks.sum_all(signals.flag)
+            if stop or step == config.max_steps:
+                break
 
             # ---- One update of the weights -------------------------------------------------------
             began = time.perf_counter()
@@ -793,27 +916,24 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             ranks.seed(config.seed, step)  # for dropout, if you add it
             model.train()
             loss_sum = torch.zeros((), device=device)
-            for micro_step in range(setup.micro_steps):
-                if device.type == "cpu":
-                    ranks.check_stop()
+            for micro_step in range(micro_steps):
                 x, y = loader.next_batch()  # (B, T) each
                 # DDP averages the gradients over the ranks only in the last micro-step. Without DDP
                 # this attribute has no effect.
-                ddp_model.require_backward_grad_sync = micro_step == setup.micro_steps - 1
-                with setup.autocast:
+                ddp_model.require_backward_grad_sync = micro_step == micro_steps - 1
+                with autocast:
                     micro_loss = ddp_model(x, y)
                 # The gradients of micro-steps add up, so each counts as its share of the mean.
-                scaler.scale(micro_loss / setup.micro_steps).backward()
+                scaler.scale(micro_loss / micro_steps).backward()
                 loss_sum += micro_loss.detach()
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
             # Each p.grad is now the mean over all micro-steps and ranks, the same on every rank.
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            # One exchange adds up the losses of the ranks, and how many of them were asked to stop.
-            # tolist() is the first call in a step that waits for the GPU.
-            stop = torch.full_like(loss_sum, stop_requested())
-            total_loss, stop = ranks.sum_tensor(torch.stack([loss_sum, stop])).tolist()
-            loss = total_loss / (setup.micro_steps * world_size)
+            # A single all-reduce sums the losses and the stop flags. It is the first call in a step
+            # that waits for the GPU.
+            total_loss, stop = ranks.sum_all(loss_sum, signals.flag)
+            loss = total_loss / (micro_steps * world_size)
             norm = norm.item()
             if not skips_update(step, loss, norm, scaler):
                 for optimizer in optimizers:
@@ -832,34 +952,41 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             step += 1
             if is_due(config.save_every, step, config):  # before an evaluation, which may fail
                 save(step, required=step == config.max_steps)
-            if stop:
-                raise StopRequested
-        results = evaluations.run(step)
-        run.log(step, **results)
-    except StopRequested:
-        if config.save_every:
+        if stop and config.save_every:
             save(step, required=True)
-        run.print_stop(step)
-        return StopRequested.exit_status()
 
-    progress.print_results(results, evaluations.text_size)
+    if stop and (due or step < config.max_steps):
+        run.print_stop(step)
+        return exit_status(stop)
+    progress.print_results(results.get("val"), evaluations.text_size)
     if config.save_every:
         run.finish(model, step)  # draws curves.png, and prints how to sample from the model
     return 0
 
 
 def main(args: list[str] | None = None) -> int:
-    """Reads the command line and trains. Returns the exit status."""
+    """Read the command line and train. Return the exit status."""
     # GPTConfig has the settings that --init takes from its model.
     config = read_config(args, TrainConfig, PRESETS, MUST_NOT_CHANGE, GPTConfig)
+    # Before the process group starts: torch then keeps NCCL from NVLS, whose sums vary.
+    torch.use_deterministic_algorithms(config.deterministic)
+    ranks = Ranks.from_environment(config.device)
     if config.plan:
-        print_plan(config, GPT, model_config, DataLoaderLite)
+        print_plan(config, ranks)
         return 0
-    ranks = Ranks.start(config.device, config.deterministic)  # joins torchrun's process group
-    # Keeps other runs out of the folder, and a copy of the file that defines GPT in it.
-    with RunFolder(config, ranks, GPT) as run:
+    if "RANK" in os.environ:  # started by torchrun
+        dist.init_process_group(
+            "nccl" if ranks.device.type == "cuda" else "gloo",
+            store=open_store(ranks),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=PATIENCE,
+            device_id=ranks.device if ranks.device.type == "cuda" else None,
+        )
+    with RunFolder(config, ranks) as run:  # locks log_dir
         status = train(config, ranks, run)
-    ranks.leave()
+    if dist.is_initialized():
+        dist.destroy_process_group()  # with a DDP model left, this might hang
     return status
 
 

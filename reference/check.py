@@ -21,8 +21,7 @@ from tyro.conf import Positional
 
 from support.command_line import flag, parse_args
 from support.errors_and_signals import UserError, run_and_exit
-from support.log_txt import log_lines
-from support.run_json import run_entries
+from support.run_files import log_lines, run_entries
 from support.tokenizer import VOCAB_SIZE
 
 # With the reference's seed the first losses must be the same up to rounding. In float32 this is

@@ -8,8 +8,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from matplotlib.figure import Figure
 
 from support.files_and_locks import ROOT, atomic_path
-from support.log_txt import read_log
 from support.plots import smooth
+from support.run_files import read_log
 from support.shards import tokenize_text
 from support.tokenizer import get_tokenizer, measure_text
 

@@ -36,15 +36,13 @@ def list_checkpoints(log_dir: Path) -> list[Path]:
 # Writing
 
 
-def write_checkpoint(
-    folder: Path, save_model: Callable[[Path], None], state: dict[str, Any], card: str
-) -> str:
-    """Writes a checkpoint. Returns what went wrong, such as a full disk, or an empty string.
+def write_checkpoint(folder: Path, save_model: Callable[[Path], str], state: dict[str, Any]) -> str:
+    """Write a checkpoint. Return what went wrong, such as a full disk, or an empty string.
 
-    save_model(folder) writes the files of the model, and `card` is the text of README.md."""
+    save_model(folder) writes the files of the model, and returns the text of README.md."""
     try:
         with atomic_path(folder) as partial:
-            save_model(partial)
+            card = save_model(partial)
             save_training_state(state, partial / "training_state.pt")
             # README.md has no checksum, since users may edit it.
             sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(partial.iterdir())]

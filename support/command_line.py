@@ -44,6 +44,22 @@ def is_utf8(text: str) -> bool:
     return False
 
 
+def restore_fields(config_class: type, stored: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a dataclass's fields that JSON has stored, as the types of its defaults.
+
+    JSON makes lists of tuples. Keys that are no fields are left out."""
+
+    def restore(value: Any, default: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        kind = list if isinstance(default, list) else tuple
+        inner = default[0] if isinstance(default, list | tuple) and default else kind()
+        return kind(restore(element, inner) for element in value)
+
+    defaults = vars(config_class())
+    return {key: restore(stored[key], defaults[key]) for key in stored if key in defaults}
+
+
 def print_changes(
     before: dict[str, Any], now: dict[str, Any], ignore: Collection[str] = ()
 ) -> None:
@@ -89,8 +105,8 @@ def note(message: str) -> None:
 
 
 def progress_bar(iterable: Iterable[Any] | None, unit: str, **options: Any) -> tqdm:
-    """A bar of tqdm on a terminal. Elsewhere it prints nothing."""
-    return tqdm(iterable, unit=unit, leave=False, disable=None, **options)
+    """Return a bar of tqdm, which prints only on a terminal."""
+    return tqdm(iterable, unit=unit, leave=False, **{"disable": None, **options})
 
 
 def shown(value: Any) -> str:

@@ -2,24 +2,20 @@
 
 import ctypes
 import functools
+import importlib.util
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
-from support.command_line import print0, warn
 from support.errors_and_signals import UserError, first_line
-
-if TYPE_CHECKING:
-    from support.ranks import Ranks
 
 
 def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torch.device:
-    """The device that --device asks for; auto: the first available. Prepares the process for it.
+    """Return the device that --device asks for, or with auto the first available one.
 
-    With auto, a single process whose GPU does not work prints why, and takes the CPU."""
+    Raises UserError if there is no such device, or a GPU does not work."""
     available = ["cpu"]
     if torch.backends.mps.is_available() and world_size == 1:  # it has no process group
         available.insert(0, "mps")
@@ -42,39 +38,14 @@ def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torc
         (torch.zeros(1, device=chosen) + 1).item()
     except RuntimeError as error:  # such as a card for which this torch has no kernels
         problem = f"{torch.cuda.get_device_name(chosen)}: {first_line(error)} (docs/questions.md)"
-        if device == "cuda" or world_size > 1:
-            raise UserError(f"{problem}; --device cpu trains without it") from None
-        warn(f"{problem}; continuing on the CPU")
-        return torch.device("cpu")
+        raise UserError(f"{problem}; --device cpu trains without it") from None
     return chosen
 
 
 def wants_compile(compile: str, device: torch.device) -> bool:
-    """Whether --compile asks for torch.compile. auto does on a CUDA GPU."""
-    return compile == "on" or (compile == "auto" and device.type == "cuda")
-
-
-def can_compile(compile: str, ranks: "Ranks") -> bool:
-    """True if --compile asks for torch.compile, and it works for the device, as rank 0 has tried.
-
-    If it does not work, auto prints a line, and on is a UserError."""
-    if not wants_compile(compile, ranks.device):
-        return False
-    problem = ranks.on_rank_0(compiler_problem, ranks.device)
-    if problem and compile == "on":
-        raise UserError(f"--compile on: torch has no compiler here ({problem}); use --compile off")
-    if problem:
-        print0(f"not compiled, which is slower: torch has no compiler here ({problem})")
-    return not problem
-
-
-def compiler_problem(device: torch.device) -> str:
-    """What torch says if it cannot compile something small, or ""."""
-    try:
-        torch.compile(lambda x: x.exp() + 1)(torch.ones(8, device=device))
-    except Exception as error:  # of torch, Triton or a C++ compiler: no common base
-        return first_line(error)
-    return ""
+    """Return whether to use torch.compile. --compile auto does on a CUDA GPU with Triton."""
+    has_triton = importlib.util.find_spec("triton") is not None  # torch has none on Windows
+    return compile == "on" or (compile == "auto" and device.type == "cuda" and has_triton)
 
 
 def keep_freed_memory() -> None:
@@ -157,16 +128,10 @@ def dtype_of(precision: str) -> torch.dtype:
     return torch.float32 if precision == "tf32" else getattr(torch, precision)
 
 
-def use_precision(precision: str, device: torch.device, cache: bool = True) -> torch.autocast:
-    """A context in which matrix products are computed in one of float32, tf32, bfloat16, float16.
-
-    With `cache` it keeps a copy of the weights in this precision. From here on, unless it is
-    float32, a CUDA GPU may use TF32 for products in float32."""
-    dtype = dtype_of(precision)
+def allow_tf32(precision: str, device: torch.device) -> None:
+    """Let a CUDA GPU use TF32 for products in float32, unless the precision is float32."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
-    enabled = dtype != torch.float32
-    return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
 
 # Dense 16-bit TFLOP/s with float32 accumulation, by torch.cuda.get_device_name without the vendor.
@@ -194,7 +159,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
             peak = PEAK_TFLOPS[name] * 1e12
             return peak / 2 if precision == "tf32" else peak, "data sheet"
     n = 4096 if device.type == "cuda" else 1024
-    use_precision(precision, device)
+    allow_tf32(precision, device)
     return matmul_flops(device, dtype_of(precision), n), f"measured, {n} x {n} product"
 
 

@@ -6,15 +6,13 @@ stopped by a signal exits with 130 or 143."""
 import atexit
 import contextlib
 import errno
-import json
 import os
 import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # --------------------------------------------------------------------------------------------------
@@ -27,15 +25,6 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A run with valid input cannot go on. The message is one line."""
-
-
-class StopRequested(Exception):
-    """A rank has received a stop signal. All ranks raise this at the same place."""
-
-    @staticmethod
-    def exit_status() -> int:
-        """That of a run that was stopped: 130 after SIGINT, otherwise 143."""
-        return 130 if received_signals[:1] == [signal.SIGINT] else 143
 
 
 class LostRank(RunError):
@@ -58,6 +47,25 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
+
+
+@contextlib.contextmanager
+def name_smaller_batch(B: int, low_memory: bool) -> Iterator[None]:
+    """If training with micro-batches of B runs out of memory, raise a UserError with a remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        remedy = f"--micro-batch-size {B // 2}"
+        if B == 1:
+            remedy = "a smaller --seq-len" if low_memory else "--low-memory, or a smaller --seq-len"
+        problem = f"out of memory with --micro-batch-size {B} ({first_line(error)})"
+        raise UserError(f"{problem}; {remedy} takes less") from None
+
+
 def explain(error: Exception) -> Exception:
     """A UserError or a RunError for what is no bug. Any other error is returned as it is."""
     of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
@@ -69,39 +77,55 @@ def explain(error: Exception) -> Exception:
     if isinstance(error, RuntimeError) and EXCHANGE.search(text):
         remedy = "probably since another rank has ended: see its error, or torchrun's report"
         return LostRank(f"an exchange between ranks failed, {remedy}. {text.strip()}")
-    if isinstance(error, RuntimeError) and NO_MEMORY.search(text):
-        remedy = "a smaller batch takes less (--micro-batch-size, or --batch-size of hellaswag.py)"
-        remedy += ", and training with --low-memory"
-        return UserError(f"out of memory ({first_line(error)}); {remedy}")
-    if "BackendCompilerFailed" in [kind.__name__ for kind in type(error).__mro__]:
-        if received_signals:  # Ctrl-C also ends the compiler that torch has started.
-            problem = "stopped by a signal while torch was compiling"
-            return RunError(f"{problem}: --resume continues from the newest checkpoint")
+    if is_out_of_memory(error):
+        return UserError(
+            f"out of memory ({first_line(error)}); a smaller batch or model takes less"
+        )
+    if is_compiler_error(error):
         error.add_note("--compile off trains without torch.compile.")
     return error
 
 
+def is_compiler_error(error: BaseException | None) -> bool:
+    return "BackendCompilerFailed" in [kind.__name__ for kind in type(error).__mro__]
+
+
 # --------------------------------------------------------------------------------------------------
-# Stop signals: a run that is asked to stop saves and exits after the current update.
+# Stop signals: a run that receives one saves and exits after the current update or evaluation.
 #
 # They are SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal closes), and SIGUSR1, which Slurm can send
-# before a time limit. A signal may reach only some of the ranks, so they tell each other in every
-# update and in every round of an evaluation. Then all of them raise StopRequested.
+# before a time limit. A signal may reach only some of the ranks, so each has a flag, and train()
+# sums the flags of all.
 
-# The stop signals that this process has received. Global, as signal handlers are.
-received_signals: list[int] = []
+AFTER_SIGINT, AFTER_OTHERS = 1.0, 1000.0  # values of the flag
 
 
-def collect_stop_signals() -> None:
-    """From now on stop signals only enter `received_signals`. A second SIGINT exits at once."""
-    received_signals.clear()
+class StopSignals:
+    """`with StopSignals() as signals:` sets signals.flag when the process receives a stop signal.
 
-    def note(number: int, frame: Any) -> None:
-        if number in received_signals:
-            if number == signal.SIGINT:
-                os._exit(130)
-            return
-        received_signals.append(number)
+    The flag is 0 before, then 1 if the first signal is SIGINT and 1,000 if it is another one. So
+    the sum of up to 999 flags tells the exit status. After the first SIGINT the next one is
+    Python's KeyboardInterrupt, or with several ranks, which cannot unwind alone, ends the process.
+    The previous handlers are restored at the end."""
+
+    def __init__(self) -> None:
+        self.flag = 0.0
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows lacks the last two.
+            if number and signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                self.previous[number] = signal.signal(number, self.receive)
+        return self
+
+    def receive(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT:
+            several_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
+            again = (lambda *_: os._exit(130)) if several_ranks else signal.default_int_handler
+            signal.signal(signal.SIGINT, again)
+        if self.flag == 0:
+            self.flag = AFTER_SIGINT if number == signal.SIGINT else AFTER_OTHERS
         if os.environ.get("RANK", "0") == "0":
             line = f"\n{signal.Signals(number).name}: the run will stop as soon as it can save."
             if number == signal.SIGINT:
@@ -110,15 +134,17 @@ def collect_stop_signals() -> None:
             with contextlib.suppress(OSError):
                 os.write(2, f"{line}\n".encode())
 
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
-        number = getattr(signal, name, None)  # Windows lacks the last two.
-        if number and signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-            signal.signal(number, note)
+    def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        if self.flag and is_compiler_error(error):  # Ctrl-C also ends torch's compiler processes.
+            problem = "stopped by a signal while torch was compiling"
+            raise RunError(f"{problem}: --resume continues from the newest checkpoint") from None
 
 
-def stop_requested() -> bool:
-    """True once this process has received a stop signal."""
-    return bool(received_signals)
+def exit_status(flags: float) -> int:
+    """Return that of a stopped run, by the sum of its ranks' flags: 130 after SIGINT, else 143."""
+    return 143 if flags >= AFTER_OTHERS else 130
 
 
 # --------------------------------------------------------------------------------------------------
@@ -126,7 +152,7 @@ def stop_requested() -> bool:
 
 
 def run_and_exit(main: Callable[[], int | None]) -> None:
-    """Calls main() and exits with its result, or prints one `error: ` line and exits.
+    """Call main() and exit with its result, or print one `error: ` line and exit.
 
     A UserError exits with status 2, a RunError with 1. Any other error keeps its traceback."""
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # `> file` is readable at once
@@ -141,17 +167,16 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
     except Exception as raised:
         error = explain(raised)
         status = 2 if isinstance(error, UserError) else 1
-        if isinstance(error, UserError | RunError):
-            rank = os.environ.get("RANK", "0")
-            if not said_by_another_rank(error):
-                print_error(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}")
-        elif several_ranks:
+        rank = os.environ.get("RANK", "0")
+        if not isinstance(error, UserError | RunError):
+            if not several_ranks:
+                raise
             traceback.print_exc()
-        else:
-            raise
+        elif rank == "0" or "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            print_error(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}")
         if several_ranks:
             report_to_torchrun(error)
-            os._exit(status)  # A normal exit would wait for exchanges that never complete.
+            os._exit(status)  # A normal exit would wait for collectives that never complete.
         sys.exit(status)
     if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
         atexit._run_exitfuncs()
@@ -160,47 +185,33 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
 
 
 def report_to_torchrun(error: Exception) -> None:
-    """Makes torchrun name the rank that has failed first. A lost rank's error waits for it.
+    """Write the error into the file from which torchrun names the rank that failed first.
 
-    torchrun reads the file whose path it gives to each rank. It would also take a traceback, but
-    that of a bug is printed already."""
+    An error of one line is written without its traceback. A lost rank is not recorded, and waits,
+    or torchrun would name it instead of the rank that has ended."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     if isinstance(error, LostRank):
         time.sleep(2)
-    elif path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        line = f"{type(error).__name__}: {error}"
-        more = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        report = {"message": {"message": line, "extraInfo": more}}
+        return
+    try:
+        raise error
+    except Exception:  # record_exception() writes the traceback of the error that is handled
+        if isinstance(error, UserError | RunError):
+            error.__traceback__ = error.__cause__ = error.__context__ = None
         with contextlib.suppress(OSError):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(json.dumps(report), encoding="utf-8")
-
-
-def said_by_another_rank(error: Exception) -> bool:
-    """Whether the first rank of this machine ends with the same error, and so prints it.
-
-    It is known by the report that it writes for torchrun, next to that of this rank."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or os.environ.get("LOCAL_RANK") == "0" or isinstance(error, LostRank):
-        return False
-    first = Path(path).parents[1] / "0" / Path(path).name
-    deadline = time.monotonic() + 1
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError):
-            report = json.loads(first.read_text(encoding="utf-8"))
-            return str(error) in report["message"]["message"]
-        time.sleep(0.05)
-    return False
+            get_error_handler().record_exception(error)
 
 
 def print_error(line: str) -> None:
-    """Prints a line to stderr in one call, since the lines of several ranks may meet there."""
+    """Print a line to stderr in one call, since the lines of several ranks may meet there."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
 
 def flush_stdout() -> None:
-    """At exit drops what can't be printed, since Python would exit with status 120."""
+    """At exit, drop what can't be printed, since Python would exit with status 120."""
     try:
         sys.stdout.flush()
     except OSError:

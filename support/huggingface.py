@@ -6,7 +6,7 @@ forks.py finds out what a model computes."""
 
 import json
 import shlex
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from support import forks, scripts
 from support.checkpoints import newest_intact
-from support.command_line import shown, warn
+from support.command_line import restore_fields, shown, warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import atomic_path, write_text
 from support.ranks import Ranks
-from support.tokenizer import END, Tokenizer, WordTokenizer, get_tokenizer
+from support.tokenizer import END, Tokenizer, get_tokenizer
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT, GPTConfig, TrainConfig
@@ -36,6 +36,9 @@ GPT2_SETTINGS = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
+# What to do with a model of another architecture.
+OTHERS = "transformers loads it, and `lm_eval --model hf --model_args pretrained=NAME --tasks "
+OTHERS += "hellaswag` evaluates it (docs/evaluation.md)"
 
 # Hugging Face's GPT-2 stores these weights as (in, out), while nn.Linear stores (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -52,11 +55,10 @@ def change_layout(name: str, tensor: Tensor) -> Tensor:
 
 
 def save_model(model: "GPT", folder: str | Path, tokenizer: Tokenizer | None) -> None:
-    """Writes a model's folder: config.json, model.safetensors, the files of the tokenizer, and the
-    script in which the class of the model is defined."""
+    """Write a model's folder: config.json, model.safetensors and the files of the tokenizer."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    is_gpt2 = forks.is_gpt2(model)
+    is_gpt2 = not forks.why_not_gpt2(model)
     config: dict[str, Any] = {
         "model_type": "gpt2" if is_gpt2 else FORK_TYPE,
         "architectures": ["GPT2LMHeadModel" if is_gpt2 else "GPT"],
@@ -68,10 +70,7 @@ def save_model(model: "GPT", folder: str | Path, tokenizer: Tokenizer | None) ->
         config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # no dropout
         # transformers has these as defaults, but other programs, such as llama.cpp, need them.
         config |= GPT2_SETTINGS | {"n_ctx": model.config.block_size}
-    config |= scripts.script_entry(type(model))  # the name and the checksum of the script
-    script = scripts.script_of(type(model))
-    if script is not None:
-        (folder / script.name).write_bytes(scripts.read_once(script))
+    config["script"] = scripts.script_name(type(model))
     if tokenizer is not None:
         config |= {"bos_token_id": tokenizer.eot_token, "eos_token_id": tokenizer.eot_token}
         write_tokenizer(tokenizer, folder, model.config.block_size)
@@ -93,13 +92,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None
     transformers could write them as well, but takes seconds to import."""
     for name, text in tokenizer.files.items():
         write_text(folder / name, text)
-    has_words = isinstance(tokenizer, WordTokenizer)
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast" if has_words else "GPT2Tokenizer",
-        "model_max_length": block_size,
-    }
-    if tokenizer.eot_token is not None:
-        config |= {"bos_token": END, "eos_token": END, "unk_token": END}
+    config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size}
+    config |= {"bos_token": END, "eos_token": END, "unk_token": END}
     write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
@@ -114,13 +108,15 @@ the continuation together may have up to {context:,} tokens.
 """
 
 
-def model_card(model: "GPT", entries: list[dict[str, Any]], step: int) -> str:
-    """The README.md of a checkpoint, in the format of the Hub. `entries` are those of run.json."""
+def model_card(folder: Path, entries: list[dict[str, Any]], step: int) -> str:
+    """Return the README.md of a checkpoint, in the format of the Hub. `folder` is that of the
+    model, and `entries` are those of run.json."""
     this_start = entries[-1]
     config = this_start["config"]
     # The command of the first start has the flags. That of a resumed run may be only `--resume`.
     command = entries[0]["command"]
-    is_gpt2 = forks.is_gpt2(model)
+    model = read_json(folder)
+    is_gpt2 = model["model_type"] == "gpt2"
     return CARD.format(
         library="library_name: transformers\n" if is_gpt2 else "",
         kind="A GPT-2" if is_gpt2 else "A changed GPT-2, which needs its own code,",
@@ -128,10 +124,10 @@ def model_card(model: "GPT", entries: list[dict[str, Any]], step: int) -> str:
         tokens=step * config["total_batch_size"],
         data=Path(config["data"]).name,
         init=config["init"],
-        script=this_start.get("script", "a notebook"),
+        script=model["script"],
         commit=this_start["git_commit"],
         command=shlex.join(["python", *command]),
-        context=model.config.block_size,
+        context=model["n_positions"],
     )
 
 
@@ -150,24 +146,37 @@ def load_model(
 
 
 def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
-    """Loads the weights in a model's folder. Raises UserError if they do not fit.
+    """Load the weights in a model's folder. Raises UserError if they do not fit.
 
-    A run that is `resumed` has already said which files of the code have changed."""
-    check_origin(folder, model, resumed)
+    With these weights, either the folder and `model` are both GPT-2s, or neither is. If only the
+    folder's is not, this raises UserError, and if only `model` is not, it warns. A run that is
+    `resumed` continues in both cases, and prints a line."""
     tensors = {
         name.removeprefix(PREFIX): change_layout(name, tensor)
         for name, tensor in read_tensors(folder).items()
     }
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    script = scripts.script_name(type(model))
     if shapes != expected:
         names = shapes.keys() | expected.keys()
         different = sorted(name for name in names if shapes.get(name) != expected.get(name))
         more = ", …" if len(different) > 3 else ""
-        script = scripts.script_entry(type(model)).get("script", "this code")
         problem = f"these tensors do not fit the model of {script}"
         raise UserError(f"{folder}: {problem}: {', '.join(different[:3])}{more}")
     model.load_state_dict(tensors)
+    difference = forks.why_not_gpt2(model)
+    if is_gpt2(folder) and difference:
+        warn(f"{folder}: a GPT-2's weights, and {script} computes something else ({difference})")
+    elif not is_gpt2(folder) and not difference:
+        problem = f"{folder}: not a GPT-2, and {script} computes one"
+        if not resumed:
+            code = shlex.quote(f"{shown(folder)}/{read_json(folder)['script']}")
+            remedy = (
+                f"it needs the code that trained it; sample.py and hellaswag.py take --code {code}"
+            )
+            raise UserError(f"{problem}; {remedy}")
+        warn(problem)
 
 
 MODEL_FILES = (".json", ".txt", ".safetensors")  # the endings of what is read of a checkpoint
@@ -228,10 +237,8 @@ def read_fields(folder: Path, config_class: "type[GPTConfig]") -> dict[str, Any]
 
     A changed class may have a field that the model does not know."""
     raw = read_gpt2_json(folder)
-    names = {field.name: THEIR_NAMES.get(field.name, field.name) for field in fields(config_class)}
-    # JSON has made lists of tuples.
-    values = {name: raw[key] for name, key in names.items() if key in raw}
-    return {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
+    ours = {theirs: name for name, theirs in THEIR_NAMES.items()}
+    return restore_fields(config_class, {ours.get(key, key): raw[key] for key in raw})
 
 
 def is_ours(folder: Path) -> bool:
@@ -245,35 +252,13 @@ def read_gpt2_json(folder: Path) -> dict[str, Any]:
     """The config.json of a GPT-2 or of a fork's model. Raises UserError if it is another model."""
     raw = read_json(folder)
     if raw.get("model_type") not in ("gpt2", FORK_TYPE):
-        raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}")
+        raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}; {OTHERS}")
     return raw
 
 
-def check_origin(folder: Path, model: "GPT", resumed: bool) -> None:
-    """Checks that the model in a folder may be loaded into `model`.
-
-    Raises UserError if the model in the folder is not a GPT-2, and `model` is one, or belongs to
-    another script. If the folder has a GPT-2, and `model` is not one, this only warns, and so it
-    does if the script has changed since, unless a run is `resumed`."""
-    raw = read_gpt2_json(folder)
-    # How the model differs from a GPT-2, in words. An empty string if it is one.
-    difference = forks.why_no_gpt2(model)
-    if raw["model_type"] == "gpt2":
-        if difference:
-            name = scripts.script_entry(type(model)).get("script", "this code")
-            problem = f"the weights are a GPT-2's, and {name} computes something else"
-            warn(f"{folder}: {problem} ({difference})")
-    elif difference:
-        ours = scripts.script_entry(type(model))
-        if scripts.is_other_version(raw, ours, str(folder)) and not resumed:
-            warn(f"{raw['script']} has changed since it trained {folder}")
-    else:
-        problem = "not a GPT-2, so it needs the code that trained it"
-        script = raw.get("script")
-        if script:  # A class that was defined in a notebook has none.
-            code = shlex.quote(f"{shown(folder)}/{script}")
-            problem += f", {code}; sample.py and hellaswag.py take it as --code"
-        raise UserError(f"{folder}: {problem}")
+def is_gpt2(folder: Path) -> bool:
+    """Return whether the model in a folder was a GPT-2 when it was saved."""
+    return read_gpt2_json(folder)["model_type"] == "gpt2"
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -294,7 +279,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     if not torch.equal(head, tensors[f"{PREFIX}wte.weight"]):
         others.append("tie_word_embeddings")
     if others:
-        raise UserError(f"{folder}: does not compute what GPT-2 computes ({', '.join(others)})")
+        problem = f"does not compute what GPT-2 computes ({', '.join(others)})"
+        raise UserError(f"{folder}: {problem}; {OTHERS}")
     return tensors
 
 

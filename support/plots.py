@@ -10,8 +10,7 @@ import numpy as np
 
 from support.errors_and_signals import UserError
 from support.files_and_locks import atomic_path
-from support.log_txt import read_log
-from support.run_json import run_entries
+from support.run_files import read_log, run_entries
 
 TITLES = {
     "loss": "Loss, nats per token",

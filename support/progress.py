@@ -1,35 +1,103 @@
-"""What a training run prints of itself: its first lines, the speed of each step, its last lines."""
+"""What a training run prints: its first lines, the speed of each step, its last lines."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from support import devices, forks, plan
-from support.command_line import duration, print0
-from support.ranks import Ranks
-from support.run_setup import Setup
+from support import devices
+from support.command_line import duration, print0, shown, warn
+from support.shards import open_split
 from support.tokenizer import TextSize
 
 if TYPE_CHECKING:
     from train_gpt2 import GPT, DataLoaderLite, TrainConfig
 
+ASSUMED_MFU = 0.4
+
+
+def first_lines(
+    config: "TrainConfig",
+    model: "GPT",
+    loader: "DataLoaderLite | None",
+    device_line: str,
+    peak: tuple[float, str],
+    world_size: int,
+    B: int,
+    micro_steps: int,
+) -> list[str]:
+    """Return the arithmetic of a run, with which it and its --plan begin.
+
+    `loader` is that of the training data, or None if there is none yet. `peak` is the result of
+    peak_flops(). The model may be on the device "meta"."""
+    tokens = config.max_steps * config.total_batch_size
+    epochs = "no data yet"
+    validation = "none"
+    if loader:
+        available = loader.total_tokens
+        steps = max(round(available / config.total_batch_size), 1)
+        epochs = f"{tokens / available:.3f} of {available:,} training tokens, {steps:,} steps each"
+        if config.eval_every:
+            _, shards = open_split(Path(config.data), "val", model.config.vocab_size)
+            there = sum(map(len, shards))
+            validation = f"the first {min(config.eval_tokens, there):,} of {there:,} tokens"
+            validation += " (--eval-tokens)" if config.eval_tokens < there else ""
+    N = model.num_parameters()
+    flops = model.flops_per_token(config.seq_len)
+    peak_flops, source = peak
+    seconds = flops * tokens / (ASSUMED_MFU * world_size * peak_flops)
+    factors = {"micro-steps": micro_steps, "ranks": world_size}
+    more = [f" x {number} {name}" for name, number in factors.items() if number > 1]
+    return [
+        f"device: {device_line}",
+        f"model: {N:,} parameters, {flops:,} FLOPs per token",
+        f"shape: {', '.join(f'{name} {x}' for name, x in asdict(model.config).items())}",
+        f"memory: {16 * N / 1e9:.2f} GB for weights, gradients and two moments, plus activations",
+        f"MFU 100 %: {peak_flops / 1e12:,.3g} TFLOP/s per device ({source})",
+        f"tokens: {tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
+        f"batch: {B} x {config.seq_len} tokens{''.join(more)}",
+        f"time: {duration(seconds)} for {flops * tokens:.3g} FLOPs, at {ASSUMED_MFU:.0%} MFU",
+        f"data: {shown(config.data)}",
+        f"epochs: {epochs}",
+        f"validation: {validation}",
+    ]
+
+
+def warn_of_settings(config: "TrainConfig", loader: "DataLoaderLite") -> None:
+    """Warn of settings that are possible, but probably a mistake. `loader`: the training data's."""
+    epochs = config.max_steps * config.total_batch_size / loader.total_tokens
+    if epochs > 20:
+        steps = max(round(10 * loader.total_tokens / config.total_batch_size), 1)
+        problem = f"the model reads the data {epochs:,.0f} times, and may learn it by heart"
+        warn(f"{problem}; --max-steps {steps} makes 10 epochs")
+    if 0 < config.max_steps <= config.warmup_steps:
+        problem = f"the run has {config.max_steps:,} steps, so the learning rate never falls"
+        warn(f"--warmup-steps {config.warmup_steps}: {problem}")
+
+
+def more_lines(loader: "DataLoaderLite", optimizers: list[torch.optim.Optimizer]) -> list[str]:
+    """Return lines about optimizers, and shards that are not read."""
+    lines = [f"optimizers: {'; '.join(map(describe_optimizer, optimizers))}"]
+    short = [len(shard) for shard, n in zip(loader.shards, loader.counts, strict=True) if not n]
+    if short:
+        size = f"{len(short)} with {sum(short):,} tokens"
+        lines.append(f"shards that are too short for a sequence: {size}")
+    return lines
+
 
 class Progress:
     """How fast a run goes: milliseconds, tokens per second, MFU, and the time that is left."""
 
-    def __init__(self, config: "TrainConfig", model: "GPT", ranks: Ranks, setup: Setup):
-        self.config = config
-        self.model = model
-        self.setup = setup
+    def __init__(
+        self, config: "TrainConfig", model: "GPT", world_size: int, peak: tuple[float, str]
+    ):
         self.training_seconds = 0.0  # in updates, without evaluations and saving
         self.tokens_per_step = config.total_batch_size
         self.max_steps = config.max_steps
         self.flops_per_token = model.flops_per_token(config.seq_len)
-        # What counts as 100 % MFU on one device, in FLOP/s, and where the figure comes from.
-        self.peak_flops, self.peak_source = devices.peak_flops(ranks.device, setup.precision)
-        self.devices = ranks.world_size
+        self.peak_flops = world_size * peak[0]  # what counts as 100 % MFU
         self.seconds = 0.0  # of the latest step
         self.seconds_left: float | None = None  # until the end of the run, if it is known
         # The first step takes longer, so the others are timed from its end on.
@@ -53,7 +121,7 @@ class Progress:
     def speed(self) -> dict[str, float]:
         """The latest step's tok_per_sec, mfu and ms, as log.txt has them."""
         rate = self.tokens_per_step / self.seconds
-        mfu = rate * self.flops_per_token / (self.peak_flops * self.devices)
+        mfu = rate * self.flops_per_token / self.peak_flops
         return {"tok_per_sec": rate, "mfu": mfu, "ms": 1e3 * self.seconds}
 
     def line(self, loss: float, lr: float, norm: float) -> str:
@@ -67,49 +135,13 @@ class Progress:
             line += f" {duration(self.seconds_left)} left"
         return line
 
-    def print_header(
-        self,
-        loader: "DataLoaderLite",
-        optimizers: list[torch.optim.Optimizer],
-        checkpoint: Path | None,
-    ) -> None:
-        """Prints the first lines of a run. They say what it trains, on what, and from which
-        checkpoint. Warns of what probably is a mistake.
-
-        `loader` is that of the training data."""
-        config, setup = self.config, self.setup
-        peak = (self.peak_flops, self.peak_source)
-        available = loader.total_tokens
-        lines = plan.describe(config, self.model, setup.device_line, peak, available, self.devices)
-        lines.append(f"optimizers: {'; '.join(map(describe_optimizer, optimizers))}")
-        factors = {"micro-steps": setup.micro_steps, "ranks": loader.world_size}
-        more = [f" x {number} {name}" for name, number in factors.items() if number > 1]
-        lines.append(f"batch: {loader.B} x {loader.T} tokens{''.join(more)}")
-        if setup.compiled:
-            lines.append("torch.compile: on, so the first step takes longer")
-        short = [len(shard) for shard, n in zip(loader.shards, loader.counts, strict=True) if not n]
-        if short:
-            size = f"{len(short)} with {sum(short):,} tokens"
-            lines.append(f"shards that are too short for a sequence: {size}")
-        resumed = f", resumed from {checkpoint}" if checkpoint else ""
-        lines.append(f"log and checkpoints: {config.log_dir}/{resumed}")
-        for line in lines:
-            print0(line)
-        plan.warn_of_settings(config, available)
-        forks.warn_if_not_causal(self.model, setup.autocast)
-
-    def print_results(self, results: dict[str, float], text: TextSize | None) -> None:
-        """Prints the last validation loss in all units, how long the run has trained, and the
-        memory that it has taken.
-
-        `results` are those of the last evaluation. `text` is the size of the text that was
-        predicted, or None if it was no text."""
-        if "val" in results:
-            loss = results["val"]
+    def print_results(self, loss: float | None, text: TextSize | None) -> None:
+        """Print the last validation loss in all units, how long the run has trained, and the
+        memory that it has taken. `text` is the size of the text that was predicted."""
+        if loss is not None and text is not None:
             print0(f"\nvalidation loss: {loss:.4f} nats per token")
-            if text:
-                print0(f"  {text.nats_per_character(loss):.4f} nats per character")
-                print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
+            print0(f"  {text.nats_per_character(loss):.4f} nats per character")
+            print0(f"  {text.bits_per_byte(loss):.4f} bits per byte")
         minutes = self.training_seconds / 60
         print0(f"done: {self.max_steps:,} steps, {minutes:.1f} minutes of training")
         memory = devices.peak_memory()

@@ -1,19 +1,16 @@
-"""The code that a run has run: which script, what it keeps of it, and what has changed since.
+"""The code of a run: log/code/ holds the program as it was at the newest start.
 
-A run keeps a copy of the program in log/code/. The config.json of a checkpoint has the name and the
-checksum of the script that trained it. A script that lies in a model's folder is never run, unless
+Modules are stored under their import names, so that log/code/ can be imported. A checkpoint has a
+copy of the script that defines its model. A script in a model's folder is never run, unless
 somebody names it with --code."""
 
-import functools
-import hashlib
 import importlib.util
-import inspect
+import site
 import sys
 import sysconfig
-from collections import Counter
-from contextlib import suppress
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from support.errors_and_signals import UserError
 from support.files_and_locks import ROOT, atomic_path
@@ -21,42 +18,32 @@ from support.files_and_locks import ROOT, atomic_path
 if TYPE_CHECKING:
     from train_gpt2 import GPT
 
+SCRIPTS = ("train_gpt2.py", "fineweb.py", "hellaswag.py", "sample.py", "bench.py", "compare.py")
+
+
 # --------------------------------------------------------------------------------------------------
 # The script that defines a model
 
 
-def script_of(some_class: type) -> Path | None:
-    """The file that defines a class. None if there is none, as in a notebook."""
-    with suppress(TypeError, OSError):
-        path = Path(inspect.getfile(some_class)).absolute()
-        return path if path.is_file() else None
-    return None
+def script_of(model_class: "type[GPT]") -> Path | None:
+    """Return the file that defines a class, or None for a class of a notebook."""
+    file = getattr(sys.modules.get(model_class.__module__), "__file__", None)
+    return Path(file).absolute() if file else None
 
 
-def script_entry(model_class: "type[GPT]") -> dict[str, str]:
-    """What config.json, run.json and training_state.pt have of the script."""
+def path_in_code(model_class: "type[GPT]") -> Path | None:
+    """Return the path within log/code/ of the file that defines a class, or None."""
     script = script_of(model_class)
-    if script is None:
-        return {}
-    return {"script": script.name, "script_sha256": checksum(read_once(script))}
+    return next((Path(name) for name, path in program().items() if path == script), None)
 
 
-def is_other_version(theirs: dict[str, Any], ours: dict[str, str], what: str) -> bool:
-    """Whether our script has the same name as theirs, but another content.
-
-    Both are what a file has of a script. If the name differs as well, this raises a UserError that
-    begins with `what`."""
-    name = theirs.get("script")
-    if not name or ours.get("script_sha256") == theirs.get("script_sha256"):
-        return False  # A class in a notebook has no script.
-    if name == ours.get("script"):
-        return True
-    problem = f"trained by {name}, and {ours.get('script')} is another script"
-    raise UserError(f"{what}: {problem}; use {name}")
+def script_name(model_class: "type[GPT]") -> str:
+    script = script_of(model_class)
+    return script.name if script else "a notebook"
 
 
 def load_gpt_class(code: str) -> "type[GPT]":
-    """Runs the file of --code, and returns its class GPT."""
+    """Run the file of --code, and return its class GPT."""
     path = Path(code)
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"--code {path}: not a Python file")
@@ -69,68 +56,82 @@ def load_gpt_class(code: str) -> "type[GPT]":
 
 
 # --------------------------------------------------------------------------------------------------
-# The program that a run keeps
-
-STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-read_once = functools.cache(Path.read_bytes)  # A file may be edited while its code runs.
+# log/code/
 
 
-def checksum(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def library_folders() -> list[str]:
+    """Return the folders of libraries, and that of temporary files, from which torch loads what it
+    has compiled."""
+    paths = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [*site.getsitepackages(), site.getusersitepackages(), tempfile.gettempdir()]
+    return paths + [str(Path(prefix) / "lib") for prefix in (sys.prefix, sys.base_prefix)]
 
 
-@functools.cache
-def loaded_code(script: Path | None = None) -> dict[str, bytes]:
-    """{path: content} of the modules that this process has loaded, without those of libraries.
-
-    They are in the folder of `script`, in that of the program that was started, or in this clone.
-    Their paths are relative to that folder. A run calls this before anything else, and so records
-    what runs, even if a file is edited a moment later."""
-    main = getattr(sys.modules["__main__"], "__file__", None)  # None in a notebook
-    folders = [Path(path).absolute().parent for path in (script, main) if path]
-    code = {}
+def program() -> dict[str, Path]:
+    """Return {path in log/code/: file} of the project's scripts and support/, of the file that was
+    started, and of every loaded module that is in no folder of libraries."""
+    files = [ROOT / name for name in SCRIPTS]
+    files += [path for path in (ROOT / "support").rglob("*") if "__pycache__" not in path.parts]
+    found = {path.relative_to(ROOT).as_posix(): path for path in files if path.is_file()}
+    libraries = library_folders()
     for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "").absolute()
-        folder = next((f for f in [*folders, ROOT] if path.is_relative_to(f)), None)
-        of_library = "site-packages" in path.parts or path.is_relative_to(STANDARD_LIBRARY)
-        if folder is None or not path.is_file() or of_library:
+        spec = getattr(module, "__spec__", None)
+        path = Path(getattr(spec, "origin", None) or "")
+        if path.suffix != ".py" or not path.is_file() or "dist-packages" in path.parts:
             continue
-        name = path.relative_to(folder)
-        # Libraries may also be in a hidden folder, such as .venv.
-        if not any(part == "tests" or part.startswith(".") for part in name.parts):
-            code[name.as_posix()] = read_once(path)
-    return dict(sorted(code.items()))
+        if not any(path.is_relative_to(folder) for folder in libraries):
+            name = spec.name.replace(".", "/")
+            is_package = spec.submodule_search_locations is not None
+            found[f"{name}/__init__.py" if is_package else f"{name}.py"] = path
+    started = sys.modules["__main__"]
+    path = Path(getattr(started, "__file__", None) or "")
+    # `python -m` gives the file a spec. Jupyter and pytest are started from folders of libraries.
+    if path.suffix == ".py" and started.__spec__ is None:
+        found[path.name] = path
+    return found
 
 
-def code_checksums(script: Path | None = None) -> dict[str, str]:
-    """{path: checksum} of loaded_code(), for run.json."""
-    return {name: checksum(content) for name, content in loaded_code(script).items()}
-
-
-def changed_since(recorded: dict[str, str], script: Path | None) -> str:
-    """The loaded files that have changed since, for a line. recorded: {path: checksum}
-
-    Those in a folder, such as support/, are only counted."""
-    changed = [
-        name
-        for name, digest in code_checksums(script).items()
-        if recorded.get(name, digest) != digest
-    ]
-    folders = Counter(name.partition("/")[0] for name in changed if "/" in name)
-    counts = [f"{folder}/ ({n} files)" for folder, n in folders.items()]
-    return ", ".join([name for name in changed if "/" not in name] + counts)
-
-
-def write_program(folder: Path, script: Path | None) -> None:
-    """Writes a copy of the program into a folder: the scripts of this clone, all of support/, and
-    the loaded modules beside `script`. Other files in there stay."""
-    files = [*ROOT.glob("*.py"), *(ROOT / "support").glob("*"), *(ROOT / "support").glob("gpt2/*")]
-    program = {path.relative_to(ROOT).as_posix(): path for path in files if path.is_file()}
-    contents = {name: path.read_bytes() for name, path in program.items()}
-    for name, content in (contents | loaded_code(script)).items():
-        path = folder / name
-        if path.is_file() and path.read_bytes() == content:
+def write_code(folder: Path, overwrite: bool = True) -> None:
+    """Write the program into a folder. Without `overwrite`, only add the files that are missing."""
+    for name, path in program().items():
+        copy = folder / name
+        content = path.read_bytes()
+        if copy.is_file() and (not overwrite or copy.read_bytes() == content):
             continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(path) as partial:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(copy) as partial:
             partial.write_bytes(content)
+
+
+def changes_since(folder: Path) -> str:
+    """Return, in words, how the program differs from the one in a folder, or "".
+
+    Modules whose import names can no longer be found are removed from the folder."""
+    if not folder.exists():
+        return ""
+    now = program()
+    changed, gone = [], []
+    copies = sorted({*folder.rglob("*.py"), *(folder / name for name in now)})
+    for copy in copies:
+        name = copy.relative_to(folder).as_posix()
+        path = now.get(name) or find_module(name)  # which may be imported later
+        if path is None:
+            gone.append(name)
+            copy.unlink()
+        elif copy.is_file() and copy.read_bytes() != path.read_bytes():
+            changed.append(name)
+    new = [name for name in now if not (folder / name).is_file()]
+    kinds = {"changed": changed, "new": new, "gone": gone}
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
+
+
+def find_module(name: str) -> Path | None:
+    """Return the file from which a module in log/code/ would be imported, or None."""
+    parts = Path(name).with_suffix("").parts
+    if parts[-1] == "__init__":
+        parts = parts[:-1]
+    try:
+        spec = importlib.util.find_spec(".".join(parts))
+    except (ImportError, ValueError):  # its package is gone, or is no package
+        return None
+    return Path(spec.origin) if spec and spec.origin else None

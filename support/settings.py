@@ -1,13 +1,14 @@
 """Where the settings of a run come from: flags, the run that is resumed, --init, and presets."""
 
+import argparse
 import sys
-from dataclasses import asdict, fields, make_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support import huggingface, scripts
+from support import huggingface
 from support.command_line import (
     absolute,
     flag,
@@ -16,15 +17,17 @@ from support.command_line import (
     print0,
     print_changes,
     range_problems,
+    restore_fields,
 )
 from support.errors_and_signals import UserError
+from support.run_files import PATHS
 from support.run_folder import read_run
-from support.run_json import PATHS
 from support.shards import holds_shards
 
 if TYPE_CHECKING:
     from train_gpt2 import GPTConfig, TrainConfig
 
+SMALLEST = "shakespeare"  # the preset without a GPU or without shards
 SHAPE = ("n_layer", "n_head", "n_embd")
 
 
@@ -40,33 +43,25 @@ def read_config(
     TrainConfig says where a value comes from. `gpt_config_class` has the settings that --init takes
     from its model. Prints the preset, and what differs from that model. Raises UserError with all
     values that are wrong, or that must not change on resume."""
-    scripts.loaded_code(scripts.script_of(config_class))  # what runs, before anybody edits it
     words = list(sys.argv[1:] if args is None else args)
     # The command line is parsed twice. The first time is for the flags that decide the defaults
     # with which it is parsed the second time.
-    names = {f.name for f in fields(config_class)}
-    deciding = ("resume", "log_dir", "preset", "init", "device")
-    first_fields = [(f.name, f.type, f.default) for f in fields(config_class) if f.name in deciding]
-    first_class = make_dataclass("FirstFlags", first_fields)
-    without_help = [word for word in words if word not in ("-h", "--help")]
-    first, _ = parse_args(first_class, without_help, return_unknown_args=True)
+    default = config_class()
+    first = first_flags(words, default)
     run = read_run(first.log_dir) if first.resume else {}
     of_init: dict[str, Any] = {}  # what the model of --init has of the settings
     preset = run.get("preset", first.preset)
     if preset == "auto":
-        shards = holds_shards(Path(config_class().data))
-        preset = "gpt2" if shards and has_gpu(first.device) else "shakespeare"
+        preset = "gpt2" if holds_shards(Path(first.data)) and has_gpu(first.device) else SMALLEST
     values = {"preset": preset, **presets.get(preset, {})}
     if run:
         # A setting that this script no longer has is ignored.
-        values |= {name: run[name] for name in (names & run.keys()) - {"log_dir", "resume", "plan"}}
-        for name, value in asdict(config_class()).items():
-            if isinstance(value, list) and name in values:  # which run_config() made a tuple
-                values[name] = list(values[name])
-    elif first.init != "scratch" and without_help == words:
+        values |= restore_fields(config_class, run)
+        values |= {name: getattr(default, name) for name in ("log_dir", "resume", "plan")}
+    elif first.init != "scratch" and not {"-h", "--help"} & {*words}:
         folder = huggingface.find_model(first.init, only_config=True)
         of_init = huggingface.read_fields(folder, gpt_config_class)
-        of_init = {name: of_init[name] for name in names & of_init.keys()}
+        of_init = {name: of_init[name] for name in vars(default).keys() & of_init.keys()}
         values |= of_init
     defaults = config_class(**values)
     config = parse_args(config_class, words, default=defaults)
@@ -96,6 +91,18 @@ def read_config(
     print0(preset_line(config))
     print_changes(of_init, asdict(config))
     return config
+
+
+def first_flags(words: list[str], default: "TrainConfig") -> argparse.Namespace:
+    """Return the flags that decide where the other settings come from. tyro reports wrong ones."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("preset", "data", "init", "log_dir", "device"):
+        parser.add_argument(flag(name), f"--{name}", default=getattr(default, name), dest=name)
+    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=default.resume)
+    try:
+        return parser.parse_known_args(words)[0]
+    except argparse.ArgumentError:
+        return parser.parse_args([])
 
 
 def find_problems(config: "TrainConfig") -> list[str]:

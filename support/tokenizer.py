@@ -2,8 +2,7 @@
 
 Two files make a tokenizer like GPT-2's: `vocab.json` has the number of each token, and `merges.txt`
 the pairs of tokens that are joined, the first pair first. Both write each byte as one printable
-character. GPT-2's are in support/gpt2/. transformers may save both as one `tokenizer.json`. A
-`vocab.json` alone is a vocabulary of words, for data that are no ordinary text."""
+character. GPT-2's are in support/gpt2/. transformers may save both as one `tokenizer.json`."""
 
 import functools
 import hashlib
@@ -13,13 +12,12 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's split of text into words
 
-from support.command_line import print0
 from support.errors_and_signals import UserError
 
 GPT2 = Path(__file__).parent / "gpt2"
@@ -37,7 +35,7 @@ CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
 PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
 
 
-class BPETokenizer(tiktoken.Encoding):
+class Tokenizer(tiktoken.Encoding):
     """tiktoken's Encoding: encode_ordinary(text), decode(tokens), n_vocab, eot_token and others.
 
     It joins two tokens if together they are the text of a token, and begins with the lowest number.
@@ -71,77 +69,13 @@ class BPETokenizer(tiktoken.Encoding):
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BPETokenizer) and self.checksum == other.checksum
+        return isinstance(other, Tokenizer) and self.checksum == other.checksum
 
     def __hash__(self) -> int:
         return hash(self.checksum)
 
 
-class WordTokenizer:
-    """A vocabulary of words for data that are no ordinary text: numbers, moves, notes, letters of
-    DNA. A token is a word, and their text is the words with spaces between them.
-
-    It has the methods of a BPETokenizer that this project calls."""
-
-    def __init__(self, vocab: str):
-        """The content of vocab.json, {word: its number}. ValueError if it is not like that."""
-        self.numbers: dict[str, int] = json.loads(vocab)
-        self.checksum = hashlib.sha256(
-            json.dumps(self.numbers, sort_keys=True).encode()
-        ).hexdigest()
-        self.n_vocab = len(self.numbers)
-        if sorted(self.numbers.values()) != [*range(self.n_vocab)] or not self.numbers:
-            raise ValueError("the words are not numbered from 0 on")
-        self.words = sorted(self.numbers, key=self.numbers.__getitem__)
-        if any(word.split() != [word] for word in self.words):
-            raise ValueError("a word contains a space, or nothing")
-        self.eot_token = self.numbers.get(END)  # None if no word ends a document
-        # transformers reads words from a tokenizer.json, in the format of the library `tokenizers`.
-        tokenizer_json = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [],
-            "normalizer": None,
-            "pre_tokenizer": {"type": "WhitespaceSplit"},
-            "post_processor": None,
-            "decoder": None,
-            "model": {"type": "WordLevel", "vocab": self.numbers, "unk_token": "<unk>"},
-        }
-        self.files = {"vocab.json": vocab, "tokenizer.json": json.dumps(tokenizer_json)}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, WordTokenizer) and self.checksum == other.checksum
-
-    def __hash__(self) -> int:
-        return hash(self.checksum)
-
-    def encode_ordinary(self, text: str) -> list[int]:
-        words = text.split()
-        for word in words:
-            if word not in self.numbers:
-                examples = " ".join(self.words[:3])
-                problem = f"{word!r} is not one of the {self.n_vocab} words of the vocabulary"
-                raise UserError(f"text {text[:60]!r}: {problem}, which begin with `{examples}`")
-        return [self.numbers[word] for word in words]
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return self.encode_ordinary(text)
-
-    def encode_to_numpy(self, text: str, **_: Any) -> np.ndarray:
-        return np.array(self.encode_ordinary(text), np.uint32)
-
-    def decode(self, tokens: list[int]) -> str:
-        return " ".join(self.words[token] for token in tokens)
-
-    def decode_single_token_bytes(self, token: int) -> bytes:
-        return f"{self.words[token]} ".encode()
-
-
-Tokenizer = BPETokenizer | WordTokenizer
-# Once for each content of the files.
-make_tokenizer = functools.cache(BPETokenizer)
-make_word_tokenizer = functools.cache(WordTokenizer)
+make_tokenizer = functools.cache(Tokenizer)  # once for each content of the files
 
 
 def holds_vocabulary(folder: Path) -> bool:
@@ -154,25 +88,18 @@ def get_tokenizer(folder: str | Path = GPT2) -> Tokenizer:
     home = Path(folder) if holds_vocabulary(Path(folder)) else GPT2
     merges, vocab, both = (home / name for name in (*FILES, "tokenizer.json"))
     try:
-        if merges.exists():
-            return make_tokenizer(*(file.read_text(encoding="utf-8") for file in (merges, vocab)))
-        if both.exists():
+        if both.exists() and not merges.exists():
             return from_tokenizer_json(both.read_text(encoding="utf-8"))
-        text = vocab.read_text(encoding="utf-8")
-        if CHARACTERS.keys() <= json.loads(text).keys():
-            raise ValueError("merges.txt is missing")
-        return make_word_tokenizer(text)
+        return make_tokenizer(*(file.read_text(encoding="utf-8") for file in (merges, vocab)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        problem = "vocab.json, merges.txt or tokenizer.json is not like GPT-2's, nor of words"
+        problem = "vocab.json, merges.txt or tokenizer.json is not like GPT-2's"
         raise UserError(f"{home}: {problem} ({cause}); restore it, or take another") from None
 
 
 def from_tokenizer_json(text: str) -> Tokenizer:
     """The tokenizer from the one file in which transformers may save it."""
     saved = json.loads(text)
-    if saved["model"]["type"] == "WordLevel":
-        return make_word_tokenizer(json.dumps(saved["model"]["vocab"]))
     as_gpt2 = dict(type="ByteLevel", add_prefix_space=False, use_regex=True)
     splits = {key: saved["pre_tokenizer"].get(key) for key in as_gpt2}
     if splits != as_gpt2 or saved["normalizer"]:
@@ -203,20 +130,8 @@ def learn_vocabulary(texts: list[str], size: int) -> tuple[str, str]:
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a prompt. An empty one becomes <|endoftext|>, where a document begins."""
-    return tokenizer.encode(prompt, allowed_special="all") or [tokenizer.eot_token or 0]
-
-
-def prompt_tokens(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of --sample-prompt. Without one, that is a new line.
-
-    A vocabulary of words has no new line, and may lack words of the prompt. Then samples begin a
-    new document."""
-    try:
-        return encode_prompt(prompt or "\n", tokenizer)
-    except UserError as error:
-        print0(f"note: samples begin a new document: {error}")
-        return encode_prompt("", tokenizer)
+    """Return the tokens of a prompt. An empty one becomes <|endoftext|>."""
+    return tokenizer.encode(prompt, allowed_special="all") or [tokenizer.eot_token]
 
 
 def text_bytes(tokens: list[int], tokenizer: Tokenizer) -> bytes:
@@ -249,23 +164,18 @@ class TextSize(NamedTuple):
         return loss * self.tokens / self.characters
 
 
-def measure_text(tokens: np.ndarray, tokenizer: Tokenizer) -> TextSize | None:
-    """The size of the text of `tokens`, 1-D. None if they are words, which stand for something
-    else than their letters, or if they make no character."""
-    if isinstance(tokenizer, WordTokenizer):
-        return None
+def measure_text(tokens: np.ndarray, tokenizer: Tokenizer) -> TextSize:
+    """Return the size of the text of `tokens`, 1-D."""
     counts = np.bincount(tokens, minlength=tokenizer.n_vocab)[: tokenizer.n_vocab]
     bytes_per_token, chars_per_token = token_sizes(tokenizer)
-    size = TextSize(len(tokens), int(counts @ bytes_per_token), int(counts @ chars_per_token))
-    return size if size.characters else None
+    return TextSize(len(tokens), int(counts @ bytes_per_token), int(counts @ chars_per_token))
 
 
 @functools.cache
 def token_sizes(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """(bytes, characters) of the text of each token. That which separates documents has none."""
+    """Return (bytes, characters) of the text of each token. <|endoftext|> has none."""
     texts = [tokenizer.decode_single_token_bytes(token) for token in range(tokenizer.n_vocab)]
-    if tokenizer.eot_token is not None:
-        texts[tokenizer.eot_token] = b""
+    texts[tokenizer.eot_token] = b""
     # In UTF-8 a character is one byte that isn't 0b10…, then any number that are.
     chars_per_token = [sum(byte & 0xC0 != 0x80 for byte in text) for text in texts]
     return [len(text) for text in texts], chars_per_token

@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.errors_and_signals import UserError, run_and_exit
-from support.log_txt import read_log
+from support.run_files import read_log
 from support.shards import tokenize_text
 from train_gpt2 import GPT, GPTConfig
 

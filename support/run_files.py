@@ -1,0 +1,145 @@
+"""log.txt, with one `step stream value` a line, and run.json, with an entry for each start.
+
+Does not import torch."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from support.command_line import shown
+from support.files_and_locks import ROOT, write_text
+
+# --------------------------------------------------------------------------------------------------
+# log.txt
+
+# How values are written. A stream such as val_average is written like val. Others that are not here
+# have six significant digits.
+FORMATS = {"train": ".6f", "val": ".6f", "bpb": ".6f", "norm": ".6f", "hella": ".4f"}
+FORMATS |= {"lr": ".6e", "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f"}
+
+
+def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
+    """The streams of a run: {"train": (steps, values), "val": …}."""
+    streams = {}
+    for step, stream, value in log_lines(Path(log_dir) / "log.txt"):
+        steps, values = streams.setdefault(stream, ([], []))
+        steps.append(step)
+        values.append(float(value))
+    return streams
+
+
+def log_lines(path: Path) -> list[tuple[int, str, str]]:
+    """The (step, stream, value) of each line. Skips malformed lines, such as one cut by a kill."""
+    lines = []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.split("\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            step, stream, value = line.split()
+            float(value)
+            lines.append((int(step), stream, value))
+    return lines
+
+
+def trim_log(log_dir: Path, step: int) -> dict[str, float]:
+    """Remove what was logged after the checkpoint of `step`, and the training values of `step`.
+
+    Return the evaluations of that checkpoint, which stay, as {stream: value}. They precede the
+    update of `step`, whose first line is its training loss."""
+    kept = []
+    path = log_dir / "log.txt"
+    for line in log_lines(path):
+        if line[0] > step or line[:2] == (step, "train"):
+            break
+        kept.append(line)
+    write_lines(path, kept)
+    return {stream: float(value) for s, stream, value in kept if s == step}
+
+
+def remove_values(log_dir: Path, step: int, streams: Collection[str]) -> None:
+    """Remove the values of a step that will be logged again."""
+    path = log_dir / "log.txt"
+    names = {valid_name(stream) for stream in streams}
+    lines = log_lines(path)
+    kept = [line for line in lines if line[0] != step or line[1] not in names]
+    if kept != lines:
+        write_lines(path, kept)
+
+
+def write_lines(path: Path, lines: list[tuple[int, str, str]]) -> None:
+    write_text(path, "".join(f"{step} {stream} {value}\n" for step, stream, value in lines))
+
+
+def valid_name(stream: str) -> str:
+    """Return the name of a stream as log.txt has it, where a space would begin the value."""
+    return "_".join(stream.split())
+
+
+def append_values(log_dir: Path, step: int, values: dict[str, float]) -> None:
+    """Appends a line for each stream. If the disk is full, it raises OSError and appends none."""
+    lines = []
+    for stream, value in values.items():
+        known = stream if stream in FORMATS else stream.partition("_")[0]
+        number = f"{value:{FORMATS.get(known, '.6g')}}"
+        lines.append(f"{step} {valid_name(stream)} {number}\n")
+    text = "".join(lines).encode()
+    with open(log_dir / "log.txt", "ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            while text:  # a nearly full disk takes a part
+                text = text[file.write(text) :]
+        except OSError:
+            file.truncate(end)  # or the next line would go on in the middle of this one
+            raise
+
+
+# --------------------------------------------------------------------------------------------------
+# run.json
+
+PATHS = ("data", "hellaswag_data", "init")  # settings that may be paths
+
+
+def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
+    """The entries of run.json, oldest first; [] without one."""
+    path = Path(log_dir) / "run.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
+    write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
+
+
+def new_entry(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """An entry about this start. config: the settings of the run."""
+    import torch  # here, since reading logs needs no torch
+
+    versions = {"torch": torch.__version__}  # with its build, such as +cu130
+    versions |= {name: version(name) for name in ("numpy", "tiktoken", "safetensors")}
+    # Elsewhere paths in the working folder are relative, since the model card has them.
+    public = {k: shown(value) if isinstance(value, str) else value for k, value in config.items()}
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": [shown(word) for word in sys.argv],
+        "git_commit": git_commit(),
+        "versions": versions | {"python": sys.version.split()[0]},
+        **more,
+        "config": public,
+        "paths": {
+            name: config[name] for name in config if name in PATHS or public[name] != config[name]
+        },
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of this clone, with a + if files have changed since. None without git."""
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+    return None
