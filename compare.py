@@ -28,7 +28,7 @@ import numpy as np
 
 from support.command_line import flag, parse_args, shown, warn
 from support.errors_and_signals import UserError, run_and_exit
-from support.files_and_locks import ROOT, atomic_path, locked, sha256
+from support.files_and_locks import ROOT, atomic_path, locked
 from support.run_files import read_log, run_entries
 
 FIRST_SEED = 1337  # the default of train_gpt2.py
@@ -109,12 +109,6 @@ def check(variant: Variant, seeds: range) -> None:
         if own in given:
             raise UserError(f"{own}: compare.py sets it; see --seeds and --out")
     check_runs(variant, seeds)
-    # --plan reads the flags and makes the model, without training it.
-    command = [str(variant.code), *variant.flags, "--plan"]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
-    if done.returncode:
-        print(done.stderr, end="", file=sys.stderr)
-        raise UserError(f"`{shlex.join(['python', *command])}` fails; what it says is above")
 
 
 def check_runs(variant: Variant, seeds: range) -> None:
@@ -128,20 +122,21 @@ def check_runs(variant: Variant, seeds: range) -> None:
             if sorted(theirs) != sorted(flags):  # in any order
                 problem = f"was trained with other flags, by `{shlex.join(entry['command'])}`"
                 raise UserError(f"{log_dir}: {problem}; use those, or choose another --out")
-            if changed := changed_files(entry["code"], variant.code):
-                problem = f"was trained before a change of {', '.join(changed)}"
-                raise UserError(f"{log_dir}: {problem}; remove it, or choose another --out")
+        if changed := changed_files(log_dir / "code", variant.code):
+            problem = f"was trained before a change of {', '.join(changed)}"
+            raise UserError(f"{log_dir}: {problem}; remove it, or choose another --out")
 
 
-def changed_files(recorded: dict[str, str], code: Path) -> list[str]:
-    """The files of a run that have changed since, or are gone. recorded: {path: checksum}"""
+def changed_files(kept: Path, code: Path) -> list[str]:
+    """Return the files of a run's code/ that have changed since, or are gone."""
     changed = []
-    for name, checksum in recorded.items():
+    for copy in sorted(path for path in kept.rglob("*") if path.is_file()):
+        name = copy.relative_to(kept)
         file = code.parent / name  # Python looks there first when it imports a module
         if not file.is_file():
             file = ROOT / name
-        if not file.is_file() or sha256(file) != checksum:
-            changed.append(name)
+        if not file.is_file() or file.read_bytes() != copy.read_bytes():
+            changed.append(name.as_posix())
     return changed
 
 
@@ -220,12 +215,8 @@ def train(command: list[str], console: Path, processes: int) -> int:
 # Results
 
 
-def t_quantile(degrees: int) -> float:
-    """Student's t that 95 % of the values lie within, on both sides of 0."""
-    # t is sqrt(degrees) tan(angle), where the angle has a density of cos(angle)^(degrees - 1).
-    angle = np.linspace(0, np.pi / 2, 100_000)
-    share = np.cumsum(np.cos(angle) ** (degrees - 1))
-    return float(np.sqrt(degrees) * np.tan(np.interp(0.95 * share[-1], share, angle)))
+# Student's t that 95 % of the values lie within, on both sides of 0, for 1, 2, … degrees of freedom.
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 
 
 def mean_and_deviation(values: list[float]) -> str:
@@ -242,7 +233,8 @@ def difference(variant: Variant, baseline: Variant) -> str:
         return "no common seed"
     if n == 1:
         return f"{values[0]:+.4f}"
-    half = t_quantile(n - 1) * np.std(values, ddof=1) / np.sqrt(n)
+    t = T_QUANTILES[min(n - 1, len(T_QUANTILES)) - 1]  # with more seeds it is slightly too large
+    half = t * np.std(values, ddof=1) / np.sqrt(n)
     return f"{np.mean(values):+.4f} ± {half:.4f}"
 
 

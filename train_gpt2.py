@@ -27,14 +27,14 @@ hs = C / nh channels, V tokens in the vocabulary (GPT-2's has 50,257).
 Errors: a UserError is a mistake that the user can fix. A RunError is another reason to end a run,
 such as a loss that is not finite. Both are printed as one line. Bugs keep their traceback."""
 
+import functools
 import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -272,18 +272,31 @@ class GPT(nn.Module):
 # Data
 
 
+# A batch may cross from one shard to the next, and from one epoch to the next.
+@functools.lru_cache(maxsize=4)
+def permutation(n: int, *seed: int) -> np.ndarray:
+    """Return the numbers below n in random order, (n,). It depends only on n and the seed."""
+    # Every version of NumPy draws the same numbers from RandomState.
+    return np.random.RandomState(seed).permutation(n)
+
+
+@functools.lru_cache(maxsize=4)
+def random_below(n: int, *seed: int) -> int:
+    """Return a random number below n. It depends only on n and the seed."""
+    return np.random.RandomState(seed).randint(n)
+
+
 class DataLoaderLite:
     """Batches of sequences and their targets, epoch after epoch.
 
-    In each epoch every shard is cut into sequences of T tokens. The shards are read in random
-    order, and so are the sequences within a shard. Each epoch draws a number below T, and skips
-    that many tokens at the beginning of every shard. So the sequences differ between epochs, which
-    helps a model that reads a small text many times.
+    Every shard is cut into sequences of T tokens. An epoch visits the shards in random order, and
+    in each shard its sequences in random order. Each epoch shifts all cuts by a random offset below
+    T. So the sequences differ between epochs, which helps a model that reads a small text often.
 
-    The order depends only on the seed. The sequences are numbered in this order, epoch after epoch.
-    Rank 0 reads the first B of them, rank 1 the next B, and so on. With N sequences per step, step
-    s reads the sequences s * N to (s + 1) * N - 1, for any B and any number of ranks. So a resumed
-    run needs only the number of its step to find its place."""
+    The sequences of all epochs are numbered in this order. A sequence is a function of its number,
+    the seed and the data. Rank 0 reads the first B sequences, rank 1 the next B, and so on. With N
+    sequences per step, step s reads the sequences s * N to (s + 1) * N - 1, for any B and any
+    number of ranks. So a resumed run needs only its step to find its position in the data."""
 
     def __init__(
         self,
@@ -297,11 +310,12 @@ class DataLoaderLite:
         shuffle: bool = True,
         device: torch.device | str = "cpu",
     ):
-        """`data` is a folder of shards or a .txt file. `split` is "train" or "val". The validation
-        split of a .txt file is the last tenth of its text. `world_size` is the number of ranks.
-        Batches are put on `device`. Without `shuffle` everything is read in order."""
-        self.B = B  # sequences per batch
-        self.T = T  # tokens per sequence
+        """`data` is a folder of shards, which are arrays of uint16 tokens, or a .txt file. `split`
+        is "train" or "val". The validation split of a .txt file is the last tenth of its tokens.
+        `world_size` is the number of ranks. Batches are put on `device`. Without `shuffle`
+        everything is read in order."""
+        self._B = B  # sequences per batch
+        self._T = T  # tokens per sequence
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
@@ -313,10 +327,10 @@ class DataLoaderLite:
         self.paths, self.shards = open_split(data, split, self.vocab_size)
         sizes = np.array([len(tokens) for tokens in self.shards])
         self.total_tokens = int(sizes.sum())
-        # The number of sequences in each shard, the same in all epochs. The last token of a shard
-        # is only a target. With shuffle an epoch skips up to T - 1 tokens.
-        most_skipped = T - 1 if shuffle else 0
-        self.counts = np.maximum(sizes - 1 - most_skipped, 0) // T
+        # The number of sequences in each shard, the same for every offset. The last token of a
+        # shard is only a target.
+        largest_offset = T - 1 if shuffle else 0
+        self.counts = np.maximum(sizes - 1 - largest_offset, 0) // T
         self.sequences_per_epoch = int(self.counts.sum())
         if self.sequences_per_epoch == 0:
             problem = f"{self.total_tokens} {split} tokens are too few for sequences of {T}"
@@ -324,79 +338,59 @@ class DataLoaderLite:
         # A resumed run must have the same shards, although `data` may have moved.
         names = [path.relative_to(data).as_posix() for path in self.paths]
         self.shard_sizes = list(zip(names, sizes.tolist(), strict=True))
-        # A thread reads the next batch while the device computes with this one.
-        self.thread = ThreadPoolExecutor(max_workers=1)
-        self.requested: tuple[int, int] | None = None  # the sequences of the next batch
-        self.upcoming: Future[np.ndarray] | None = None  # the next batch
-        self.places = self.places_from(0)  # where the sequences are that it has not read yet
-        self.next_number = 0  # the number of the first of these sequences
+        self.thread = ThreadPoolExecutor(max_workers=1)  # reads while the device computes
         self.go_to(0)
 
+    @property
+    def B(self) -> int:
+        return self._B
+
+    @property
+    def T(self) -> int:
+        return self._T
+
     def go_to(self, n: int) -> None:
-        """Continues as if all ranks together had read n sequences."""
+        """Continue as if all ranks together had read n sequences. Prefetch the next batch."""
         self.sequences_read = n
+        self.prefetched = self.thread.submit(self.read, n + self.rank * self.B, self.B)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """The next inputs and targets of this rank, (B, T) int64 each."""
-        tokens = torch.from_numpy(self.request().result())  # (B, T + 1)
-        self.sequences_read += self.B * self.world_size
-        self.request()  # the batch after this one, without waiting for it
+        """Return the next inputs and targets of this rank, (B, T) int64 each."""
+        tokens = torch.from_numpy(self.prefetched.result())  # (B, T + 1)
+        self.go_to(self.sequences_read + self.B * self.world_size)
         if self.device.type == "cuda":
-            # The CPU does not wait for a copy to the GPU from pinned memory.
+            # From pinned memory the copy is asynchronous.
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         else:
             tokens = tokens.to(self.device)
         # The target of each token is the token after it.
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def request(self) -> "Future[np.ndarray]":
-        """Lets the thread read the next batch of this rank, unless it already does."""
-        wanted = (self.sequences_read + self.rank * self.B, self.B)
-        if wanted != self.requested:
-            self.requested = wanted
-            self.upcoming = self.thread.submit(self.read, *wanted)
-        return self.upcoming
-
     def read(self, first: int, n: int) -> np.ndarray:
-        """Reads n sequences, beginning with number `first`. (n, T + 1) int64
+        """Return n sequences, beginning with number `first`, (n, T + 1) int64.
 
         Each has T inputs, and one more token, the target of the last input."""
-        others = first - self.next_number  # sequences in between, which other ranks read
-        if not 0 <= others < self.B * self.world_size:  # go_to() was called
-            self.places = self.places_from(first)
-            others = 0
-        rows = []
-        for shard, start in islice(self.places, others, others + n):
-            tokens = self.shards[shard][start : start + self.T + 1]
-            check_tokens(tokens, self.paths[shard], self.vocab_size)  # UserError if damaged
-            rows.append(tokens)
-        self.next_number = first + n
-        return np.stack(rows).astype(np.int64)
+        return np.stack([self.sequence(i) for i in range(first, first + n)]).astype(np.int64)
 
-    def places_from(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yields the place of each sequence from this number on: its shard, and its position."""
-        epoch, before = divmod(number, self.sequences_per_epoch)  # `before` it in the same epoch
-        while True:
-            for shard, starts in self.order_of(epoch):
-                yield from ((shard, start) for start in starts[before:])
-                before = max(before - len(starts), 0)
-            epoch += 1
-
-    def order_of(self, epoch: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields each shard, in the order in which an epoch reads them, with the positions at which
-        its sequences begin, in their order."""
-        shards = np.arange(len(self.shards))
-        skipped = 0
+    def sequence(self, number: int) -> np.ndarray:
+        """Return a sequence, (T + 1,) uint16. Raises UserError if its shard is damaged."""
+        epoch, i = divmod(number, self.sequences_per_epoch)
+        order = np.arange(len(self.shards))
         if self.shuffle:
-            # Every version of NumPy draws the same numbers from RandomState.
-            random = np.random.RandomState([self.seed, epoch])
-            skipped = random.randint(self.T)
-            random.shuffle(shards)
-        for shard in shards:
-            starts = skipped + self.T * np.arange(self.counts[shard])
-            if self.shuffle:
-                random.shuffle(starts)
-            yield shard, starts
+            order = permutation(len(self.shards), self.seed, epoch)
+        # The shard that holds the epoch's sequence i, and the number of the sequence in the shard
+        ends = self.counts[order].cumsum()
+        n_before = ends.searchsorted(i, side="right")  # shards that the epoch visits before
+        shard = order[n_before]
+        i -= ends[n_before] - self.counts[shard]
+        offset = 0
+        if self.shuffle:
+            i = permutation(self.counts[shard], self.seed, epoch, shard)[i]
+            offset = random_below(self.T, self.seed, epoch)
+        start = offset + self.T * i
+        tokens = self.shards[shard][start : start + self.T + 1]
+        check_tokens(tokens, self.paths[shard], self.vocab_size)
+        return tokens
 
 
 # --------------------------------------------------------------------------------------------------
