@@ -215,7 +215,7 @@ def train(command: list[str], console: Path, processes: int) -> int:
 # Results
 
 
-# Student's t that 95 % of the values lie within, on both sides of 0, for 1, 2, … degrees of freedom.
+# Student's t that 95 % of the values lie within, on both sides of 0, for 1, 2, … degrees.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 
 
