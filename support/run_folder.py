@@ -82,13 +82,16 @@ class RunFolder:
             raise UserError(f"--log-dir {self.path}: {problem}; choose another")
         if self.config.resume:
             return
-        steps, _ = run_files.read_log(self.path).get("train", ([], []))
-        steps = [step + 1 for step in steps] + [*map(step_of, list_checkpoints(self.path))]
-        foreign = not (self.path / "run.json").exists() and (self.path / "log.txt").exists()
-        if steps or foreign:
-            run = f"a run of {max(steps):,} steps" if steps else "another program's log.txt"
+        steps = [step_of(checkpoint) for checkpoint in list_checkpoints(self.path)]
+        is_ours = steps or (self.path / "run.json").exists()
+        if not is_ours and (self.path / "log.txt").exists():
+            problem = "holds the log.txt of another program"
+            raise UserError(f"{self.path}/ {problem}: --log-dir NAME starts a run elsewhere")
+        trained, _ = run_files.read_log(self.path).get("train", ([], []))
+        steps += [step + 1 for step in trained]
+        if steps:
             remedy = "--resume continues it, --log-dir NAME starts another"
-            raise UserError(f"{self.path}/ holds {run}: {remedy}")
+            raise UserError(f"{self.path}/ holds a run of {max(steps):,} steps: {remedy}")
 
     # ---- The start
 
