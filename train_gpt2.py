@@ -31,7 +31,6 @@ import functools
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -39,6 +38,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+
+if __name__ == "__main__":  # torch reads this once, when it is imported
+    # DDP warns if all parameters are used, although a fork may have some that are not.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -875,7 +879,6 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     ddp_model = model
     if world_size > 1:
         torch._dynamo.config.optimize_ddp = False  # or DDP would split the compiled blocks
-        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         ddp_model = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
