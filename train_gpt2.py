@@ -256,9 +256,8 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> int:
         """Training FLOPs per token: 6 N + 12 L C T, with L = n_layer (PaLM, Chowdhery et al. 2022,
         appendix B). N counts the weights of the linear layers and of the head."""
-        weights = {id(m.weight): m.weight for m in self.modules() if isinstance(m, nn.Linear)}
-        weights[id(self.head)] = self.head  # counted once, even if it is a linear layer
-        N = sum(weight.numel() for weight in weights.values())
+        weights = {m.weight for m in self.modules() if isinstance(m, nn.Linear)} | {self.head}
+        N = sum(weight.numel() for weight in weights)
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
@@ -936,9 +935,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 for optimizer in optimizers:
                     optimizer.step()  # like scaler.step(), since the gradients are finite
             scaler.update()  # after a skipped step it lowers the scale
-            # DDP keeps the gradients in buffers of its own, so they are set to zero in place.
-            # Without DDP their memory is freed.
-            model.zero_grad(set_to_none=world_size == 1)
+            # Free the gradients, so that DDP copies new ones into its buckets in each step. If they
+            # stayed there, it would round otherwise than in the first step after a resume.
+            model.zero_grad(set_to_none=True)
             # ---- End of the update ---------------------------------------------------------------
 
             # On a GPU the optimizer may still be running. Its time counts as part of the next step.
