@@ -81,9 +81,9 @@ def nothing_remembered():
 
 CHEAP = {  # what takes a tenth of a second or more in each run, and what stands for it
     "support.devices.matmul_flops": lambda device, dtype, n=0: 1e12,
-    "support.scripts.loaded_code": lambda script=None: {},
-    "support.scripts.write_program": lambda folder, script: None,
-    "support.run_json.git_commit": lambda: "0123456789" * 4,
+    "support.scripts.write_code": lambda folder, overwrite=True: None,
+    "support.scripts.changes_since": lambda folder: "",
+    "support.run_files.git_commit": lambda: "0123456789" * 4,
 }
 
 
@@ -91,7 +91,7 @@ CHEAP = {  # what takes a tenth of a second or more in each run, and what stands
 def cheap(monkeypatch):
     """Runs that are started as processes measure the peak, and record their code."""
     for name, stand_in in CHEAP.items():
-        monkeypatch.setattr(name, stand_in, raising=False)
+        monkeypatch.setattr(name, stand_in)
 
 
 @pytest.fixture
@@ -127,19 +127,10 @@ def tiny(*args: object) -> list[str]:
 def train(*args: object, curves: bool = False) -> int:
     """Runs train_gpt2.py in this process with TINY, then `args`. curves: draw curves.png."""
     import train_gpt2
-    from support import scripts
 
-    scripts.read_once.cache_clear()  # A start is a process, which reads its code anew.
-    names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    try:
-        undrawn = mock.patch("support.plots.save_curves")
-        with contextlib.nullcontext() if curves else undrawn:
-            return train_gpt2.main(tiny(*args))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    undrawn = mock.patch("support.plots.save_curves")
+    with contextlib.nullcontext() if curves else undrawn:
+        return train_gpt2.main(tiny(*args))
 
 
 def script(name: str, *args: object) -> subprocess.CompletedProcess:
@@ -244,11 +235,12 @@ def save_checkpoint(model: object, folder: Path) -> None:
     from support.checkpoints import write_checkpoint
     from support.tokenizer import get_tokenizer
 
-    def save_model(partial: Path) -> None:
+    def save_model(partial: Path) -> str:
         model.save_pretrained(partial, get_tokenizer())
+        return "A model card."
 
     folder.parent.mkdir(exist_ok=True)
-    assert not write_checkpoint(folder, save_model, {"precision": "float32"}, "")
+    assert not write_checkpoint(folder, save_model, {"precision": "float32"})
 
 
 def saved_state(checkpoint: Path) -> dict:

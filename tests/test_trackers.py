@@ -46,25 +46,25 @@ def test_trackers_get_every_stream_until_they_fail(text, tmp_path, monkeypatch, 
 
 
 def test_a_tracker_that_cannot_start_costs_nothing(text, tmp_path, monkeypatch):
-    """Not installed, or without an account: the earlier run can still be resumed."""
+    """Not installed, or without an account: the run can still be resumed."""
     log = tmp_path / "log"
-    args = ["--save-every 1 --max-steps 1 --data", text, "--log-dir", log]
-    train(*args)
+    args = ["--save-every 1 --max-steps 1 --data", text, "--log-dir"]
+    train(*args, log)
     before = {path.relative_to(log): path.read_bytes() for path in log.rglob("*.*")}
     no_account = SimpleNamespace(init=mock.Mock(side_effect=OSError("no account")))
     board = SimpleNamespace(SummaryWriter=mock.Mock(side_effect=AssertionError("after wandb")))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
     for module, message in ((None, "--wandb.*pip install"), (no_account, "no account")):
         monkeypatch.setitem(sys.modules, "wandb", module)
-        with pytest.raises(UserError, match=message):
-            train(*args, "--wandb --tensorboard")
-    earlier = tmp_path / "log_1"
-    assert before == {path.relative_to(earlier): path.read_bytes() for path in earlier.rglob("*.*")}
-    assert not (log / "run.json").exists() and not (tmp_path / "log_2").exists()
+        for folder in (tmp_path / "new", log):
+            with pytest.raises(UserError, match=message):
+                train(*args, folder, "--resume --wandb --tensorboard")
+    assert before == {path.relative_to(log): path.read_bytes() for path in log.rglob("*.*")}
+    assert not (tmp_path / "new").exists()
 
 
 def test_tensorboard_has_what_the_log_has(text, tmp_path, monkeypatch):
-    """Also of the step of a checkpoint, whose validation loss isn't logged again."""
+    """Also of the step of a checkpoint, whose validation loss isn't computed again."""
     board = {}
 
     class SummaryWriter:
