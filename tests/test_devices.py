@@ -15,7 +15,7 @@ from torch.utils.benchmark import Timer
 from support import devices
 from support.errors_and_signals import UserError
 from support.ranks import Ranks
-from support.run_json import run_entries
+from support.run_files import run_entries
 from tests.conftest import train
 
 pytestmark = pytest.mark.torch

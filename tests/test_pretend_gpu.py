@@ -20,7 +20,7 @@ import train_gpt2
 from support import devices
 from support.devices import choose_device  # conftest.py replaces the latter
 from support.errors_and_signals import UserError, explain
-from support.run_json import run_entries
+from support.run_files import run_entries
 from support.tokenizer import get_tokenizer
 from tests.conftest import RANK, ROOT, losses, numbers, train, words
 from tests.pretend_gpu import OnGPU, PretendGPU

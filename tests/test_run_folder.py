@@ -21,8 +21,8 @@ import torch.distributed.run
 import train_gpt2
 from support.errors_and_signals import RunError, UserError
 from support.ranks import Ranks
-from support.run_folder import RunFolder
 from support.run_files import git_commit  # which conftest.py replaces
+from support.run_folder import RunFolder
 from support.scripts import write_code  # which conftest.py replaces
 from tests.conftest import (
     ROOT,
