@@ -56,8 +56,8 @@ def test_a_fork_under_its_own_name_from_its_first_run_to_its_score(clone):
     assert "model: log/step_000002/" in out and "validation loss: " in out
     (entry,) = json.loads((clone / "log/run.json").read_text())
     assert entry["script"] == "train_erf.py"
-    assert (clone / "log/train_erf.py").read_bytes() == fork.read_bytes()
-    assert not (clone / "log/train_gpt2.py").exists()
+    for folder in ("code", "step_000002"):
+        assert (clone / "log" / folder / "train_erf.py").read_bytes() == fork.read_bytes()
     assert "train_erf.py" in (clone / "log/step_000002/README.md").read_text()
     command = re.search("^sample: python (.+)", out, re.MULTILINE)[1]
     # It asks for a prompt, since the preset has none.

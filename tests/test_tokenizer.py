@@ -104,14 +104,6 @@ def test_printed_samples_hold_no_control_characters():
     assert tokenizer.printable(tokens, get_tokenizer()) == "a [31mb\nc   d\n世🙂"
 
 
-def test_numbers_that_are_no_text_have_no_size():
-    """They may be parts of characters to GPT-2's tokenizer, whose losses have no bits per byte."""
-    from support.tokenizer import measure_text
-
-    assert measure_text(np.arange(101, 106), get_tokenizer()) is None
-    assert measure_text(np.arange(101, 200), get_tokenizer()).tokens == 99
-
-
 def write_shard(path: Path, tokens: np.ndarray) -> None:
     """In the format that its name tells: .npy, or llm.c's .bin."""
     if path.suffix == ".npy":
