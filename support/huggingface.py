@@ -158,12 +158,15 @@ def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     script = scripts.script_name(type(model))
+    code = shlex.quote(f"{shown(folder)}/{read_json(folder).get('script')}")
+    remedy = f"it needs the code that trained it; sample.py and hellaswag.py take --code {code}"
     if shapes != expected:
         names = shapes.keys() | expected.keys()
         different = sorted(name for name in names if shapes.get(name) != expected.get(name))
         more = ", …" if len(different) > 3 else ""
         problem = f"these tensors do not fit the model of {script}"
-        raise UserError(f"{folder}: {problem}: {', '.join(different[:3])}{more}")
+        problem = f"{folder}: {problem}: {', '.join(different[:3])}{more}"
+        raise UserError(problem if is_gpt2(folder) else f"{problem}; {remedy}")
     model.load_state_dict(tensors)
     difference = forks.why_not_gpt2(model)
     if is_gpt2(folder) and difference:
@@ -171,10 +174,6 @@ def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
     elif not is_gpt2(folder) and not difference:
         problem = f"{folder}: not a GPT-2, and {script} computes one"
         if not resumed:
-            code = shlex.quote(f"{shown(folder)}/{read_json(folder)['script']}")
-            remedy = (
-                f"it needs the code that trained it; sample.py and hellaswag.py take --code {code}"
-            )
             raise UserError(f"{problem}; {remedy}")
         warn(problem)
 

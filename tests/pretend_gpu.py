@@ -288,6 +288,7 @@ class PretendGPU(TorchDispatchMode):
             set_device=lambda device: setattr(self, "current", torch.device(device).index),
             get_device_name=lambda *_: self.name,
             get_device_capability=lambda *_: self.capability,
+            get_device_properties=lambda *_: SimpleNamespace(total_memory=self.memory),
             get_arch_list=lambda: ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
             is_bf16_supported=lambda *_, **__: True,  # Old chips emulate it slowly.
             mem_get_info=lambda *_: (self.memory - self.used, self.memory),

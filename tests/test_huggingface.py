@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from support import forks
 from support.errors_and_signals import UserError
 from support.functional_gpt2 import gpt2
 from support.huggingface import TRANSPOSED
@@ -61,7 +60,8 @@ def test_what_counts_as_a_gpt2_is_what_transformers_computes():
 
     config = GPTConfig(block_size=64, vocab_size=100, n_layer=3, n_head=4, n_embd=48)
     ours = GPT(config).double()
-    forks.set_telling_weights(ours)
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
     shape = dict(n_positions=64, vocab_size=100, n_layer=3, n_head=4, n_embd=48)
     theirs = GPT2LMHeadModel(GPT2Config(**shape)).double().eval()
     for name, parameter in theirs.transformer.named_parameters():
@@ -306,7 +306,6 @@ FORKS = {
     "scaled by the depth": scaled_when_deep,
     "rotary": plain_attention(turn=rotated),
     "more parameters": lambda code: {"MLP": lambda c: torch.nn.Linear(c.n_embd, c.n_embd)},
-    "cannot be small": changed_block(lambda block: block.attn.c_attn.weight.view(144, 48)),
 }
 
 
@@ -319,17 +318,6 @@ def test_a_changed_model_is_loaded_by_its_script_only(name, load_code, tmp_path)
     assert torch.equal(fork.GPT.from_pretrained(tmp_path / "x").wte.weight, model.wte.weight)
     with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}.*train_x.py"):
         GPT.from_pretrained(tmp_path / "x")
-
-
-def test_a_script_that_has_changed_since_gets_a_line(load_code, tmp_path, capsys):
-    fork = load_code("train_x.py", other_gelu)
-    small(fork).save_pretrained(tmp_path / "x", GPT2)
-    config = json.loads((tmp_path / "x" / "config.json").read_text())
-    fork.GPT.from_pretrained(tmp_path / "x")
-    assert not capsys.readouterr().err
-    (tmp_path / "x" / "config.json").write_text(json.dumps(config | {"script_sha256": "0" * 64}))
-    fork.GPT.from_pretrained(tmp_path / "x")
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def dropout(block):

@@ -97,7 +97,8 @@ def test_generate_samples_from_the_top_k_and_leaves_the_global_generator_alone()
     idx, before = tokens(2, 60), torch.get_rng_state()
 
     def draw(**options):
-        return model.generate(idx, 12, generator=torch.Generator().manual_seed(42), **options)
+        generators = [torch.Generator().manual_seed(seed) for seed in (42, 43)]
+        return model.generate(idx, 12, generators=generators, **options)
 
     first = draw()
     assert torch.equal(first, draw()) and torch.equal(before, torch.get_rng_state())

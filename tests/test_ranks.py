@@ -59,18 +59,18 @@ def test_an_error_is_one_line_with_its_rank(name, tmp_path, monkeypatch):
 
 def count_exchanges():
     """Prints a line for each bucket of gradients that is exchanged."""
-    wrap = train_gpt2.wrap_in_ddp
+    wrap = train_gpt2.DistributedDataParallel
 
     def hook(group, bucket):
         print("an exchange", flush=True)
         return default_hooks.allreduce_hook(group, bucket)
 
-    def wrapped(*args):
-        ddp_model = wrap(*args)
+    def wrapped(*args, **options):
+        ddp_model = wrap(*args, **options)
         ddp_model.register_comm_hook(dist.group.WORLD, hook)
         return ddp_model
 
-    train_gpt2.wrap_in_ddp = wrapped
+    train_gpt2.DistributedDataParallel = wrapped
 
 
 def test_gradients_are_exchanged_once_a_step(text, tmp_path):

@@ -296,27 +296,30 @@ def send(names: str) -> None:
 
 @pytest.mark.parametrize("names, status", PAIRS.items())
 def test_signals_save_and_stop(names, status, text, tmp_path, monkeypatch, capfd):
-    """In the middle of a step, which is dropped, and while a checkpoint is written."""
+    """In the middle of a step, which goes on, and while a checkpoint is written."""
     default = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
     args = ["--max-steps 4 --save-every 2 --keep-checkpoints 0 --data", text, "--log-dir"]
     train(*args, tmp_path / "straight")
     with monkeypatch.context() as patch:
         disturb_losses(
-            lambda step, micro, loss: (send(names) if (step, micro) == (1, 1) else None, loss)[1],
+            lambda step, micro, loss: (send(names) if (step, micro) == (0, 1) else None, loss)[1],
             patch.setattr,
         )
         assert train(*args, tmp_path / "step") == status
-        assert steps_of(tmp_path / "step") == [1] and len(losses(tmp_path / "step")) == 1
+        assert steps_of(tmp_path / "step") == [2] and len(losses(tmp_path / "step")) == 2
         said = capfd.readouterr().err
         for name in names.split():
-            assert said.count(f"{name}: ") == 1, said
+            assert said.count(f"{name}: ") == names.count(name), said
+        assert [signal.getsignal(number) for number in numbers] == handlers
     with monkeypatch.context() as patch:
         torch_save = torch.save
         patch.setattr(torch, "save", lambda *args: (send(names), torch_save(*args))[1])
-        assert train(*args, tmp_path / "save") == status and steps_of(tmp_path / "save") == [2]
+        assert train(*args, tmp_path / "save") == status and steps_of(tmp_path / "save") == [2, 3]
     for folder in (tmp_path / "step", tmp_path / "save"):
         assert train(*args, folder, "--resume") == 0
-        shutil.rmtree(tmp_path / "step/step_000001", ignore_errors=True)
+        shutil.rmtree(tmp_path / "save/step_000003", ignore_errors=True)
         assert_same(tmp_path / "straight", folder)
     signal.signal(signal.SIGHUP, default)
 
@@ -380,8 +383,9 @@ def on_rank_at(rank, n, number, batch):
         os.kill(os.getpid(), number)
 
 
-def test_a_signal_in_the_last_evaluation_loses_none(text, tmp_path, monkeypatch, capsys):
-    """It ends early, is not logged, and is made again."""
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_signal_in_an_evaluation_stops_after_it(steps, text, tmp_path, monkeypatch, capsys):
+    """Its result is logged. After the last evaluation of a run everything is done."""
     batches = []
 
     def act(n):
@@ -389,12 +393,26 @@ def test_a_signal_in_the_last_evaluation_loses_none(text, tmp_path, monkeypatch,
         if n == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    after_step(3, act, monkeypatch.setattr)
+    after_step(steps, act, monkeypatch.setattr)
+    args = ["--max-steps 4 --save-every 9 --eval-every 2 --data", text, "--log-dir", tmp_path]
+    handler = signal.getsignal(signal.SIGTERM)
+    assert train(*args) == (0 if steps == 4 else 143)
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert len(batches) == 4 and steps_of(tmp_path) == [steps]  # an evaluation has four batches
+    assert len(losses(tmp_path, "val")) == 1 + steps // 2
+    assert ("stopped by a signal" in capsys.readouterr().out) == (steps == 2)
+    assert train(*args, "--resume") == 0
+    assert len(losses(tmp_path, "val")) == 3 and len(losses(tmp_path)) == 4
+
+
+def test_a_signal_leaves_later_evaluations_to_the_resumed_run(text, tmp_path, monkeypatch, capsys):
+    """Samples follow the validation loss."""
+    stop = iter([partial(os.kill, os.getpid(), signal.SIGTERM)])
+    after_step(3, lambda n: next(stop, int)(), monkeypatch.setattr)
     flags = "--max-steps 3 --save-every 9 --eval-every 9 --sample-every 9"
     args = [flags, "--data", text, "--log-dir", tmp_path]
-    assert train(*args) == 143  # an evaluation has four batches
-    assert len(batches) == 2 and steps_of(tmp_path) == [3]
-    assert "ROMEO:" not in capsys.readouterr().out and len(losses(tmp_path, "val")) == 1
+    assert train(*args) == 143 and steps_of(tmp_path) == [3]
+    assert "ROMEO:" not in capsys.readouterr().out and len(losses(tmp_path, "val")) == 2
     assert train(*args, "--resume") == 0
     assert "ROMEO:" in capsys.readouterr().out and len(losses(tmp_path, "val")) == 2
     assert len(losses(tmp_path)) == 3
@@ -411,10 +429,10 @@ def test_a_kill_in_the_last_evaluation_costs_no_step(text, tmp_path):
 
 
 def signal_a_rank_in_a_step(rank):
-    """One rank alone gets two signals, in the second of three micro-steps of step 3."""
+    """One rank alone gets two signals, in the second of three micro-steps of step 2."""
 
     def act(step, micro_step, loss):
-        if (step, micro_step) == (3, 1) and os.environ["RANK"] == rank:
+        if (step, micro_step) == (2, 1) and os.environ["RANK"] == rank:
             send("SIGUSR1 SIGTERM")
         return loss
 

@@ -1,7 +1,6 @@
-"""support/sampling.py against the plain loop of GPT.generate, and against transformers."""
+"""GPT.generate with a KV cache against the model itself, and against transformers."""
 
 import contextlib
-from itertools import takewhile
 
 import pytest
 import torch
@@ -10,12 +9,11 @@ from hypothesis import strategies as st
 
 from support import sampling
 from support.errors_and_signals import RunError
-from support.functional_gpt2 import KeysAndValues, gpt2
+from support.functional_gpt2 import KVCache, gpt2
 from support.huggingface import TRANSPOSED
 from support.ranks import Ranks
-from support.sampling import cast_weights, choose_dtype, next_tokens
+from support.sampling import kv_cache_for_gpt2
 from support.tokenizer import get_tokenizer
-from tests.conftest import logits_of
 from train_gpt2 import GPT, GPTConfig
 
 
@@ -28,13 +26,6 @@ def random_gpt(*shape):
     return model
 
 
-def plain(model, prompt, seed, n, temperature, top_k, end=None):
-    """A sample of the plain loop, up to the token `end`."""
-    generator = torch.Generator().manual_seed(seed)
-    idx = model.generate(torch.tensor([prompt]), n, temperature, top_k, generator)
-    return list(takewhile(lambda token: token != end, idx[0, len(prompt) :].tolist()))
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     context=st.integers(1, 9),
@@ -45,19 +36,40 @@ def plain(model, prompt, seed, n, temperature, top_k, end=None):
     n=st.integers(1, 15),
     temperature=st.sampled_from([0, 0.5, 1.0]),
     top_k=st.sampled_from([0, 1, 3, 50]),
-    end=st.sampled_from([None, 0, 1]),
 )
-def test_the_tokens_are_those_of_the_plain_loop(
-    context, n_layer, n_head, prompt, seeds, n, temperature, top_k, end
+def test_with_a_cache_the_tokens_are_the_same(
+    context, n_layer, n_head, prompt, seeds, n, temperature, top_k
 ):
-    """In float64, where rounding decides nothing. The text may grow beyond the context."""
+    """In float64, where rounding decides nothing. The text may grow beyond the context, and a row
+    does not depend on the others."""
     model = random_gpt(context, 7, n_layer, n_head, 6).double()
-    steps = list(next_tokens(model, prompt, seeds, n, temperature, top_k, end))
-    expected = [plain(model, prompt, seed, n, temperature, top_k, end) for seed in seeds]
-    assert len(steps) == max(map(len, expected))
-    for i, sample in enumerate(expected):
-        rest = [None] * (len(steps) - len(sample))
-        assert [step[i] for step in steps] == sample + rest
+
+    def generate(*seeds):
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        idx = torch.tensor([prompt] * len(seeds))
+        return model.generate(idx, n, temperature, top_k, generators)
+
+    plain = torch.cat([generate(seed) for seed in seeds])
+    assert torch.equal(generate(*seeds), plain)
+    with kv_cache_for_gpt2(model):
+        assert model.use_kv_cache
+        assert torch.equal(generate(*seeds), plain)
+        assert torch.equal(torch.cat([generate(seed) for seed in seeds]), plain)
+    assert not model.use_kv_cache
+
+
+def test_with_a_cache_each_token_is_read_once(monkeypatch):
+    read = []
+
+    def watching(w, idx, *args, **options):
+        read.append(idx.size(1))
+        return gpt2(w, idx, *args, **options)
+
+    model = random_gpt(8, 7, 1, 1, 6)
+    with kv_cache_for_gpt2(model):
+        monkeypatch.setattr(sampling, "gpt2", watching)
+        model.generate(torch.tensor([[1, 2, 3]]), 8)
+    assert read == [3, 1, 1, 1, 1, 1, 8, 8]  # at the end the window slides
 
 
 @torch.no_grad()
@@ -75,7 +87,7 @@ def test_logits_with_a_cache_are_those_of_transformers():
     prompt = torch.randint(100, (2, 9))
     options = dict(max_new_tokens=31, do_sample=False, eos_token_id=None, pad_token_id=0)
     theirs = theirs.generate(prompt, output_logits=True, return_dict_in_generate=True, **options)
-    cache = KeysAndValues(capacity=40)
+    cache = KVCache()
     tokens = theirs.sequences[:, 9:].split(1, dim=1)
     for unread, expected in zip((prompt, *tokens), theirs.logits, strict=False):
         found = gpt2(w, unread, 3, 4, cache, at=(slice(None), -1))
@@ -85,62 +97,39 @@ def test_logits_with_a_cache_are_those_of_transformers():
 
 
 class Fork(GPT):
-    """Computes no GPT-2, and has a `generate` of its own."""
+    """Computes no GPT-2."""
 
     def forward(self, *args, **options):
+        self.calls = [*getattr(self, "calls", []), tuple(args[0].shape)]
         return 2 * super().forward(*args, **options)
 
-    def generate(self, idx, *options):
-        self.calls = [*getattr(self, "calls", []), len(idx)]
-        return super().generate(idx, *options)
 
-
-def test_a_fork_is_sampled_by_its_own_generate():
+def test_a_fork_is_called_on_the_whole_context():
     model = Fork(GPTConfig(8, 7, 1, 1, 6)).eval()
-    steps = list(next_tokens(model, [1, 2], [3, 4], 10))
-    assert model.calls == [1] * 20
-    for seed, tokens in zip((3, 4), zip(*steps, strict=True), strict=True):
-        assert list(tokens) == plain(model, [1, 2], seed, 10, 1.0, 50)
+    with kv_cache_for_gpt2(model):
+        assert not model.use_kv_cache
+        model.calls = []
+        model.generate(torch.tensor([[1, 2], [3, 4]]), 10)
+    assert model.calls == [(2, min(T, 8)) for T in range(2, 12)]
+
+
+def test_on_token_sees_each_token_and_may_end_the_sampling():
+    model, seen = random_gpt(8, 7, 1, 1, 6), []
+
+    def third(tokens):
+        seen.append(tokens)
+        return len(seen) == 3
+
+    idx = model.generate(torch.tensor([[1, 2], [3, 4]]), 10, on_token=third)
+    assert torch.equal(idx[:, 2:], torch.stack(seen, dim=1)) and idx.shape == (2, 5)
 
 
 @pytest.mark.parametrize("model_class", [GPT, Fork])
 def test_logits_that_are_not_finite_end_it(model_class):
     model = model_class(GPTConfig(8, 7, 1, 1, 6)).eval()
     torch.nn.init.constant_(model.ln_f.bias, torch.nan)
-    with pytest.raises(RunError, match="not finite"):
-        list(next_tokens(model, [1], [0], 2))
-
-
-def test_in_16_bits_the_probabilities_are_almost_the_same():
-    """Although the logits lie around -100, like those of OpenAI's GPT-2, where bfloat16 has steps
-    of 0.5."""
-    model = random_gpt(16, 100, 2, 2, 32)
-    with torch.no_grad():
-        bias = model.ln_f.bias
-        model.wte.weight -= 100 * bias / bias.square().sum()
-    idx = torch.randint(100, (4, 16))
-    expected = logits_of(model, idx)
-    assert expected.mean() < -64
-    cast_weights(model, torch.bfloat16)
-    w = dict(model.named_parameters())
-    found = gpt2(w, idx, 2, 2).detach()
-    assert found.dtype == w["h.0.mlp.c_fc.weight"].dtype == torch.bfloat16
-    difference = found.float().log_softmax(-1) - expected.log_softmax(-1)
-    assert difference.square().mean().sqrt() < 0.05
-
-
-def test_auto_is_bfloat16_for_a_large_model_where_the_chip_is_faster(monkeypatch, tmp_path):
-    model = GPT(GPTConfig(8, 7, 1, 1, 6))
-    assert choose_dtype(model, tmp_path)[0] == "float32"
-    monkeypatch.setattr(sampling, "LARGE", 0)
-    for speedup, expected in ((0.7, "float32"), (2.0, "bfloat16")):
-        seconds = {torch.float32: speedup, torch.bfloat16: 1.0}
-        monkeypatch.setattr(sampling, "one_row_seconds", lambda weight, s=seconds: s[weight.dtype])
-        assert choose_dtype(model, tmp_path)[0] == expected
-    fork = Fork(model.config)
-    assert choose_dtype(fork, tmp_path)[0] == "float32"
-    torch.save({"precision": "bfloat16"}, tmp_path / "training_state.pt")
-    assert choose_dtype(fork, tmp_path)[0] == "bfloat16", "as it was trained"
+    with kv_cache_for_gpt2(model), pytest.raises(RunError, match="not finite"):
+        model.generate(torch.tensor([[1]]), 2)
 
 
 def test_each_sample_of_each_rank_of_a_run_is_another_one(capsys):
