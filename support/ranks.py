@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,9 +70,11 @@ class Ranks:
         torch.manual_seed(int(state))
 
     def sum_all(self, *values: Tensor | float) -> list[float]:
-        """Return the sum of each value over the ranks, by a single all-reduce in float32."""
-        values = [torch.as_tensor(v, dtype=torch.float32, device=self.device) for v in values]
-        sums = torch.stack(values)
+        """Return the sum of each number, or scalar float32 tensor, over the ranks, by one
+        all-reduce."""
+        # Unlike a copy from the CPU, a fill does not wait for the GPU.
+        fill = partial(torch.full, (), device=self.device, dtype=torch.float32)
+        sums = torch.stack([v if isinstance(v, Tensor) else fill(float(v)) for v in values])
         if self.world_size > 1:
             dist.all_reduce(sums)
         return sums.tolist()

@@ -186,7 +186,7 @@ def test_an_error_of_torch_gets_its_cause(text, tmp_path, monkeypatch, capsys):
     for B, low_memory, remedy in ((1, "", "--low-memory"), (1, "--low-memory", "--seq-len")):
         failing = mock.Mock(side_effect=OUT_OF_MEMORY)
         monkeypatch.setattr(train_gpt2.DataLoaderLite, "next_batch", failing)
-        flags[4:] = [B, low_memory]
+        flags[5:] = [B, low_memory]
         assert remedy in line_and_status()[0].partition(";")[2]
     meeting = iter([(dist.HashStore(), 0, 1)])
     monkeypatch.setattr(dist, "rendezvous", lambda *args, **options: meeting)

@@ -89,7 +89,8 @@ def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
     assert curve.get_xdata().tolist() == [80, 90]  # tokens
     # Of the run that has a checkpoint: samples, and its position embeddings.
     prompt = torch.tensor([get_tokenizer().encode_ordinary("ROMEO:")] * 2)
-    samples = model.generate(prompt, 60, generator=torch.Generator().manual_seed(42))
+    generators = [torch.Generator().manual_seed(seed) for seed in (42, 43)]
+    samples = model.generate(prompt, 60, generators=generators)
     assert all(get_tokenizer().decode(tokens) in out for tokens in samples.tolist())
     wpe = model.wpe.weight.detach().numpy()
     left, right, *_ = figures[-1].axes

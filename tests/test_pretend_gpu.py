@@ -145,7 +145,7 @@ def test_the_micro_batch_is_larger_on_a_large_card():
 def test_out_of_memory_is_one_line_with_a_remedy(run):
     flags = "--micro-batch-size 4 --total-batch-size 512 --seq-len 64"
     with pytest.raises(UserError, match="--micro-batch-size 2 takes less") as raised:
-        run("log", flags, gpu=PretendGPU(memory=50e6))
+        run("log", flags, gpu=PretendGPU(memory=100e6))
     assert len(str(raised.value).splitlines()) == 1
 
 
@@ -159,9 +159,7 @@ def test_what_a_machine_has_too_much_or_too_little_of_is_said(run, monkeypatch, 
     failing = mock.Mock(side_effect=RuntimeError("no kernel image is available\nMore."))
     with PretendGPU(name="Tesla V100-SXM2-16GB"), monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", failing)
-        assert choose_device("auto").type == "cpu"
-        assert "V100" in (said := capsys.readouterr().err) and "no kernel image" in said
-        for device, ranks in (("cuda", 1), ("auto", 2)):
+        for device, ranks in (("auto", 1), ("cuda", 1), ("auto", 2)):
             with pytest.raises(UserError, match=r"V100.*no kernel image"):
                 choose_device(device, world_size=ranks)
 
