@@ -3,7 +3,8 @@
 # first. If the nodes have no network, run `python hellaswag.py -m gpt2 --limit 1` before, for HellaSwag.
 # It takes another script and other flags, here on one node:
 # sbatch --nodes=1 examples/slurm.sh train_rotary.py --preset gpt2 --seed 1338 --log-dir log_rotary
-# Two minutes before the time limit the run saves and stops. Submit it again, and it continues. Slurm requeues it by itself
+# Two minutes before the time limit the run saves and stops, after the update or the evaluation that is running. If one of
+# these, and a save, take longer, raise the 120 below. Submit it again, and it continues. Slurm requeues it by itself
 # only when a node fails or a job of higher priority takes its place.
 #
 # Slurm starts the ranks itself, one task per GPU, so that they receive its signal: torchrun would kill its workers
