@@ -106,7 +106,7 @@ class StopSignals:
     The flag is 0 before, then 1 if the first signal is SIGINT and 1,000 if it is another one. So
     the sum of up to 999 flags tells the exit status. After the first SIGINT the next one is
     Python's KeyboardInterrupt, or with several ranks, which cannot unwind alone, ends the process.
-    The previous handlers are restored at the end."""
+    At the end of a single rank the previous handlers are restored."""
 
     def __init__(self) -> None:
         self.flag = 0.0
@@ -135,8 +135,10 @@ class StopSignals:
                 os.write(2, f"{line}\n".encode())
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
+        # The ranks of torchrun end now, and it sends SIGTERM to those that are not the first to end.
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            for number, handler in self.previous.items():
+                signal.signal(number, handler)
         if self.flag and is_compiler_error(error):  # Ctrl-C also ends torch's compiler processes.
             problem = "stopped by a signal while torch was compiling"
             raise RunError(f"{problem}: --resume continues from the newest checkpoint") from None

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from support.errors_and_signals import UserError, explain
-from support.ranks import Ranks, settle_buckets
+from support.ranks import Ranks, open_store
 from tests.conftest import RANK, ROOT, losses, read_log, train_on_ranks
 from tests.conftest import train as train_tiny
 from train_gpt2 import GPT, GPTConfig
@@ -132,7 +132,10 @@ def test_one_rank_in_a_process_group_trains_like_none(monkeypatch):
     """The way of eight GPUs on one, with NCCL, from the start to the end."""
     for name, value in (RANK | {"MASTER_PORT": "0"}).items():
         monkeypatch.setenv(name, value)
-    ranks = Ranks.start("cuda")
+    ranks = Ranks.from_environment("cuda")
+    dist.init_process_group(
+        "nccl", store=open_store(ranks), rank=0, world_size=1, device_id=ranks.device
+    )
     assert dist.get_backend() == "nccl" and ranks.device.type == "cuda"
     gathered, sent = [None], [{"B": 64}]
     dist.all_gather_object(gathered, {"rank": 0})
@@ -149,11 +152,12 @@ def test_one_rank_in_a_process_group_trains_like_none(monkeypatch):
     autocast = torch.autocast("cuda", torch.bfloat16)
     batches = torch.randint(0, 50257, (2, 4, 65), device=ranks.device)
     gpus = [ranks.device]
-    ddp_model = DistributedDataParallel(model, device_ids=gpus, gradient_as_bucket_view=True)
-    settle_buckets(ddp_model, 4, 64, autocast)
+    ddp_model = DistributedDataParallel(
+        model, device_ids=gpus, gradient_as_bucket_view=True, find_unused_parameters=True
+    )
     gradients = []
     for trained in (ddp_model, model):
-        trained.zero_grad(set_to_none=trained is model)
+        trained.zero_grad()
         for micro_step, batch in enumerate(batches):
             ddp_model.require_backward_grad_sync = micro_step == 1
             with autocast:

@@ -79,10 +79,12 @@ def test_a_new_run_is_refused_where_another_one_is_and_nothing_changes(start, lo
     Path(f"{log}_other").mkdir()
     Path(f"{log}_other/log.txt").write_text("1 loss of another program\n")
     kinds = {log: "a run of 2 steps", f"{log}_saved": "a run of 2 steps"}
-    kinds[f"{log}_other"] = "another program's log.txt"
+    kinds[f"{log}_other"] = "the log.txt of another program"
     for folder, holds in kinds.items():
         before = contents(log.parent)
         remedy = "--resume continues it, --log-dir NAME starts another"
+        if "another" in holds:
+            remedy = "--log-dir NAME starts a run elsewhere"
         with pytest.raises(UserError, match=f"^{folder}/ holds {holds}: {remedy}$"):
             start(f"--max-steps 2 --save-every 1 --seed 5 --log-dir {folder}")
         assert contents(log.parent) == before
@@ -622,7 +624,7 @@ def test_a_run_that_torchrun_restarts_goes_on(tmp_path, log, text, monkeypatch):
     """It dies in the fourth step."""
     script = tmp_path / "train_gpt2.py"
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    end = source.index('if __name__ == "__main__":')
+    end = source.rindex('if __name__ == "__main__":')
     script.write_text(source[:end] + DYING + source[end:], encoding="utf-8")
     small = "--n-layer 1 --n-head 1 --n-embd 8 --seq-len 16 --total-batch-size 128 --device cpu"
     small += f" --max-steps 4 --save-every 2 --eval-every 0 --sample-every 0 --data {text}"
