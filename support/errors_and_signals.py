@@ -135,7 +135,7 @@ class StopSignals:
                 os.write(2, f"{line}\n".encode())
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
-        # The ranks of torchrun end now, and it sends SIGTERM to those that are not the first to end.
+        # Several ranks end now, and torchrun sends SIGTERM to all after the first has ended.
         if os.environ.get("WORLD_SIZE", "1") == "1":
             for number, handler in self.previous.items():
                 signal.signal(number, handler)

@@ -1,14 +1,12 @@
 """What only a CUDA GPU can show; skipped elsewhere, except what gloo shows as well as NCCL."""
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from support.errors_and_signals import UserError, explain
+from support.errors_and_signals import UserError
 from support.ranks import Ranks, open_store
 from tests.conftest import RANK, ROOT, losses, read_log, train_on_ranks
 from tests.conftest import train as train_tiny
@@ -52,29 +50,12 @@ GPT2 = "--n-layer 12 --n-head 12 --n-embd 768 --seq-len 1024 --dtype bfloat16"
 
 
 @on_a_gpu
-@pytest.mark.parametrize("how", ["--compile on", "--compile off", "--compile on --low-memory"])
-def test_the_chosen_micro_batch_takes_at_most_the_estimated_memory(how, tmp_path, capsys):
-    """GPT-2 (124M) at its own context, with the micro-batch that the run chooses."""
-    torch.cuda.empty_cache()  # what earlier tests have freed
-    args = [GPT2, how, "--micro-batch-size 0 --total-batch-size 131072 --max-steps 3 --log-dir"]
-    train(*args, tmp_path / "plan", "--plan")
-    estimate, B = re.search(r"memory: ([\d.]+) GB with B = (\d+)", capsys.readouterr().out).groups()
-    train(*args, tmp_path / "log")
-    printed = capsys.readouterr().out
-    assert f"batch: {B} x 1024 tokens" in printed and int(B) > 1
-    peak = float(re.search(r"peak memory: ([\d.]+) GB", printed)[1])
-    assert peak <= float(estimate), f"{how}, B = {B}"
-
-
-@on_a_gpu
 def test_out_of_memory_is_one_line_and_leaves_a_gpu_that_trains(tmp_path):
     args = [GPT2, "--compile off --total-batch-size 4194304 --micro-batch-size 4096 --log-dir"]
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(UserError, match="--micro-batch-size 2048") as raised:
         train(*args, tmp_path / "large")
-    error = explain(raised.value)  # of which run_and_exit() prints the line
-    assert isinstance(error, UserError) and "--low-memory" in str(error)
-    assert len(str(error).splitlines()) == 1
-    del raised, error  # with its traceback, whose frames hold the tensors
+    assert len(str(raised.value).splitlines()) == 1
+    del raised  # with its traceback, whose frames hold the tensors
     train("--max-steps 1 --log-dir", tmp_path / "small")
     assert len(losses(tmp_path / "small")) == 1
 
