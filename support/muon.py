@@ -1,6 +1,6 @@
 """Muon, an optimizer for the matrices inside the blocks. It needs fewer steps than AdamW.
 
-Use it with --optimizer muon. Presets gpt2-fast and shakespeare do. Keller Jordan et al. describe it
+Use it with --optimizer muon. The preset shakespeare does. Keller Jordan et al. describe it
 in "Muon: An optimizer for hidden layers in neural networks" (2024,
 kellerjordan.github.io/posts/muon)."""
 
