@@ -31,13 +31,6 @@ FIRST_STEPS = 20
 TOLERANCE = {"float32": 1e-5, "tf32": 2.5e-3, "bfloat16": 2e-2}
 # Settings that a run and its reference must share to be compared.
 SHARED = ("data", "init", "seq_len", "n_layer", "n_head", "n_embd")
-# Settings that leave the losses as they are, up to chance and rounding. The report names all others
-# that differ.
-HARMLESS = {"preset", "seed", "log_dir", "resume", "plan", "device", "dtype"}
-HARMLESS |= {"micro_batch_size", "compile", "low_memory", "deterministic", "tensorboard", "wandb"}
-HARMLESS |= {"eval_every", "hellaswag_every", "hellaswag_data", "sample_every", "sample_prompt"}
-HARMLESS |= {"save_every", "keep_checkpoints"}
-
 Streams = dict[str, dict[int, float]]  # {stream: {step: value}}
 
 
@@ -149,15 +142,11 @@ def comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
             value, expected = Path(str(ours[key])).name, Path(str(theirs[key])).name
             print(f"no reference for {flag(key)} {value}: {name} has {expected}")
             return False
-    changed = []
-    for key, value in ours.items():
-        if key in HARMLESS:
-            continue
-        if key not in theirs:  # a fork's own
-            if value:
-                changed.append(f"{flag(key)} {value} (new)")
-        elif not same(value, theirs[key]):
-            changed.append(f"{flag(key)} {value} ({theirs[key]})")
+    changed = [
+        f"{flag(key)} {value} ({theirs[key]})"
+        for key, value in ours.items()
+        if key in theirs and key not in ("log_dir", "resume") and not same(value, theirs[key])
+    ]
     if changed:
         print(f"settings unlike {name}'s: {', '.join(changed)}")
     return True
