@@ -138,6 +138,13 @@ def test_unlike_settings_are_named_and_another_model_is_not_compared(tmp_path, c
         assert message in out and ("--" in out) == bool(message)
 
 
+def test_a_setting_of_both_runs_is_named_without_being_listed(tmp_path, capsys):
+    reference = run_folder(tmp_path / "reference", LOG, beta1=0.9)
+    shutil.copy(SHAKESPEARE / "check.txt", reference)
+    assert check.main([run_folder(tmp_path / "run", LOG, beta1=0.5), reference]) == 0
+    assert "--beta1 0.5 (0.9)" in capsys.readouterr().out
+
+
 def test_the_gpt2_reference_tells_published_runs_apart(tmp_path):
     """Correct ones match, broken ones do not (reference/gpt2/check.txt names them)."""
 
