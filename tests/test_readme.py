@@ -94,9 +94,6 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     for name in ("my.txt", "a.txt", "input.txt"):
         Path(name).write_text(content, encoding="utf-8")
     shutil.copy(ROOT / "input.txt", "german.txt")  # It has pairs for 8,192 tokens.
-    for block in blocks("python"):
-        if "moves/" in block:  # the page's own shards of words
-            exec(block, {})
     Path("notes.jsonl").write_text(json.dumps({"text": content}) + "\n")
     pair = {"text": "Question: What is the sea? Answer: Wet."}
     Path("pairs.jsonl").write_text((json.dumps(pair) + "\n") * 20)
