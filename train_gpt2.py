@@ -639,7 +639,7 @@ class Evaluations:
         if is_due(config.eval_every, step, config):
             due.append(self.validate)
         if is_due(config.hellaswag_every, step, config) and self.tasks:
-            due.append(self.hellaswag)
+            due.append(self.score_hellaswag)
         if is_due(config.sample_every, step, config) and step > 0:
             due.append(self.sample)
         return due
@@ -654,7 +654,7 @@ class Evaluations:
     # The inputs below vary in length, and compiling for each length would take too long. So the
     # model runs uncompiled there.
 
-    def hellaswag(self, step: int) -> dict[str, float]:
+    def score_hellaswag(self, step: int) -> dict[str, float]:
         self.model.eval()
         with torch.compiler.set_stance("force_eager"):
             accuracy = hellaswag.accuracy(self.model, self.tasks, self.ranks, self.autocast)
@@ -691,8 +691,8 @@ def choose_micro_batch(config: TrainConfig, ranks: Ranks, compiled: bool) -> tup
     """Return B and the number of micro-steps: how each rank divides its sequences of a step.
 
     B is --micro-batch-size. With 0 it is the largest power of two that divides the sequences, with
-    B * T at most 1,024 tokens on a CPU or MPS, and 16,384 on CUDA. If every GPU has 70 GB, as an
-    A100 or H100 does, and the model is compiled, 65,536 tokens fit, as in Karpathy's lecture.
+    B * T at most 1,024 tokens on a CPU or MPS, and 16,384 on CUDA, or 65,536 as in Karpathy's
+    lecture if every GPU has 70 GB and the model is compiled. GPT-2 (124M) is estimated to fit.
 
     Raises UserError if the step cannot be divided so."""
     T, device = config.seq_len, ranks.device
@@ -712,7 +712,9 @@ def choose_micro_batch(config: TrainConfig, ranks: Ranks, compiled: bool) -> tup
         raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
     sequences = config.total_batch_size // (T * ranks.world_size)  # of a step, on each rank
     if config.micro_batch_size == 0:
-        largest = 2 ** math.floor(math.log2(max(tokens / T, 1)))  # power of two
+        largest = 1
+        while 2 * largest * T <= tokens:
+            largest *= 2
         B = math.gcd(sequences, largest)
     return B, sequences // B
 
@@ -967,9 +969,6 @@ def main(args: list[str] | None = None) -> int:
     # Before the process group starts: torch then keeps NCCL from NVLS, whose sums vary.
     torch.use_deterministic_algorithms(config.deterministic)
     ranks = Ranks.from_environment(config.device)
-    if config.plan:
-        print_plan(config, ranks)
-        return 0
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group(
             "nccl" if ranks.device.type == "cuda" else "gloo",
@@ -979,8 +978,12 @@ def main(args: list[str] | None = None) -> int:
             timeout=PATIENCE,
             device_id=ranks.device if ranks.device.type == "cuda" else None,
         )
-    with RunFolder(config, ranks) as run:  # locks log_dir
-        status = train(config, ranks, run)
+    status = 0
+    if config.plan:
+        print_plan(config, ranks)
+    else:
+        with RunFolder(config, ranks) as run:  # locks log_dir
+            status = train(config, ranks, run)
     if dist.is_initialized():
         dist.destroy_process_group()  # with a DDP model left, this might hang
     return status

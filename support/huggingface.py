@@ -70,7 +70,8 @@ def save_model(model: "GPT", folder: str | Path, tokenizer: Tokenizer | None) ->
         config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # no dropout
         # transformers has these as defaults, but other programs, such as llama.cpp, need them.
         config |= GPT2_SETTINGS | {"n_ctx": model.config.block_size}
-    config["script"] = scripts.script_name(type(model))
+    if script := scripts.script_of(type(model)):  # a class in a notebook has none
+        config["script"] = script.name
     if tokenizer is not None:
         config |= {"bos_token_id": tokenizer.eot_token, "eos_token_id": tokenizer.eot_token}
         write_tokenizer(tokenizer, folder, model.config.block_size)
@@ -124,7 +125,7 @@ def model_card(folder: Path, entries: list[dict[str, Any]], step: int) -> str:
         tokens=step * config["total_batch_size"],
         data=Path(config["data"]).name,
         init=config["init"],
-        script=model["script"],
+        script=model.get("script", "a notebook"),
         commit=this_start["git_commit"],
         command=shlex.join(["python", *command]),
         context=model["n_positions"],
@@ -158,8 +159,10 @@ def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     script = scripts.script_name(type(model))
-    code = shlex.quote(f"{shown(folder)}/{read_json(folder).get('script')}")
-    remedy = f"it needs the code that trained it; sample.py and hellaswag.py take --code {code}"
+    remedy = "it needs the code that trained it"
+    if theirs := read_json(folder).get("script"):  # a class in a notebook has none
+        code = shlex.quote(f"{shown(folder)}/{theirs}")
+        remedy += f"; sample.py and hellaswag.py take --code {code}"
     if shapes != expected:
         names = shapes.keys() | expected.keys()
         different = sorted(name for name in names if shapes.get(name) != expected.get(name))

@@ -263,7 +263,7 @@ class RunFolder:
             return
         is_gpt2 = huggingface.is_gpt2(checkpoint_path(self.path, step))
         if is_gpt2 != self.is_gpt2:
-            kind = "a GPT-2" if is_gpt2 else "not a GPT-2: with its weights GPT-2 computes others"
+            kind = "a GPT-2" if is_gpt2 else "not a GPT-2: its logits differ from a GPT-2's"
             print0(f"step {step:5d} the checkpoint is {kind}")
         self.is_gpt2 = is_gpt2
 

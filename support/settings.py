@@ -27,7 +27,6 @@ from support.shards import holds_shards
 if TYPE_CHECKING:
     from train_gpt2 import GPTConfig, TrainConfig
 
-SMALLEST = "shakespeare"  # the preset without a GPU or without shards
 SHAPE = ("n_layer", "n_head", "n_embd")
 
 
@@ -52,7 +51,8 @@ def read_config(
     of_init: dict[str, Any] = {}  # what the model of --init has of the settings
     preset = run.get("preset", first.preset)
     if preset == "auto":
-        preset = "gpt2" if holds_shards(Path(first.data)) and has_gpu(first.device) else SMALLEST
+        large = holds_shards(Path(first.data)) and has_gpu(first.device)
+        preset = "gpt2" if large else "shakespeare"
     values = {"preset": preset, **presets.get(preset, {})}
     if run:
         # A setting that this script no longer has is ignored.

@@ -1,6 +1,10 @@
-"""log/code/ holds the program of a run, and --code names the script of a model."""
+"""A run keeps its code and says what has changed; --code names the script of a model."""
 
+import importlib
+import os
+import subprocess
 import sys
+import tempfile
 from unittest import mock
 
 import pytest
@@ -20,82 +24,137 @@ def undrawn():
 
 
 @pytest.fixture
-def kept(monkeypatch):
-    """Runs keep their code, also from the folder of a test, which is that of temporary files."""
-    monkeypatch.setattr("support.scripts.write_code", write_code)
-    monkeypatch.setattr("support.scripts.changes_since", changes_since)
-    monkeypatch.setattr("tempfile.tempdir", "/elsewhere")
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file changes within a second
-
-
-def test_a_fork_is_sampled_by_its_own_script_only(text, tmp_path, monkeypatch, capsys, kept):
+def fork(tmp_path, monkeypatch):
+    """train_x.py, a copy of train_gpt2.py with another activation, as a module."""
     path = tmp_path / "train_x.py"
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    path.write_text(source.replace("nn.LayerNorm(", "nn.RMSNorm("), encoding="utf-8")
-    fork = import_file(path, monkeypatch)
+    gelu = 'F.gelu(self.c_fc(x), approximate="tanh")'
+    assert gelu in source
+    path.write_text(source.replace(gelu, "F.relu(self.c_fc(x)).square()"), encoding="utf-8")
+    return import_file(path, monkeypatch)
+
+
+@pytest.fixture
+def recorded(monkeypatch, tmp_path):
+    """Runs record and keep their code, also that in tmp_path."""
+    monkeypatch.setattr("support.scripts.write_code", write_code)
+    monkeypatch.setattr("support.scripts.changes_since", changes_since)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file changes within a second
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_fork_samples_by_its_own_script_only(recorded, fork, text, tmp_path, capsys):
     log = tmp_path / "log"
     args = ["--save-every 1 --data", text, "--log-dir", log, "--max-steps"]
     fork.main(tiny(*args, 1))
     fork.main(tiny(*args, 2, "--resume"))
-    assert len(losses(log)) == 2
+    assert len(losses(log)) == 2 and "note: the code" not in capsys.readouterr().err
     assert [entry["script"] for entry in starts(log)] == ["train_x.py"] * 2
-    with pytest.raises(UserError, match="do not fit"):
-        train(*args, 3, "--resume")
     words = [str(log), "ROMEO:", "--max-new-tokens", "1", "--device", "cpu"]
-    copies = [path, log / "code" / "train_x.py", log / "step_000002" / "train_x.py"]
+    copies = [log / "code" / "train_x.py", log / "step_000002" / "train_x.py"]
+    for copy in copies:
+        assert copy.read_bytes() == (tmp_path / "train_x.py").read_bytes()
     with pytest.raises(UserError, match=str(copies[-1])) as refused:
         sample.main(words)
     assert "--code" in str(refused.value)
-    for copy in copies:
+    for copy in [tmp_path / "train_x.py", *copies]:
         capsys.readouterr()
         sample.main([*words, "--code", str(copy)])
         assert capsys.readouterr().out.startswith("ROMEO:")
 
 
-def test_a_run_keeps_its_code_and_says_what_has_changed(text, tmp_path, monkeypatch, capsys, kept):
-    path, helper = tmp_path / "train_z.py", tmp_path / "my_window.py"
+def note_of(capsys):
+    """What the note about the code says, or ""."""
+    begin = "note: the code is not that of the last start: "
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(begin)]
+    assert len(lines) <= 1, lines
+    return lines[0].removeprefix(begin) if lines else ""
+
+
+def test_a_run_keeps_its_code_and_says_what_has_changed(
+    recorded, text, tmp_path, monkeypatch, capsys
+):
+    """A module beside a script belongs to it. The newest start's code is kept."""
+    path, helper, kept = tmp_path / "train_z.py", tmp_path / "my_window.py", tmp_path / "log/code"
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    imports = source.replace("import hellaswag\n", "import hellaswag\nimport my_window\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    code = tmp_path / "log/code"
+    with_helper = source.replace("import hellaswag\n", "import hellaswag\nimport my_window\n")
     args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log", "--resume --max-steps"]
 
-    def start(steps, source):
+    def start(steps, source, window):
         path.write_text(source, encoding="utf-8")
+        helper.unlink(missing_ok=True)
+        if window:
+            helper.write_text(f"WINDOW = {window}\n")
         monkeypatch.delitem(sys.modules, "my_window", raising=False)
-        capsys.readouterr()
+        importlib.invalidate_caches()
         import_file(path, monkeypatch).main(tiny(*args, steps))
-        assert (code / "train_z.py").read_bytes() == path.read_bytes()
-        return [line for line in capsys.readouterr().err.splitlines() if "the code" in line]
+        for name in ("train_gpt2.py", "sample.py", "support/muon.py", "support/gpt2/vocab.json"):
+            assert (kept / name).read_bytes() == (ROOT / name).read_bytes()
+        assert (kept / "train_z.py").read_text(encoding="utf-8") == source
+        assert (kept / "my_window.py").exists() == bool(window)
+        assert not window or (kept / "my_window.py").read_bytes() == helper.read_bytes()
+        return note_of(capsys)
 
-    helper.write_text("WINDOW = 16\n")
-    (tmp_path / "unrelated.py").touch()
-    assert start(1, imports) == []
-    for name in ("train_gpt2.py", "sample.py", "support/muon.py", "support/gpt2/vocab.json"):
-        assert (code / name).read_bytes() == (ROOT / name).read_bytes()
-    assert not (code / "unrelated.py").exists()
-    (code / "mine.txt").write_text("a user's own")
-    assert start(2, imports) == [] and (code / "mine.txt").exists()
-    helper.write_text("WINDOW = 2\n")
-    (line,) = start(3, imports)
-    assert "changed: my_window.py" in line and "train_z.py" not in line
-    (tmp_path / "my_other.py").touch()
-    (line,) = start(4, imports.replace("import my_window\n", "import my_other\nimport my_window\n"))
-    assert "changed: train_z.py" in line and "new: my_other.py" in line
-    helper.unlink()
-    (line,) = start(5, source)
-    assert "gone: my_window.py" in line and not (code / "my_window.py").exists()
+    assert start(1, with_helper, 16) == ""
+    (kept / "mine.txt").write_text("a user's own")
+    assert start(2, with_helper, 16) == ""
+    assert start(3, with_helper, 2) == "changed: my_window.py"
+    assert start(4, source, None) == "changed: train_z.py; gone: my_window.py"
+    assert start(5, with_helper, 2) == "changed: train_z.py; new: my_window.py"
+    assert (kept / "mine.txt").read_text() == "a user's own"
 
 
-def test_a_run_that_another_file_goes_on_says_so(text, tmp_path, monkeypatch, capsys, kept):
-    """A patch that imports train_gpt2.py leaves its files as they are."""
-    args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log", "--resume --max-steps"]
-    monkeypatch.setattr(sys, "argv", ["patch.py"])
-    train(*args, 1)
-    monkeypatch.setattr(sys, "argv", ["train_gpt2.py"])
-    capsys.readouterr()
-    train(*args, 2)
-    assert "started by train_gpt2.py, no longer by patch.py" in capsys.readouterr().err
+def test_a_checkpoint_adds_what_was_imported_later_and_overwrites_nothing(
+    recorded, text, tmp_path, monkeypatch, at_step
+):
+    """A file that is edited during a run is not what the run has imported."""
+    early, late = tmp_path / "my_early.py", tmp_path / "my_late.py"
+    early.write_text("x = 1\n")
+    late.write_text("y = 1\n")
+    import_file(early, monkeypatch)
+
+    def act():
+        early.write_text("x = 22\n")
+        import_file(late, monkeypatch)
+
+    at_step(1, act)
+    log = tmp_path / "log"
+    train("--max-steps 2 --save-every 1 --data", text, "--log-dir", log)
+    assert (log / "code/my_early.py").read_text() == "x = 1\n"
+    assert (log / "code/my_late.py").read_text() == "y = 1\n"
+
+
+PATCH = """
+import support.devices, support.plots, train_gpt2
+
+support.devices.matmul_flops = lambda *args: 1e12  # it takes a second
+support.plots.save_curves = lambda *args: None
+if __name__ == "__main__":
+    train_gpt2.run_and_exit(train_gpt2.main)
+"""
+
+
+def test_a_run_that_another_script_has_started_gets_a_note(
+    recorded, text, tmp_path, monkeypatch, capsys
+):
+    """patch.py imports train_gpt2, changes it, and starts it."""
+    path, log = tmp_path / "patch.py", tmp_path / "log"
+    path.write_text(PATCH)
+    args = ["--save-every 1 --data", text, "--log-dir", log, "--resume --max-steps"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "other")}
+    (tmp_path / "other").mkdir()
+    for steps in (1, 2):
+        command = [sys.executable, str(path), *tiny(*args, steps)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "note: the code" not in done.stderr, done
+    assert (log / "code/patch.py").read_text() == PATCH
+    path.unlink()
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "train_gpt2.py")])
+    train(*args, 3)
+    note = note_of(capsys)
+    assert note.endswith("gone: patch.py; started by train_gpt2.py, no longer by patch.py")
+    assert not (log / "code/patch.py").exists() and len(losses(log)) == 3
 
 
 @pytest.mark.parametrize("name", ["missing.py", "log.txt"])

@@ -160,6 +160,37 @@ def test_the_training_loss_counts_in_training_only(fork, text, tmp_path):
     assert losses(tmp_path / "log--low-memory") == [first] and first > val + 1e-3
 
 
+RELU2 = [
+    (
+        'self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))',
+        "self.c_proj(F.relu(self.c_fc(x)).square())",
+    ),
+    (
+        "                nn.init.normal_(module.weight, std=std)\n",
+        "                nn.init.normal_(module.weight, std=0 if 'c_proj' in name else std)\n",
+    ),
+]
+
+
+def test_a_fork_that_begins_as_a_gpt2_and_is_none_after_a_step(text, tmp_path, monkeypatch, capsys):
+    """It is resumed, and sampled with its code only."""
+    path = edited(tmp_path / "train_relu2.py", *RELU2)
+    changed = import_file(path, monkeypatch)
+    log = tmp_path / "log"
+    args = ["--max-lr 0.1 --save-every 1 --data", text, "--log-dir", log]
+    assert changed.main(tiny(*args, "--max-steps 2")) == 0
+    out = capsys.readouterr().out
+    assert "\na GPT-2: " in out and out.count("the checkpoint is not a GPT-2") == 1
+    assert changed.main(tiny(*args, "--max-steps 3 --resume")) == 0
+    assert "\nnot a GPT-2: " in capsys.readouterr().out and len(losses(log)) == 3
+    sampled = words(log, "ROMEO: --max-new-tokens 2 --device cpu")
+    sample.main([*sampled, "--code", str(path)])
+    with pytest.raises(UserError, match=r"--code .*train_relu2\.py"):
+        sample.main(sampled)
+    train(*args, "--max-steps 4 --resume")  # the original goes on, and says so
+    assert "not a GPT-2, and train_gpt2.py computes one" in capsys.readouterr().err
+
+
 def test_a_flag_reaches_the_model_from_every_start(fork, text, tmp_path, monkeypatch, capsys):
     """From scratch, from a checkpoint, and with --init. A flag replaces the value, with a line."""
     changed = fork("Dropout")

@@ -15,6 +15,7 @@ import hellaswag
 from hellaswag import main
 from support.errors_and_signals import RunError, UserError
 from support.ranks import Ranks
+from support.scripts import load_gpt_class
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, losses, read_log, train_on_ranks
 from train_gpt2 import GPT, GPTConfig
@@ -153,6 +154,23 @@ def test_another_architecture_is_one_line_that_names_lm_eval(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError, match=r"llama.*lm_eval --model hf"):
         evaluate(tmp_path)
+
+
+def test_a_fork_is_scored_by_its_code(model, tmp_path):
+    """As a GPT-2 without the change it would be refused."""
+    code = tmp_path / "train_x.py"
+    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+    last = "return F.linear(x, self.head)"
+    code.write_text(source.replace(last, last.replace("(x", "(2 * x")), encoding="utf-8")
+    fork = load_gpt_class(str(code)).from_pretrained(model)
+    fork.save_pretrained(tmp_path / "x", get_tokenizer())
+    with pytest.raises(UserError, match="--code"):
+        evaluate(tmp_path / "x", "--limit", "1")
+    found = []
+    for folder, more in ((model, ()), (tmp_path / "x", ("--code", code))):
+        evaluate(folder, "--limit", "1", "--json", tmp_path / "out.json", *more)
+        found.append(json.loads((tmp_path / "out.json").read_text())[0]["losses"])
+    assert found[0] != found[1]
 
 
 def test_a_file_that_cannot_be_written_is_found_before_scoring(model, tmp_path, monkeypatch):

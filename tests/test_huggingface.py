@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from support.errors_and_signals import UserError
 from support.functional_gpt2 import gpt2
-from support.huggingface import TRANSPOSED
+from support.huggingface import TRANSPOSED, is_gpt2, model_card
 from support.tokenizer import get_tokenizer
 from tests.conftest import ROOT, import_file, logits_of
 from train_gpt2 import GPT, GPTConfig
@@ -318,6 +318,29 @@ def test_a_changed_model_is_loaded_by_its_script_only(name, load_code, tmp_path)
     assert torch.equal(fork.GPT.from_pretrained(tmp_path / "x").wte.weight, model.wte.weight)
     with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}.*train_x.py"):
         GPT.from_pretrained(tmp_path / "x")
+
+
+def test_a_gpt2_in_the_class_of_a_fork_is_a_warning(load_code, tmp_path, capsys):
+    GPT(SMALL).save_pretrained(tmp_path / "x", GPT2)
+    GPT.from_pretrained(tmp_path / "x")
+    assert not capsys.readouterr().err
+    fork = load_code("train_x.py", other_gelu)
+    fork.GPT.from_pretrained(tmp_path / "x")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path) in line and "train_x.py computes something else" in line
+
+
+def test_a_model_card_says_what_trained_it(load_code, tmp_path):
+    config = {"total_batch_size": 1000, "data": "some/text.txt", "init": "scratch"}
+    first = {"command": ["train_x.py", "--max-steps", "7"], "git_commit": "abc", "config": config}
+    entries = [first, first | {"command": ["train_x.py", "--resume"]}]
+    for name, change in (("gpt2", None), ("fork", other_gelu)):
+        small(load_code("train_x.py", change)).save_pretrained(tmp_path / name, GPT2)
+        card = model_card(tmp_path / name, entries, 7)
+        assert is_gpt2(tmp_path / name) == (name == "gpt2")
+        assert ("library_name: transformers" in card) == (name == "gpt2")
+        parts = ("`train_x.py`", "7,000 tokens of `text.txt`", "`python train_x.py --max-steps 7`")
+        assert all(part in " ".join(card.split()) for part in parts)
 
 
 def dropout(block):

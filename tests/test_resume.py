@@ -322,6 +322,30 @@ def test_signals_save_and_stop(names, status, text, tmp_path, monkeypatch, capfd
     signal.signal(signal.SIGHUP, default)
 
 
+def test_a_signal_within_an_evaluation_stops_after_it(text, tmp_path, monkeypatch):
+    """It is logged. If everything due was done, the status is 0."""
+    args = ["--max-steps 4 --save-every 4 --eval-every 2 --sample-every 2 --data", text]
+    train(*args, "--log-dir", tmp_path / "straight")
+    last = {"validate": 143, "sample": 0}  # samples are the last evaluation after step 4
+    for name, status in last.items():
+        for at in (2, 4):
+            log = tmp_path / f"{name}_{at}"
+            evaluate = getattr(train_gpt2.Evaluations, name)
+
+            def stopping(self, step, evaluate=evaluate, at=at):
+                if step == at:
+                    send("SIGTERM")
+                return evaluate(self, step)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(train_gpt2.Evaluations, name, stopping)
+                assert train(*args, "--log-dir", log) == (status if at == 4 else 143)
+            assert steps_of(log) == [at] and f"{at} val" in (log / "log.txt").read_text()
+            assert train(*args, "--log-dir", log, "--resume") == 0
+            shutil.rmtree(log / "step_000002", ignore_errors=True)
+            assert_same(tmp_path / "straight", log)
+
+
 def test_under_nohup_sighup_does_nothing(at_step, text, tmp_path):
     default = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     at_step(2, lambda: os.kill(os.getpid(), signal.SIGHUP))
