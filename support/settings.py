@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ def read_config(
     # The command line is parsed twice. The first time is for the flags that decide the defaults
     # with which it is parsed the second time.
     default = config_class()
-    first = first_flags(words, default)
+    first = first_flags(words, default, presets)
     run = read_run(first.log_dir) if first.resume else {}
     of_init: dict[str, Any] = {}  # what the model of --init has of the settings
     preset = run.get("preset", first.preset)
@@ -93,10 +94,15 @@ def read_config(
     return config
 
 
-def first_flags(words: list[str], default: "TrainConfig") -> argparse.Namespace:
-    """Return the flags that decide where the other settings come from. tyro reports wrong ones."""
+def first_flags(
+    words: list[str], default: "TrainConfig", presets: Collection[str]
+) -> argparse.Namespace:
+    """Return the flags that decide where the other settings come from.
+
+    If one of them is wrong, return the defaults, and let tyro report it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("preset", "data", "init", "log_dir", "device"):
+    parser.add_argument("--preset", choices=("auto", *presets), default=default.preset)
+    for name in ("data", "init", "log_dir", "device"):
         parser.add_argument(flag(name), f"--{name}", default=getattr(default, name), dest=name)
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=default.resume)
     try:

@@ -105,6 +105,14 @@ def test_a_wrong_flag_is_tyros_message_from_one_rank(capsys, monkeypatch):
         assert named in printed[0] and not printed[1], printed
 
 
+@pytest.mark.parametrize("flags", ["--preset gpt3", "--preset", "--resume --preset gpt3"])
+def test_a_preset_that_there_is_not_is_refused(flags, tmp_path, capsys):
+    """Although the preset decides the defaults with which the flags are read."""
+    with pytest.raises(SystemExit) as end:
+        train_gpt2.main(words("--log-dir", tmp_path / "log", flags))
+    assert end.value.code == 2 and "--preset" in capsys.readouterr().err
+
+
 def test_any_stdout_will_do(tmp_path, monkeypatch):
     """A file that Windows opens in a code page, which has no U+FFFD."""
     GPT(GPTConfig(16, 50257, 1, 1, 8)).save_pretrained(tmp_path, get_tokenizer())
