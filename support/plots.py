@@ -30,6 +30,8 @@ BASELINES = {
     },
 }
 
+NOT_DRAWN = ("bpb", "mfu", "ms")  # other units of a stream that is drawn
+
 BUILD_NANOGPTS = 524_288  # tokens per step of build-nanogpt
 
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # stream -> (tokens or hours, values)
@@ -78,48 +80,45 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.convolve(values, window, "same") / counts
 
 
-def panels_of(run: Curves) -> dict[str, list[str]]:
-    """{panel: its streams}
+def panel_of(stream: str) -> str:
+    """Return the panel of a stream: "loss" for losses, else the word with which the name begins.
 
-    Streams that this project doesn't know, such as those of a fork, have a panel each. But those
-    that begin with the same word, such as norm_block0 and norm_block1, share one, and those that
-    begin with train_ or val_ are losses."""
-    losses = ["train", "val", *(name for name in run if name.startswith(("train_", "val_")))]
-    panels = {name: [name] for name in TITLES} | {"loss": losses, "late": losses}
-    known = {*losses, "bpb", "mfu", "ms", *TITLES}
-    groups: dict[str, list[str]] = {}
-    for stream in run:
-        if stream not in known:
-            groups.setdefault(re.match(r"[^_\d]*", stream)[0], []).append(stream)
-    for word, streams in groups.items():
-        panels[streams[0] if len(streams) == 1 else f"{word}…"] = streams
-    there = {panel: [name for name in streams if name in run] for panel, streams in panels.items()}
-    return {panel: streams for panel, streams in there.items() if streams}
+    So norm_block0 and norm_block1, which a fork may log, are drawn beside norm."""
+    if stream in TITLES:
+        return stream
+    word = re.match(r"[^_\d]*", stream)[0] or stream
+    return "loss" if word in ("train", "val") else word
+
+
+def panels_of(run: Curves) -> list[str]:
+    """Return the panels of a run: those of TITLES that have a stream, then the others."""
+    there = dict.fromkeys(panel_of(stream) for stream in run if stream not in NOT_DRAWN)
+    if "loss" in there:
+        there["late"] = None
+    known = [panel for panel in TITLES if panel in there]
+    return known + [panel for panel in there if panel not in known]
 
 
 def draw_panel(
     axes: Any, runs: dict[str, Curves], panel: str, x: str = "tokens", fineweb: bool = False
 ) -> None:
-    """Draws a panel with its streams of each run. fineweb: show the published loss.
+    """Draw the streams of a panel, of each run. With `fineweb`, show GPT-2's loss.
 
-    The legend of several runs is below the losses and below HellaSwag."""
-    from matplotlib import colormaps
+    Each of several runs has a color. The streams of a single run have one each."""
     from matplotlib.ticker import EngFormatter
 
     several = len(runs) > 1
     for i, (name, run) in enumerate(runs.items()):
-        streams = panels_of(run).get(panel, [])
+        streams = [s for s in run if panel_of(s) == ("loss" if panel == "late" else panel)]
         for j, stream in enumerate(streams):
             x_values, values = run[stream]
-            if panel == "late":  # The loss falls steeply before.
+            if panel == "late":  # without the steep fall at the beginning
                 late = x_values >= x_values[-1] / 20
                 x_values, values = x_values[late], values[late]
-            # Each run has a color. The streams of a single run go from blue to orange.
-            color = f"C{i}" if several else colormaps["plasma"](0.9 * j / len(streams))
+            color = f"C{i}" if several else f"C{j}"
+            label = stream
             if several:
                 label = textwrap.fill(name, 50) if stream == streams[-1] else None
-            else:
-                label = stream if j % (len(streams) / 6) < 1 else None  # of about six of them
             if stream.startswith("train"):
                 axes.plot(x_values, values, color=color, alpha=0.25, lw=0.8)
                 values = smooth(values)
@@ -127,24 +126,23 @@ def draw_panel(
             axes.plot(x_values, values, style, color=color, ms=3, lw=1, label=label)
     for name, value in BASELINES.get(panel, {}).items() if panel != "late" or fineweb else ():
         axes.axhline(value, color="gray", linestyle=":")
-        place = axes.get_yaxis_transform()  # x as a fraction of the width, y in data units
-        axes.text(0.01, value, f"{name}: {value:.5g}", transform=place, va="bottom", size="small")
+        position = axes.get_yaxis_transform()  # x as a fraction of the width, y in data units
+        axes.text(
+            0.01, value, f"{name}: {value:.5g}", transform=position, va="bottom", size="small"
+        )
     axes.set(
         xlabel="tokens" if x == "tokens" else "hours of training", title=TITLES.get(panel, panel)
     )
     if x == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    lowest, highest = axes.dataLim.intervaly
-    if panel in ("loss", "late", "hella", "lr", "tok_per_sec") or not 0 < 10 * lowest < highest:
-        axes.ticklabel_format(axis="y", scilimits=(-3, 4))  # 6e-4 has a factor above the axis
-    else:
-        axes.set_yscale("log")
-    if panel == "tok_per_sec":
-        axes.set_ylim(bottom=0)  # so that a few per cent look like a few per cent
+    if panel == "norm":
+        axes.set_yscale("log")  # some are a hundred times as large as most
+    elif panel == "tok_per_sec":
+        axes.set_ylim(bottom=0)  # so that a few percent look like a few percent
     axes.grid(alpha=0.3)
     if several and panel in ("loss", "late", "hella"):
         axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), fontsize="small")
-    elif not several and len(axes.get_legend_handles_labels()[0]) > 1:
+    elif not several and 1 < len(axes.get_legend_handles_labels()[0]) <= 10:
         axes.legend(loc="upper right", fontsize="small")
 
 

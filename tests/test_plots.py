@@ -78,10 +78,10 @@ def test_streams_that_begin_alike_share_a_panel(draw):
         values = (f"{step} norm_block{i} {i + 1 + 99 / (step + 1)}\n" for i in range(48))
         log += "".join(values)
     axes = draw(log)
-    assert [len(panel.lines) for panel in axes] == [3, 3, 1, 1, 48]
-    assert axes[3].get_title() == "top1" and axes[4].get_title() == "norm…"
+    assert [len(panel.lines) for panel in axes] == [3, 3, 49, 1]
+    assert axes[3].get_title() == "top" and axes[2].get_yscale() == "log"
     assert max(axes[0].figure.get_size_inches()) <= 15
-    assert len(axes[4].get_legend().texts) < 10
+    assert axes[2].get_legend() is None, "49 names"
     for panel in axes:
         (left, right), (bottom, top) = panel.get_xlim(), panel.get_ylim()
         for line in panel.lines:

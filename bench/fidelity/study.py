@@ -1,0 +1,158 @@
+"""Train small GPT-2s with build-nanogpt's script and with ours, and compare their final losses.
+
+    python bench/fidelity/study.py train PEER SHARDS TASKS ARM SEED [SEED …]
+    python bench/fidelity/study.py report
+
+PEER is a copy of build-nanogpt, SHARDS a folder that fineweb.py made with --vocab-size 2000,
+TASKS a .jsonl of HellaSwag. ARM is `peer` for build-nanogpt's script, changed by EDITS; `ours` for train_gpt2.py with --no-shuffle,
+which reads the same tokens in the same order; or `shuffled` for train_gpt2.py as it is. Each run
+draws its initial weights by its own script from SEED. It is written to RESULTS as one JSON file;
+a run whose file is there is skipped. `report` prints a table and draws curves.png."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent))
+
+RESULTS = Path(__file__).parent / "results"
+# GPT-2's shape, at a size that a CPU trains in minutes. Learning rates, weight decay, clipping, and
+# the share of the warm-up are those of the preset gpt2, as in build-nanogpt.
+T, VOCABULARY, LAYERS, HEADS, CHANNELS = 256, 2000, 4, 4, 128
+STEPS, WARMUP, B, TOKENS_PER_STEP = 1500, 56, 4, 2048
+EVAL_BATCHES = 20  # of their own evaluation: 20 batches of B sequences
+LAST_TOKENS = 2**18  # of the evaluation by one code
+MARGIN = None  # nats per token; see README.md
+EDITS = {  # before: after
+    "from hellaswag import": "#",
+    "enc = tiktoken": "#",
+    # 48 rows more than tokens, as 50,304 has 47 more than 50,257
+    "GPT(GPTConfig(vocab_size=50304))": f"GPT(GPTConfig({T}, 2048, {LAYERS}, {HEADS}, {CHANNELS}))",
+    "total_batch_size = 524288": f"total_batch_size = {TOKENS_PER_STEP}",
+    "B = 64": f"B = {B}",
+    "T = 1024": f"T = {T}",
+    "warmup_steps = 715": f"warmup_steps = {WARMUP}",
+    "max_steps = 19073": f"max_steps = {STEPS}",
+    # float32
+    "dtype=torch.bfloat16": "enabled=False",
+    # evaluate after the last update too, as ours does: one more turn of the loop
+    "range(max_steps)": "range(max_steps + 1)",
+    "step == max_steps - 1": "step == max_steps",
+    # no HellaSwag and no samples
+    "(step % 250 == 0 or last_step) and": "False and",
+    "((step > 0 and step % 250 == 0) or last_step) and": "False and",
+    # validation losses with all digits
+    "val {val_loss_accum.item():.4f}": "val {val_loss_accum.item()}",
+}
+OURS = f"""--preset gpt2 --data edu_fineweb10B --seq-len {T} --n-layer {LAYERS} --n-head {HEADS}
+    --n-embd {CHANNELS} --total-batch-size {TOKENS_PER_STEP} --micro-batch-size {B}
+    --max-steps {STEPS} --warmup-steps {WARMUP} --eval-tokens {EVAL_BATCHES * B * T}
+    --hellaswag-every 0 --sample-every 0 --save-every {STEPS} --device cpu"""
+
+
+def edited(script: Path, edits: dict[str, str]) -> str:
+    """Return the source of a script with replacements, each of which must apply."""
+    source = script.read_text(encoding="utf-8")
+    for before, after in edits.items():
+        if before not in source:
+            sys.exit(f"error: {script}: not build-nanogpt's of June 2024: no {before!r}")
+        source = source.replace(before, after)
+    return source
+
+
+def load_peer(path: Path, shards: Path, folder: Path) -> Path:
+    """Save the weights of build-nanogpt's checkpoint as a model in Hugging Face's format."""
+    import torch
+
+    from support.tokenizer import get_tokenizer
+    from train_gpt2 import GPT, GPTConfig
+
+    # Their checkpoint pickles GPTConfig of __main__. This script wrote it a moment ago.
+    sys.modules["__main__"].GPTConfig = GPTConfig
+    state = torch.load(path, weights_only=False)["model"]
+    model = GPT(GPTConfig(T, VOCABULARY, LAYERS, HEADS, CHANNELS))
+    ours = {
+        name: state[name if name == "lm_head.weight" else f"transformer.{name}"][: len(parameter)]
+        for name, parameter in model.named_parameters()
+    }
+    model.load_state_dict(ours)
+    model.save_pretrained(folder, get_tokenizer(shards))
+    return folder
+
+
+def train(peer: Path, shards: Path, tasks: Path, arm: str, seed: int) -> None:
+    """Train and evaluate one model, in a temporary folder."""
+    from support.run_files import read_log
+
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "edu_fineweb10B").symlink_to(shards.resolve())
+
+        def run(*command: str) -> str:
+            command = (sys.executable, *command)
+            done = subprocess.run(
+                command, cwd=scratch, env=environment, capture_output=True, text=True
+            )
+            if done.returncode:
+                sys.exit(done.stdout[-2000:] + done.stderr[-2000:])
+            return done.stdout
+
+        if arm == "peer":
+            seeds = {"manual_seed(1337)": f"manual_seed({seed})"}
+            Path(scratch, "peer.py").write_text(edited(peer / "train_gpt2.py", EDITS | seeds))
+            run("peer.py")
+            model = load_peer(Path(scratch, f"log/model_{STEPS:05d}.pt"), shards, Path(scratch, "hf"))
+        else:
+            order = [] if arm == "shuffled" else ["--no-shuffle"]
+            run(f"{ROOT}/train_gpt2.py", *OURS.split(), "--seed", str(seed), *order)
+            model = Path(scratch, f"log/step_{STEPS:06d}")
+        log = read_log(Path(scratch, "log"))
+        losses = np.array(log["train"][1])[:STEPS].reshape(-1, 50).mean(1)
+        score = (f"{ROOT}/hellaswag.py", "--data", str(tasks))
+        result = {
+            "arm": arm,
+            "seed": seed,
+            "train": [round(loss, 5) for loss in losses.tolist()],  # means of 50 steps
+            "val": dict(zip(*log["val"], strict=True)),  # by its own evaluation
+            "last": last_loss(model, shards),
+            "hellaswag": float(run(*score, "-m", str(model), "-d", "cpu").split()[-1]),  # acc_norm
+        }
+    RESULTS.mkdir(exist_ok=True)
+    beside = RESULTS / f".{arm}_{seed}"
+    beside.write_text(json.dumps(result, indent=1) + "\n")
+    beside.replace(RESULTS / f"{arm}_{seed}.json")
+    print(arm, seed, result["val"][STEPS], result["last"], result["hellaswag"], flush=True)
+
+
+def last_loss(folder: Path, shards: Path) -> float:
+    """Return the loss of a model on the first LAST_TOKENS of the validation shard.
+
+    It is computed by transformers, which neither script is."""
+    import torch
+    from transformers import GPT2LMHeadModel
+
+    torch.set_num_threads(1)
+    model = GPT2LMHeadModel.from_pretrained(folder).eval()
+    tokens = np.load(next(shards.glob("*_val_*.npy")))[:LAST_TOKENS].astype(np.int64)
+    total = 0.0
+    with torch.no_grad():
+        for rows in torch.from_numpy(tokens).view(-1, 16, T):
+            total += model(rows, labels=rows).loss.item()
+    return total / (LAST_TOKENS // (16 * T))
+
+
+if __name__ == "__main__":
+    command, *args = sys.argv[1:]
+    if command == "train":
+        peer, shards, tasks = (Path(arg).resolve() for arg in args[:3])
+        for seed in map(int, args[4:]):
+            if not (RESULTS / f"{args[3]}_{seed}.json").exists():
+                train(peer, shards, tasks, args[3], seed)
