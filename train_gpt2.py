@@ -1,31 +1,41 @@
-"""Trains GPT-2 (124M) from scratch and saves it in Hugging Face's format.
+"""Train GPT-2 (124M) from scratch, and save it in Hugging Face's format.
 
-    python train_gpt2.py      # a small GPT on Shakespeare, or GPT-2 if a GPU and data are there
+    python train_gpt2.py      # a small GPT on Shakespeare, or GPT-2 if it finds a GPU and shards
     python train_gpt2.py --preset gpt2 --data my_shards   # GPT-2 on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py --preset gpt2     # on eight GPUs
-    python train_gpt2.py --resume                         # continues the run in log/
-    python train_gpt2.py --help                           # every flag and its default
+    python train_gpt2.py --resume                         # continue the run in log/
+    python train_gpt2.py --help                           # list every flag and its default
 
-From top to bottom, this file has the model, the data loader, the settings, the optimizers, the
-evaluations, and the training loop. Files, processes and devices are handled in support/.
+From top to bottom: the model, the data loader, the settings, the optimizers, the evaluations, and
+the training loop. support/ handles files, processes and devices.
 
-Edit anything, here or in a copy. Each run prints whether its model still computes what GPT-2
-computes. If it does not, Hugging Face cannot load the checkpoints, and sampling is slower, since it
-has no KV cache. If your file has another name, sample.py and hellaswag.py need it: --code
-my_copy.py. After an edit, --resume continues a run if its parameters (names and shapes) and
-optimizers are the same.
+What to edit, here or in a copy:
 
-Terms: the training data are tokens, stored in files called shards. A step is one update of the
-weights, from total_batch_size tokens. Steps are counted from 0, and the loss of a step is computed
-before its update. The processes that train together are called ranks, and usually each has a GPU.
-They share the tokens of a step equally. Each rank divides its share into micro-batches that fit
-into its memory, and adds up their gradients.
+    the architecture      Block, CausalSelfAttention, MLP, GPT.forward
+    the loss              next_token_loss
+    the optimizers        configure_optimizers
+    the learning rate     get_lr
+    one update            train(), between the two marks
+
+The rest of the program calls GPT(config), model(idx), model(idx, targets), model(idx, at=...),
+model.h, model.head, and model.generate(...). docs/forking.md has tested examples.
+
+At startup, each run checks whether your model still computes the same logits as GPT-2, and prints
+the result. If it does not, Hugging Face cannot load its checkpoints, and sampling is slower without
+a KV cache. If you rename the file, pass it to sample.py and hellaswag.py with --code my_copy.py.
+--resume still works as long as parameter names, shapes and optimizers are unchanged.
+
+Terms: the training data is a stream of uint16 tokens, split into files called shards. A step is one
+update of the weights, from total_batch_size tokens. Steps count from 0, and the loss of a step is
+computed before its update. Each training process is a rank, usually with its own GPU. Ranks share
+the tokens of a step equally. Each rank accumulates gradients over micro-batches that fit into its
+memory.
 
 Shapes: B sequences per micro-batch, T tokens per sequence, C channels (n_embd), nh heads of
-hs = C / nh channels, V tokens in the vocabulary (GPT-2's has 50,257).
+hs = C / nh channels, V tokens in the vocabulary (50,257 in GPT-2).
 
-Errors: a UserError is a mistake that the user can fix. A RunError is another reason to end a run,
-such as a loss that is not finite. Both are printed as one line. Bugs keep their traceback."""
+Errors: a UserError is a mistake that the user can fix. A RunError is any other anticipated failure,
+such as a non-finite loss. Both print one line. Anything else is a bug and prints a traceback."""
 
 import functools
 import math
@@ -39,8 +49,10 @@ from typing import Literal
 
 import numpy as np
 
-if __name__ == "__main__":  # torch reads this once, when it is imported
-    # DDP warns if all parameters are used, although a fork may have some that are not.
+if __name__ == "__main__":  # These are read once, when torch is imported.
+    # Threads wait at a barrier by spinning. The default of 300,000 rounds starves other programs.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # With find_unused_parameters=True, DDP warns if a model has no unused parameters.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
@@ -89,12 +101,12 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head self-attention. No token sees later ones. (B, T, C) -> (B, T, C)"""
+    """Causal multi-head self-attention. (B, T, C) -> (B, T, C)"""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value of all heads
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # queries, keys, values
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)  # mixes the heads
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,14 +117,14 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, nh, hs).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, nh, hs).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, nh, hs).transpose(1, 2)  # (B, nh, T, hs)
-        # softmax(q k^T / sqrt(hs)) v, without ever storing the (T, T) matrix
+        # softmax(q k^T / sqrt(hs)) v, without materializing the (T, T) matrix
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
-        y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side
+        y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads
         return self.c_proj(y)
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU (tanh approximation) between them. (B, T, C) -> (B, T, C)"""
+    """Two linear layers with a tanh-approximated GELU in between. (B, T, C) -> (B, T, C)"""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -134,31 +146,31 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))  # tokens look at each other
-        return x + self.mlp(self.ln_2(x))  # each token on its own
+        x = x + self.attn(self.ln_1(x))  # mix tokens
+        return x + self.mlp(self.ln_2(x))  # process each token by itself
 
 
 def next_token_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy of predicting targets (B, T) from x (B, T, C), in nats. A scalar.
+    """Return the mean cross-entropy of targets (B, T) given x (B, T, C), in nats, a scalar.
 
-    The logits are x times the transpose of `head` (V, C). Targets of -100 are ignored. In training
+    The logits are x times the transpose of `head` (V, C). Targets of -100 are ignored. In training,
     the result is logged as `train`.
 
-    GPUs multiply faster if V is a multiple of 64, which 50,257 is not. So rows of zeros are added
-    to a copy of `head`, and a bias of -inf gives them a probability of 0. In Karpathy's lecture
-    this made a step on an A100 3% faster. The model itself has no such rows, since Hugging Face
-    expects 50,257. A loss that reads all logits, such as label smoothing, must take
+    GPUs multiply matrices faster if V is a multiple of 64, which 50,257 is not. So pad a copy of
+    `head` with zero rows, and mask them with a bias of -inf. In Karpathy's lecture padding made a
+    step on an A100 3% faster. The model itself is not padded, because Hugging Face expects 50,257
+    rows. If your loss touches every logit (e.g. label smoothing), drop the padding first:
     logits[:, :V]."""
     V = head.size(0)
-    added = 64 * math.ceil(V / 64) - V  # rows
-    padded_head = F.pad(head, (0, 0, 0, added))  # (V + added, C), with rows of zeros at the end
-    bias = F.pad(x.new_zeros(V), (0, added), value=-math.inf)  # (V + added,), -inf at the end
-    logits = F.linear(x.flatten(0, 1), padded_head, bias)  # (B * T, V + added)
+    padding = -V % 64  # rows
+    padded_head = F.pad(head, (0, 0, 0, padding))  # (V + padding, C)
+    bias = F.pad(x.new_zeros(V), (0, padding), value=-math.inf)  # (V + padding,)
+    logits = F.linear(x.flatten(0, 1), padded_head, bias)  # (B * T, V + padding)
     return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-100)
 
 
 class GPT(nn.Module):
-    """GPT-2. Its parameters have the same names as in OpenAI's and Hugging Face's code."""
+    """GPT-2, with the parameter names of OpenAI's and Hugging Face's code."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -167,17 +179,17 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # positions
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.loss = next_token_loss  # or a compiled version of it
-        self.low_memory = False  # recompute blocks in the backward pass instead of storing them
-        self.use_kv_cache = False  # set by support/sampling.py if the model is a GPT-2
+        self.loss = next_token_loss  # compiled in train()
+        self.low_memory = False  # activation checkpointing, set in train()
+        self.use_kv_cache = False  # set by kv_cache_for_gpt2(), in support/sampling.py
 
-        # The initial weights. LayerNorms already have theirs, ones and zeros.
+        # LayerNorm keeps its default initialization (weight 1, bias 0).
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 std = 0.02  # as in Hugging Face's code
                 if name.endswith("c_proj"):
-                    # Two layers in each block add to the residual stream. Their smaller weights
-                    # keep its variance from growing with the depth (section 2.3 of the paper).
+                    # Two layers of each block add to the residual stream. Scale them down so that
+                    # its variance does not grow with depth (section 2.3 of the paper).
                     std /= math.sqrt(2 * config.n_layer)
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
@@ -185,19 +197,19 @@ class GPT(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """The matrix (V, C) that computes the logits. It is the embedding of the tokens."""
+        """The output projection (V, C), tied to the token embedding."""
         return self.wte.weight
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, at: tuple | None = None
     ) -> Tensor:
-        """Tokens (B, T) -> logits (B, T, V), or with targets (B, T) their mean loss.
+        """Return the logits (B, T, V) of tokens (B, T), or with targets (B, T) their mean loss.
 
-        Sampling and HellaSwag need the logits of a few tokens only. `at` is an index into (B, T)
-        that selects them. For example, (slice(None), -1) selects the last token of each row."""
+        Sampling and HellaSwag need the logits of a few tokens only. `at` indexes (B, T) to select
+        the positions whose logits are computed, e.g. (slice(None), -1) for the last ones."""
         T = idx.size(1)
         if self.config.block_size < T:
-            raise UserError(f"{T} tokens, but the model's context is {self.config.block_size}")
+            raise UserError(f"{T} tokens exceed the context window of {self.config.block_size}")
         x = self.wte(idx) + self.wpe(torch.arange(T, device=idx.device))  # (B, T, C)
         for block in self.h:
             if self.low_memory and self.training:
@@ -221,15 +233,15 @@ class GPT(nn.Module):
         generators: Sequence[torch.Generator] | None = None,
         on_token: Callable[[Tensor], bool | None] | None = None,
     ) -> Tensor:
-        """Continue idx (B, T) by n = max_new_tokens sampled tokens. Return (B, T + n).
+        """Sample max_new_tokens tokens after idx (B, T). Return (B, T + max_new_tokens).
 
-        Each token is sampled from the top_k likeliest ones, or from the whole vocabulary with
-        top_k=0. temperature=0 always takes the likeliest. With one generator per row, a sample does
-        not depend on the number of rows. on_token(tokens) is called with each new tokens (B,), and
-        ends the sampling by returning True.
+        Each token is sampled from the top_k likeliest ones. top_k=0 samples from the whole
+        vocabulary, and temperature=0 takes the likeliest token. With one generator per row, a
+        sample does not depend on the batch size. on_token(tokens) is called with each new column
+        (B,), and ends sampling by returning True.
 
-        sample.py and the samples of a run call this. Within `kv_cache_for_gpt2(model)` an
-        unmodified GPT-2 uses a KV cache. Otherwise each token takes a forward pass over the whole
+        sample.py and training runs sample with this method. Inside `kv_cache_for_gpt2(model)`, an
+        unmodified GPT-2 uses a KV cache. Otherwise each token takes a forward pass over the
         context."""
         k = min(top_k, self.config.vocab_size) or self.config.vocab_size
         if temperature == 0:
@@ -239,7 +251,7 @@ class GPT(nn.Module):
             logits, candidates = (last_logits(idx) / temperature).topk(k)  # (B, k) each
             p = logits.softmax(-1)
             if not p.isfinite().all():
-                raise RunError("the model's logits are not finite, so it has diverged")
+                raise RunError("non-finite logits: the model has diverged")
             choices = [
                 torch.multinomial(row, 1, generator=generator)
                 for row, generator in zip(p, generators or [None] * len(p), strict=True)
@@ -254,20 +266,20 @@ class GPT(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, T: int) -> int:
-        """Training FLOPs per token: 6 N + 12 L C T, with L = n_layer (PaLM, Chowdhery et al. 2022,
-        appendix B). N counts the weights of the linear layers and of the head."""
+        """Return the training FLOPs per token, 6 N + 12 L C T, where L is n_layer and N counts the
+        weights of linear layers and of the head (PaLM, Chowdhery et al. 2022, appendix B)."""
         weights = {m.weight for m in self.modules() if isinstance(m, nn.Linear)} | {self.head}
         N = sum(weight.numel() for weight in weights)
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> "GPT":
-        """A model in Hugging Face's format, in evaluation mode. `name` is its folder, or the folder
-        of a run, or a name on the Hub, such as gpt2-medium."""
+        """Load a model in Hugging Face's format, in eval mode. `name` is a model folder, a run's
+        folder, or a name on the Hub, e.g. gpt2-medium."""
         return huggingface.load_model(cls, GPTConfig, name)
 
     def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-        """Saves the model in Hugging Face's format, with the files of the tokenizer if given."""
+        """Save the model in Hugging Face's format, with the tokenizer's files if it is given."""
         huggingface.save_model(self, folder, tokenizer)
 
 
@@ -275,31 +287,31 @@ class GPT(nn.Module):
 # Data
 
 
-# A batch may cross from one shard to the next, and from one epoch to the next.
 @functools.lru_cache(maxsize=4)
 def permutation(n: int, *seed: int) -> np.ndarray:
-    """Return the numbers below n in random order, (n,). It depends only on n and the seed."""
-    # Every version of NumPy draws the same numbers from RandomState.
+    """Return a random permutation of range(n), (n,), determined by n and the seed."""
+    # RandomState draws the same numbers in every version of NumPy.
     return np.random.RandomState(seed).permutation(n)
 
 
 @functools.lru_cache(maxsize=4)
 def random_below(n: int, *seed: int) -> int:
-    """Return a random number below n. It depends only on n and the seed."""
+    """Return a random integer in [0, n), determined by n and the seed."""
     return np.random.RandomState(seed).randint(n)
 
 
 class DataLoaderLite:
-    """Batches of sequences and their targets, epoch after epoch.
+    """A loader of sequences and their targets, epoch after epoch.
 
-    Every shard is cut into sequences of T tokens. An epoch visits the shards in random order, and
-    in each shard its sequences in random order. Each epoch shifts all cuts by a random offset below
-    T. So the sequences differ between epochs, which helps a model that reads a small text often.
+    Every shard is cut into sequences of T tokens. Each epoch visits the shards in random order, and
+    the sequences of each shard in random order. It shifts the cuts by a random offset in [0, T), so
+    that epochs see different sequences. This helps a model that reads a small text often.
 
-    The sequences of all epochs are numbered in this order. A sequence is a function of its number,
-    the seed and the data. Rank 0 reads the first B sequences, rank 1 the next B, and so on. With N
-    sequences per step, step s reads the sequences s * N to (s + 1) * N - 1, for any B and any
-    number of ranks. So a resumed run needs only its step to find its position in the data."""
+    Sequences are numbered in this order through all epochs. Sequence i is a function of i, the seed
+    and the data. Rank 0 reads the first B sequences, rank 1 the next B, and so on. With N sequences
+    per step, step s reads the sequences s * N to (s + 1) * N - 1, for any B and number of ranks. So
+    the step alone tells a resumed run its position in the data. A batch may span two shards or two
+    epochs."""
 
     def __init__(
         self,
@@ -313,10 +325,11 @@ class DataLoaderLite:
         shuffle: bool = True,
         device: torch.device | str = "cpu",
     ):
-        """`data` is a folder of shards, which are arrays of uint16 tokens, or a .txt file. `split`
-        is "train" or "val". The validation split of a .txt file is the last tenth of its tokens.
-        `world_size` is the number of ranks. Batches are put on `device`. Without `shuffle`
-        everything is read in order."""
+        """Open a split, "train" or "val", of a folder of uint16 shards or of a .txt file.
+
+        A .txt file is tokenized by GPT-2's tokenizer, and its last tenth is the validation split.
+        Batches are moved to `device`. shuffle=False reads everything in order. Raises UserError if
+        the data is missing, damaged or too small."""
         self._B = B  # sequences per batch
         self._T = T  # tokens per sequence
         self.rank = rank
@@ -325,23 +338,21 @@ class DataLoaderLite:
         self.shuffle = shuffle
         self.device = torch.device(device)
         self.vocab_size = open_tokenizer(data).n_vocab
-        # The files of the shards, and their tokens. The arrays are memory-mapped, so only what is
-        # used is read from the disk. A .txt file is one shard.
+        # Shards are memory-mapped: only what is used is read from disk. A .txt file is one shard.
         self.paths, self.shards = open_split(data, split, self.vocab_size)
         sizes = np.array([len(tokens) for tokens in self.shards])
         self.total_tokens = int(sizes.sum())
-        # The number of sequences in each shard, the same for every offset. The last token of a
-        # shard is only a target.
+        # Sequences per shard, for any offset. The last token of a shard is only a target.
         largest_offset = T - 1 if shuffle else 0
         self.counts = np.maximum(sizes - 1 - largest_offset, 0) // T
         self.sequences_per_epoch = int(self.counts.sum())
         if self.sequences_per_epoch == 0:
             problem = f"{self.total_tokens} {split} tokens are too few for sequences of {T}"
             raise UserError(f"{data}: {problem}; take more text or a smaller --seq-len")
-        # A resumed run must have the same shards, although `data` may have moved.
+        # --resume compares these, because `data` may have moved.
         names = [path.relative_to(data).as_posix() for path in self.paths]
         self.shard_sizes = list(zip(names, sizes.tolist(), strict=True))
-        self.thread = ThreadPoolExecutor(max_workers=1)  # reads while the device computes
+        self.thread = ThreadPoolExecutor(max_workers=1)  # prefetches while the device computes
         self.go_to(0)
 
     @property
@@ -353,16 +364,16 @@ class DataLoaderLite:
         return self._T
 
     def go_to(self, n: int) -> None:
-        """Continue as if all ranks together had read n sequences. Prefetch the next batch."""
+        """Continue as if all ranks together had read n sequences, and prefetch the next batch."""
         self.sequences_read = n
         self.prefetched = self.thread.submit(self.read, n + self.rank * self.B, self.B)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Return the next inputs and targets of this rank, (B, T) int64 each."""
+        """Return this rank's next inputs and targets, (B, T) int64 each."""
         tokens = torch.from_numpy(self.prefetched.result())  # (B, T + 1)
         self.go_to(self.sequences_read + self.B * self.world_size)
         if self.device.type == "cuda":
-            # From pinned memory the copy is asynchronous.
+            # Pinned memory makes this copy asynchronous.
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         else:
             tokens = tokens.to(self.device)
@@ -372,7 +383,7 @@ class DataLoaderLite:
     def read(self, first: int, n: int) -> np.ndarray:
         """Return n sequences, beginning with number `first`, (n, T + 1) int64.
 
-        Each has T inputs, and one more token, the target of the last input."""
+        The last token of each is only a target."""
         return np.stack([self.sequence(i) for i in range(first, first + n)]).astype(np.int64)
 
     def sequence(self, number: int) -> np.ndarray:
@@ -381,11 +392,11 @@ class DataLoaderLite:
         order = np.arange(len(self.shards))
         if self.shuffle:
             order = permutation(len(self.shards), self.seed, epoch)
-        # The shard that holds the epoch's sequence i, and the number of the sequence in the shard
-        ends = self.counts[order].cumsum()
-        n_before = ends.searchsorted(i, side="right")  # shards that the epoch visits before
-        shard = order[n_before]
-        i -= ends[n_before] - self.counts[shard]
+        # Find the shard that contains sequence i of this epoch, and its number within the shard.
+        ends = self.counts[order].cumsum()  # cumulative sequence counts
+        visit = ends.searchsorted(i, side="right")
+        shard = order[visit]
+        i -= ends[visit] - self.counts[shard]
         offset = 0
         if self.shuffle:
             i = permutation(self.counts[shard], self.seed, epoch, shard)[i]
@@ -403,13 +414,13 @@ Preset = Literal["auto", "gpt2", "small", "shakespeare"]
 Dtype = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
 
 
-# Each field is also a flag, such as --max-steps, and its comment is the help text of the flag.
+# Each field is a flag, e.g. --max-steps. tyro takes its help text from the comment.
 @dataclass
 class TrainConfig:
-    """The settings of a run. The value of each comes from the first of these that has one:
+    """The settings of a run. In order of precedence, the value of each comes from
 
-    1. the flag on the command line,
-    2. with --resume, the run in log_dir; with --init, the config.json of its model,
+    1. the command line,
+    2. the run in log_dir, with --resume, or the config.json of the model, with --init,
     3. the preset,
     4. the default below."""
 
@@ -417,12 +428,12 @@ class TrainConfig:
 
     preset: Preset = "auto"  # a recipe; auto: gpt2 with a GPU and shards in data, else shakespeare
     data: str = "edu_fineweb10B"  # folder of token shards, or a .txt file
-    init: str = "scratch"  # scratch, a model's folder, or its name on the Hub, such as gpt2-medium
-    log_dir: str = "log"  # folder of the run; it must not hold another one, unless it is resumed
-    resume: bool = False  # continue from the newest checkpoint in log_dir; start if there is none
-    plan: bool = False  # print the run's first lines (FLOPs, memory, epochs, time) and exit
-    seed: int = 1337  # seed of the initial weights and of the data order
-    shuffle: bool = True  # read shards and sequences in a new random order in every epoch
+    init: str = "scratch"  # scratch, a model folder, or a name on the Hub, e.g. gpt2-medium
+    log_dir: str = "log"  # output folder; must not hold a run unless --resume is given
+    resume: bool = False  # continue from the newest checkpoint in log_dir, or start a run
+    plan: bool = False  # print the run's first lines (FLOPs, memory, epochs, time), then exit
+    seed: int = 1337  # for the initial weights and the data order
+    shuffle: bool = True  # shuffle shards and sequences in every epoch
 
     # The shape of the model
 
@@ -433,72 +444,79 @@ class TrainConfig:
     # Batches and optimization
 
     max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
+    epochs: float = 0.0  # set max_steps to this number of epochs of the data; 0: use max_steps
     total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
     seq_len: int = 1024  # tokens per sequence (T)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the linear layers inside the blocks
-    max_lr: float = 6e-4  # highest learning rate; lower it if the loss diverges
-    min_lr: float = 6e-5  # learning rate at the end
-    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay (see get_lr)
-    warmup_steps: int = 715  # steps in which the rate rises; GPT-3 has 715
-    warmdown_steps: int = 5000  # with wsd, steps at the end in which the rate falls
-    weight_decay: float = 0.1  # decoupled weight decay of matrices
+    max_lr: float = 6e-4  # peak learning rate; lower it if the loss diverges
+    min_lr: float = 6e-5  # final learning rate
+    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warm-up, stable, decay (see get_lr)
+    warmup_steps: int = 715  # length of the linear warm-up, in steps; 715 in GPT-3
+    warmdown: float = 0.25  # wsd only: length of the final linear decay, as a share of max_steps
+    weight_decay: float = 0.1  # decoupled weight decay of matrices and embeddings
     beta2: float = 0.95  # AdamW's decay rate of squared gradients
-    grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
+    grad_clip: float = 1.0  # clip the global gradient norm to this; 0: no clipping
 
     # Speed and memory
 
     device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: Dtype = "auto"  # precision of matrix products; auto: the fastest that is safe
-    micro_batch_size: int = 0  # sequences per forward pass on a device (B); 0: see below
+    dtype: Dtype = "auto"  # of matmuls; auto: bfloat16 or float16 on GPUs, usually float32 on CPUs
+    micro_batch_size: int = 0  # sequences per forward pass (B); 0: see choose_micro_batch
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a CUDA GPU
-    low_memory: bool = False  # recompute blocks in the backward pass instead of storing them
-    deterministic: bool = False  # use deterministic GPU kernels, so that resuming is bit-exact
+    low_memory: bool = False  # activation checkpointing
+    deterministic: bool = False  # deterministic GPU kernels, so that resuming is bit-exact
 
     # Evaluations and samples
 
     eval_every: int = 250  # steps between validation losses; 0: never
-    eval_tokens: int = 10_485_760  # tokens per validation loss; all, if there are fewer
+    eval_tokens: int = 10_485_760  # tokens per validation pass, at most the whole split
     hellaswag_every: int = 250  # steps between HellaSwag evaluations; 0: never
     hellaswag_data: str = ""  # local HellaSwag .jsonl; empty: the official tasks, downloaded once
     sample_every: int = 250  # steps between samples; 0: never
-    sample_prompt: str = "Hello, I'm a language model,"  # text that samples continue
+    sample_prompt: str = "Hello, I'm a language model,"  # text to continue
 
     # Checkpoints and logs
 
     save_every: int = 1000  # steps between checkpoints; 0: never
-    keep_checkpoints: int = 3  # recent checkpoints to keep, plus the best one; 0: keep all
+    keep_checkpoints: int = 3  # newest checkpoints to keep, plus the best one; 0: keep all
     tensorboard: bool = False  # also log to TensorBoard, in log_dir/tensorboard/
     wandb: bool = False  # also log to Weights & Biases
 
+    @property
+    def warmdown_steps(self) -> int:
+        """The length of the final linear decay of the schedule wsd, in steps."""
+        steps_after_warmup = max(self.max_steps - self.warmup_steps, 0)
+        return min(round(self.warmdown * self.max_steps), steps_after_warmup)
 
-# --resume refuses to change these settings. The others may change. For example, a lower learning
-# rate may save a run that diverges, and more steps make it longer.
+
+# --resume rejects changes to these settings, which define the experiment. Others may change, e.g.
+# lower max_lr to rescue a diverging run, or raise max_steps to extend it.
 # fmt: off
 MUST_NOT_CHANGE = (
     "preset", "init", "seed", "shuffle", "n_layer", "n_head", "n_embd", "total_batch_size",
     "seq_len", "optimizer", "schedule", "warmup_steps", "weight_decay", "beta2",
 )
 
-# A preset replaces some of the defaults above.
+# A preset overrides some of the defaults above.
 PRESETS = {
     # GPT-2 small on 10 billion tokens. The values are GPT-3's (Brown et al. 2020, table 2.1 and
     # appendix B), as in Karpathy's build-nanogpt. They are the defaults above.
     "gpt2": {},
-    # A model of 30 million parameters on 197 million tokens, for one T4. It has a higher learning
-    # rate than gpt2, as is usual for smaller models.
+    # 30 million parameters on 197 million tokens, for one T4. Smaller models usually take a higher
+    # learning rate.
     "small": dict(
         max_steps=3000, total_batch_size=65_536, seq_len=512, n_layer=6, n_head=6, n_embd=384,
         max_lr=1e-3, min_lr=1e-4, warmup_steps=150, eval_tokens=1_048_576, hellaswag_every=0,
         save_every=250,
     ),
-    # A model of 3.4 million parameters that trains on Shakespeare in two minutes on two CPU cores.
-    # Of the values tried, these reach the lowest loss in that time (bench/recipes/README.md). It is
-    # not compiled, which would take another minute. ROOT is the folder of this repository.
+    # 3.4 million parameters on Shakespeare, in two minutes on two CPU cores. Of the values tried,
+    # these reach the lowest loss in that time (bench/recipes/README.md). Compiling would take
+    # another minute. ROOT is the folder of this repository.
     "shakespeare": dict(
         data=str(ROOT / "input.txt"), max_steps=600, total_batch_size=512, seq_len=32,
         n_layer=4, n_head=4, n_embd=64, compile="off",
         optimizer="muon", schedule="wsd", max_lr=1.5e-2, min_lr=0.0, warmup_steps=20,
-        warmdown_steps=450, beta2=0.995,
+        warmdown=0.75, beta2=0.995,
         eval_every=200, eval_tokens=32_768, hellaswag_every=0, sample_every=300,
         sample_prompt="", save_every=200,
     ),
@@ -513,53 +531,52 @@ PRESETS = {
 def configure_optimizers(
     model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32
 ) -> list[torch.optim.Optimizer]:
-    """AdamW. With --optimizer muon, Muon (support/muon.py) takes over the linear layers inside the
-    blocks. `dtype` is the precision of the model's matrix products.
+    """Return [AdamW], or with --optimizer muon [Muon, AdamW].
 
-    train() sets the learning rate of all groups to that of get_lr(). A group that you add may have
-    a key that scales its rate: {"params": …, "lr_scale": 0.1}."""
+    Muon (support/muon.py) takes the 2-D weights of the linear layers inside the blocks. `dtype` is
+    the autocast dtype. train() sets the learning rate of every group by get_lr(). To scale the rate
+    of a group that you add, give it a factor: {"params": ..., "lr_scale": 0.1}."""
     optimizers = []
     parameters = dict(model.named_parameters())
     if config.optimizer == "muon":
         modules = model.h.named_modules()
         names = [f"h.{name}.weight" for name, m in modules if isinstance(m, nn.Linear)]
         matrices = [parameters.pop(name) for name in names]
-        # Its updates are scaled to the size of AdamW's, so both take the same learning rate. It
-        # computes in bfloat16 if the model does. The range of float16 would be too small.
+        # Muon scales its updates to match AdamW's RMS, so both use the same learning rate. The
+        # range of float16 is too small for it.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
-    # Matrices and embeddings decay. Biases and LayerNorms have one dimension and do not decay.
-    decaying = [p for p in parameters.values() if p.dim() >= 2]
-    others = [p for p in parameters.values() if p.dim() < 2]
+    # Decay matrices, embeddings and any tensor of more dimensions, but no biases and LayerNorms.
+    decay = [p for p in parameters.values() if p.dim() >= 2]
+    no_decay = [p for p in parameters.values() if p.dim() < 2]
     groups = [
-        {"params": decaying, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": decay, "weight_decay": config.weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
     ]
     betas = (0.9, config.beta2)
-    # With fused=True one kernel updates all parameters, on any device.
+    # fused=True updates all parameters in one kernel, on any device.
     optimizers.append(torch.optim.AdamW(groups, config.max_lr, betas, eps=1e-8, fused=True))
     return optimizers
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
-    """The learning rate of a step. It rises to max_lr in the warm-up, then falls to min_lr.
+    """Return the learning rate of a step: linear warm-up to max_lr, then decay to min_lr.
 
-    With the schedule cosine it falls right after the warm-up (GPT-3, Brown et al. 2020, appendix
-    B). With wsd it stays at max_lr and falls linearly in the last warmdown_steps. Before it falls,
-    the run can still be made longer (Hägele et al. 2024, arXiv:2405.18392)."""
+    The schedule cosine decays right after the warm-up (GPT-3, Brown et al. 2020, appendix B). wsd
+    stays at max_lr and decays linearly in the last warmdown_steps. Until the decay begins,
+    max_steps can still be raised (Hägele et al. 2024, arXiv:2405.18392)."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
     if step >= config.max_steps:
         return config.min_lr
-    steps_after_warmup = config.max_steps - config.warmup_steps
     if config.schedule == "cosine":
+        steps_after_warmup = config.max_steps - config.warmup_steps
         progress = (step - config.warmup_steps) / steps_after_warmup  # from 0 to 1
-        height = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
+        coeff = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
     else:
         steps_left = config.max_steps - step
-        warmdown_steps = min(config.warmdown_steps, steps_after_warmup)
-        height = 1.0 if steps_left >= warmdown_steps else steps_left / warmdown_steps
-    return config.min_lr + height * (config.max_lr - config.min_lr)
+        coeff = min(steps_left / max(config.warmdown_steps, 1), 1.0)
+    return config.min_lr + coeff * (config.max_lr - config.min_lr)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -570,19 +587,19 @@ def get_lr(step: int, config: TrainConfig) -> float:
 def validation_loss(
     model: GPT, sequences: np.ndarray, B: int, ranks: Ranks, autocast: torch.autocast
 ) -> float:
-    """The mean cross-entropy of sequences (N, T + 1), in nats per token. The ranks share them."""
+    """Return the mean loss of sequences (N, T + 1), in nats per token. Ranks share the work."""
     N = len(sequences)
     firsts = range(0, N, ranks.world_size * B)  # B sequences for each rank
-    # All losses go into one tensor. Many small ones have fragmented a CPU's memory, by gigabytes.
+    # Preallocated: a small tensor per batch fragmented the CPU heap by gigabytes.
     losses = torch.zeros(len(firsts), device=ranks.device)
     for i, first in enumerate(firsts):
         start = first + ranks.rank * B
         rows = sequences[start : start + B]
         n = len(rows)
-        if n == 0:  # This is the last round, and there are no sequences left for this rank.
+        if n == 0:  # last round: no sequences are left for this rank
             break
-        # The last batch may be smaller. Rows of zeros give it the shape for which the model was
-        # compiled, and their targets of -100 are ignored.
+        # Pad the last batch to the shape for which the model was compiled. Targets of -100 are
+        # ignored.
         tokens = torch.zeros(B, sequences.shape[1], dtype=torch.int64)
         tokens[:n] = torch.from_numpy(rows)
         targets = tokens[:, 1:].clone()
@@ -590,19 +607,19 @@ def validation_loss(
         with autocast:
             mean = model(tokens[:, :-1].to(ranks.device), targets.to(ranks.device))
         losses[i] = n * mean
-    total = sum(losses.tolist())  # the only call that waits for the GPU
+    total = sum(losses.tolist())  # the only synchronization with the GPU
     return ranks.sum(total) / N
 
 
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
-    """True at each multiple of `every`, and at the end of the run. With 0 it is never true."""
+    """Return True at each multiple of `every` and at the end of the run. Never, if it is 0."""
     return every > 0 and (step % every == 0 or step == config.max_steps)
 
 
 class Evaluations:
-    """Validation loss, HellaSwag and samples, each at its own steps and after the last one.
+    """Validation loss, HellaSwag and samples, each on its own schedule, plus once at the end.
 
-    Each evaluation prints its result, and returns it as {name in log.txt: value}."""
+    Each evaluation prints its result and returns {name in log.txt: value}."""
 
     def __init__(
         self,
@@ -619,7 +636,7 @@ class Evaluations:
         self.ranks = ranks
         self.B = B
         self.autocast = autocast
-        self.text_size = None  # bytes and characters of the validation data
+        self.text_size = None  # size of the validation text in bytes and characters
         if config.eval_every:
             T = config.seq_len
             loader = DataLoaderLite(config.data, "val", B, T, shuffle=False)
@@ -627,13 +644,13 @@ class Evaluations:
             self.sequences = loader.read(0, N)  # (N, T + 1)
             self.text_size = measure_text(self.sequences[:, 1:].ravel(), tokenizer)
         if config.hellaswag_every:
-            # The tokens of the tasks. [] if they cannot be downloaded, which prints a warning.
+            # [] with a warning if the tasks cannot be downloaded
             self.tasks = hellaswag.load_tasks(
                 config.hellaswag_data, tokenizer, model.config.block_size, ranks
             )
 
     def due(self, step: int) -> list[Callable[[int], dict[str, float]]]:
-        """Return the evaluations that are due after `step` updates, in their order."""
+        """Return the evaluations that are due after `step` updates."""
         config = self.config
         due = []
         if is_due(config.eval_every, step, config):
@@ -651,8 +668,7 @@ class Evaluations:
         print0(f"step {step:5d} validation loss {loss:.4f}, {per_character:.4f} per character")
         return {"val": loss, "bpb": self.text_size.bits_per_byte(loss)}
 
-    # The inputs below vary in length, and compiling for each length would take too long. So the
-    # model runs uncompiled there.
+    # HellaSwag and samples run eager, because every new length would trigger a recompile.
 
     def score_hellaswag(self, step: int) -> dict[str, float]:
         self.model.eval()
@@ -673,28 +689,27 @@ class Evaluations:
 # Training
 
 
-def model_config(config: TrainConfig, tokenizer: Tokenizer, weights: Path | None) -> GPTConfig:
-    """The shape of the model to train. `weights` is the folder of the model to start from, or None.
+def model_config(config: TrainConfig, tokenizer: Tokenizer, init_folder: Path | None) -> GPTConfig:
+    """Return the shape of the model to train.
 
-    The context of that model may be longer than the sequences of this run, and its vocabulary
-    larger than that of the tokenizer. Raises UserError if one of them is too small."""
+    `init_folder` contains the model to start from, if any. Its context window may exceed seq_len,
+    and its vocabulary the tokenizer's. Raises UserError if one of them is too small."""
     values = {"block_size": config.seq_len, "vocab_size": tokenizer.n_vocab}
-    if weights:
-        values = huggingface.fields_to_start_from(weights, GPTConfig, config, tokenizer)
-    # n_layer, n_head and n_embd, and any field that you add to both classes, such as dropout
+    if init_folder:
+        values = huggingface.fields_to_start_from(init_folder, GPTConfig, config, tokenizer)
+    # n_layer, n_head, n_embd, and any field that you add to both classes, e.g. dropout
     shared = [field.name for field in fields(GPTConfig) if hasattr(config, field.name)]
     values |= {name: getattr(config, name) for name in shared}
     return GPTConfig(**values)
 
 
 def choose_micro_batch(config: TrainConfig, ranks: Ranks, compiled: bool) -> tuple[int, int]:
-    """Return B and the number of micro-steps: how each rank divides its sequences of a step.
+    """Return B and the number of micro-steps of each rank.
 
-    B is --micro-batch-size. With 0 it is the largest power of two that divides the sequences, with
-    B * T at most 1,024 tokens on a CPU or MPS, and 16,384 on CUDA, or 65,536 as in Karpathy's
-    lecture if every GPU has 70 GB and the model is compiled. GPT-2 (124M) is estimated to fit.
-
-    Raises UserError if the step cannot be divided so."""
+    B is --micro-batch-size, or with 0 the largest power of two that divides a rank's sequences of a
+    step, with at most 1,024 tokens per micro-batch on CPUs and MPS, and 16,384 on CUDA. If every
+    GPU has 70 GB and the model is compiled, the limit is 65,536, as in Karpathy's lecture. GPT-2
+    (124M) is estimated to fit. Raises UserError if B does not divide the step."""
     T, device = config.seq_len, ranks.device
     tokens = 1024
     if device.type == "cuda":
@@ -710,24 +725,22 @@ def choose_micro_batch(config: TrainConfig, ranks: Ranks, compiled: bool) -> tup
         if config.resume:  # which keeps the total
             remedy = "give --micro-batch-size 0" if B > 1 else "use another number of ranks"
         raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
-    sequences = config.total_batch_size // (T * ranks.world_size)  # of a step, on each rank
+    sequences = config.total_batch_size // (T * ranks.world_size)  # per step and rank
     if config.micro_batch_size == 0:
-        largest = 1
-        while 2 * largest * T <= tokens:
-            largest *= 2
+        largest = 2 ** int(math.log2(max(tokens // T, 1)))
         B = math.gcd(sequences, largest)
     return B, sequences // B
 
 
 def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScaler) -> bool:
-    """Whether a step must leave the weights as they are, because a gradient is not finite.
+    """Return whether to skip this update because of non-finite gradients, and print it.
 
-    In float16 gradients overflow from time to time. Then the step is skipped, and the scaler lowers
-    its scale. In other precisions, and in float16 at a scale of 1, the model has diverged, and this
-    raises RunError. `norm` is the norm of all gradients."""
+    float16 gradients overflow from time to time. Then the scaler lowers its scale. In other
+    precisions, and in float16 at a scale of 1, the model has diverged, so raise RunError. `norm` is
+    the global gradient norm."""
     if math.isfinite(loss) and math.isfinite(norm):
         return False
-    problem = f"the loss is {loss} and the norm of the gradients {norm}"
+    problem = f"non-finite loss {loss} or gradient norm {norm}"
     if math.isfinite(loss) and scaler.get_scale() > 1:  # Without float16 the scale is always 1.
         print0(f"step {step:5d} skipped: {problem}")
         return True
@@ -738,21 +751,21 @@ def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScal
 
 
 def print_plan(config: TrainConfig, ranks: Ranks) -> None:
-    """Print the first lines of a run, without its weights. Raises UserError as the run would."""
-    weights = None  # the folder of the model to start from
+    """Print the first lines of a run without training it. Raises UserError as the run would."""
+    init_folder = None  # contains the model to start from
     if config.resume:
-        weights = newest_intact(Path(config.log_dir), ("config.json",))
-    if weights is None and config.init != "scratch":
-        weights = huggingface.find_model(config.init)
-    with torch.device("meta"):  # tensors without memory
-        model = GPT(model_config(config, open_tokenizer(config.data), weights))
+        init_folder = newest_intact(Path(config.log_dir), ("config.json",))
+    if init_folder is None and config.init != "scratch":
+        init_folder = huggingface.find_model(config.init)
+    with torch.device("meta"):  # allocates no memory
+        model = GPT(model_config(config, open_tokenizer(config.data), init_folder))
     precision, device_line = devices.choose_precision(
         config.dtype, ranks.device, model.num_parameters()
     )
     compiled = devices.wants_compile(config.compile, ranks.device)
     B, micro_steps = choose_micro_batch(config, ranks, compiled)
     loader = None
-    # The folder that fineweb.py would make may be missing, but not one that was named.
+    # Only the default folder may be missing, because fineweb.py has yet to make it.
     if Path(config.data).exists() or config.data != TrainConfig.data:
         T = config.seq_len
         loader = DataLoaderLite(config.data, "train", B, T, shuffle=config.shuffle)
@@ -772,24 +785,25 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     T = config.seq_len
 
     # ---- The model, with the weights of a checkpoint, or those of --init, or random ones
-    # With --resume, the newest intact checkpoint, and the dictionary that save(), below, stores in
-    # each. Without a checkpoint they are None and {}.
+    # With --resume: the newest intact checkpoint folder and the state written by save() below.
+    # Otherwise None and {}.
     checkpoint, saved = run.find_checkpoint()
     step = saved.get("step", 0)  # number of updates so far
-    weights = checkpoint  # the folder of the model to start from, or None
+    init_folder = checkpoint  # contains the model to start from, if any
     if checkpoint is None and config.init != "scratch":
-        weights = huggingface.find_model_on_ranks(config.init, ranks)
+        init_folder = huggingface.find_model_on_ranks(config.init, ranks)
     tokenizer = open_tokenizer(config.data)
     torch.manual_seed(config.seed)
-    model = GPT(model_config(config, tokenizer, weights))
+    model = GPT(model_config(config, tokenizer, init_folder))
     model.low_memory = config.low_memory
-    if weights:
-        huggingface.load_weights(model, weights, resumed=checkpoint is not None)
+    if init_folder:
+        # After a resume, a model that is no longer a GPT-2 prints a line. Otherwise it is an error.
+        huggingface.load_weights(model, init_folder, resumed=checkpoint is not None)
 
-    # ---- How to compute
-    # Weights, LayerNorm statistics and losses are in float32. Under autocast matrix products are in
-    # `dtype`: bfloat16 on GPUs that have it, float16 on older ones, and float32 elsewhere, but
-    # bfloat16 for large models on CPUs on which it is faster. A resumed run keeps that choice.
+    # ---- Precision, compilation, device
+    # Weights, LayerNorm statistics and losses are float32. Autocast runs matmuls in `dtype`:
+    # bfloat16 on GPUs that support it, float16 on older ones, and otherwise float32, except for
+    # large models on CPUs where bfloat16 is faster. A resumed run keeps the choice.
     precision, device_line = ranks.on_rank_0(
         devices.choose_precision,
         config.dtype,
@@ -799,7 +813,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     )
     dtype = devices.dtype_of(precision)  # float32 for tf32
     devices.allow_tf32(precision, device)
-    # The autocast context keeps a copy of the weights in `dtype` during a step.
+    # The cache keeps a copy of the weights in `dtype` during a step.
     autocast = torch.autocast(
         device.type,
         dtype,
@@ -810,12 +824,11 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         devices.keep_freed_memory()  # makes steps faster
     compiled = devices.wants_compile(config.compile, device)
     if compiled:
-        # Each block is compiled by itself. All blocks run the same code, so torch compiles it once.
-        # If an attribute differs between your blocks, such as a window, it compiles the code once
-        # for each value. If you copy the model, for example to average its weights, the copy runs
-        # uncompiled until you compile its blocks.
+        # Compile block by block. All blocks share their code, so torch compiles it once, or once
+        # per distinct value if blocks differ in an attribute (e.g. window size). A copy of the
+        # model, e.g. for averaged weights, runs eager until you compile its blocks.
         for block in model.h:
-            block.compile(dynamic=False)  # all batches have one shape
+            block.compile(dynamic=False)  # all batches share one shape
         model.loss = torch.compile(model.loss, dynamic=False)
     model.to(device)
     B, micro_steps = choose_micro_batch(config, ranks, compiled)
@@ -833,38 +846,39 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         device=device,
     )
     optimizers = configure_optimizers(model, config, dtype)
-    # The scaler keeps small float16 gradients from becoming 0. Otherwise it does nothing.
+    # Keeps small float16 gradients from underflowing. A no-op in other precisions.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     evaluations = Evaluations(config, model, tokenizer, ranks, B, autocast)
     peak = devices.peak_flops(device, precision)
     progress = Progress(config, model, world_size, peak)  # measures the speed
 
-    # ---- Restore the rest of the checkpoint. save(), below, stores the same things.
+    # ---- Restore the rest of the checkpoint. Keep in sync with save() below.
     if saved:
         run.check_same_shards(saved["shards"], loader.shard_sizes)
         loader.go_to(step * config.total_batch_size // T)
-        # Raises UserError if the class or the parameters of an optimizer differ.
+        # Raises UserError if an optimizer's class or parameters differ.
         load_optimizers(saved["optimizers"], optimizers, model)
         if saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
         progress.training_seconds = saved["training_seconds"]
 
     def save(step: int, required: bool) -> None:
-        """Save a checkpoint, unless this step has one. If the disk is full, print a line, or raise
-        UserError if the checkpoint is `required`. Rank 0 does the work."""
+        """Save a checkpoint unless this step already has one. Only rank 0 writes.
+
+        If the disk is full, print an error and continue, or raise UserError if `required`."""
         state = {
             "step": step,
             "precision": precision,
             "shards": loader.shard_sizes,
             "optimizers": optimizer_states(optimizers, model),
-            "scaler": scaler.state_dict(),  # {} if it is not float16
+            "scaler": scaler.state_dict(),  # {} unless float16
             "training_seconds": progress.training_seconds,
         }
         run.save_checkpoint(model, tokenizer, state, required)
 
-    # ---- So far log_dir has only been created and locked. Now run.json and code/ are written, and
-    # log.txt loses what this run will log again.
-    about = {"init": str(weights or "scratch"), "device": device_line, "dtype": precision}
+    # ---- So far log_dir has only been created and locked. begin() writes run.json and code/, and
+    # drops the lines of log.txt that this run will log again.
+    about = {"init": str(init_folder or "scratch"), "device": device_line, "dtype": precision}
     sizes = (world_size, B, micro_steps)
     run.begin(model, **about, world_size=world_size, micro_batch_size=B)
     for line in first_lines(config, model, loader, device_line, peak, *sizes):
@@ -872,26 +886,26 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     for line in more_lines(loader, optimizers):
         print0(line)
     if compiled:
-        print0("torch.compile: on, so the first step takes longer")
+        print0("torch.compile: on; the first step takes longer")
     run.print_header(checkpoint)
     warn_of_settings(config, loader)
     warn_if_not_causal(model, autocast)
 
     ddp_model = model
     if world_size > 1:
-        torch._dynamo.config.optimize_ddp = False  # or DDP would split the compiled blocks
+        torch._dynamo.config.optimize_ddp = False  # or it would split the compiled blocks
         ddp_model = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,  # gradients stay in DDP's own buffers
-            # Without it DDP regroups its buckets after the first step. That changes the order of
-            # summation, so a resumed run would round differently.
+            gradient_as_bucket_view=True,  # p.grad is a view into DDP's buckets: no second copy
+            # Otherwise DDP rebuilds its buckets after the first step. That changes the order of
+            # summation, so that a resumed run would round differently.
             find_unused_parameters=True,
         )
 
     # ---- The loop
-    # From here on Ctrl-C and SIGTERM only set a flag. The ranks sum their flags after each update
-    # and each evaluation, and stop together.
+    # From here on Ctrl-C and SIGTERM only set a flag. An all-reduce sums the flags after each
+    # update and each evaluation, so that all ranks stop together.
     with StopSignals() as signals, name_smaller_batch(B, config.low_memory):
         stop = 0.0  # the sum of the flags
         while True:
@@ -911,41 +925,40 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr * group.get("lr_scale", 1.0)
-            ranks.seed(config.seed, step)  # for dropout, if you add it
+            ranks.seed(config.seed, step)  # for dropout, if you add any
             model.train()
             loss_sum = torch.zeros((), device=device)
             for micro_step in range(micro_steps):
                 x, y = loader.next_batch()  # (B, T) each
-                # DDP averages the gradients over the ranks only in the last micro-step. Without DDP
-                # this attribute has no effect.
+                # All-reduce gradients only in the last micro-step. A no-op without DDP.
                 ddp_model.require_backward_grad_sync = micro_step == micro_steps - 1
                 with autocast:
                     micro_loss = ddp_model(x, y)
-                # The gradients of micro-steps add up, so each counts as its share of the mean.
+                # backward() sums gradients over micro-steps, so divide to get their mean.
                 scaler.scale(micro_loss / micro_steps).backward()
                 loss_sum += micro_loss.detach()
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
             # Each p.grad is now the mean over all micro-steps and ranks, the same on every rank.
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            # A single all-reduce sums the losses and the stop flags. It is the first call in a step
-            # that waits for the GPU.
+            # A single all-reduce sums the losses and the stop flags. It is the first
+            # synchronization with the GPU in a step.
             total_loss, stop = ranks.sum_all(loss_sum, signals.flag)
             loss = total_loss / (micro_steps * world_size)
             norm = norm.item()
             if not skips_update(step, loss, norm, scaler):
                 for optimizer in optimizers:
-                    optimizer.step()  # like scaler.step(), since the gradients are finite
-            scaler.update()  # after a skipped step it lowers the scale
-            # Free the gradients, so that DDP copies new ones into its buckets in each step. If they
-            # stayed there, it would round otherwise than in the first step after a resume.
+                    optimizer.step()  # scaler.step() would check again for non-finite gradients
+            scaler.update()  # lowers the scale after a skipped update
+            # Free the gradients, so that DDP copies new ones into its buckets in every step, as it
+            # does in the first one. Reused views would round differently from a resumed run.
             model.zero_grad(set_to_none=True)
             # ---- End of the update ---------------------------------------------------------------
 
-            # On a GPU the optimizer may still be running. Its time counts as part of the next step.
+            # On a GPU the optimizer may still be running. Its time is counted in the next step.
             progress.end_step(step, began)
             print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
-            # Any value that you add is logged under its name, and drawn in curves.png.
+            # Add any value here: it is logged under its name and plotted in curves.png.
             run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
             step += 1
             if is_due(config.save_every, step, config):  # before an evaluation, which may fail
@@ -958,15 +971,15 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         return exit_status(stop)
     progress.print_results(results.get("val"), evaluations.text_size)
     if config.save_every:
-        run.finish(model, step)  # draws curves.png, and prints how to sample from the model
+        run.finish(model, step)  # plots curves.png, and prints how to sample from the model
     return 0
 
 
 def main(args: list[str] | None = None) -> int:
     """Read the command line and train. Return the exit status."""
-    # GPTConfig has the settings that --init takes from its model.
+    # With --init, the fields of GPTConfig come from the loaded model's config.json.
     config = read_config(args, TrainConfig, PRESETS, MUST_NOT_CHANGE, GPTConfig)
-    # Before the process group starts: torch then keeps NCCL from NVLS, whose sums vary.
+    # Set before the process group starts, because it keeps NCCL from using NVLS, whose sums vary.
     torch.use_deterministic_algorithms(config.deterministic)
     ranks = Ranks.from_environment(config.device)
     if "RANK" in os.environ:  # started by torchrun
@@ -982,10 +995,10 @@ def main(args: list[str] | None = None) -> int:
     if config.plan:
         print_plan(config, ranks)
     else:
-        with RunFolder(config, ranks) as run:  # locks log_dir
+        with RunFolder(config, ranks) as run:  # creates and locks log_dir
             status = train(config, ranks, run)
     if dist.is_initialized():
-        dist.destroy_process_group()  # with a DDP model left, this might hang
+        dist.destroy_process_group()  # may hang while a DDP model is alive, so not in train()
     return status
 
 
