@@ -1,4 +1,4 @@
-"""What every script shares: flags of the command line, and lines on the console."""
+"""Command-line flags and console output, shared by all scripts."""
 
 import contextlib
 import io
@@ -18,18 +18,20 @@ if TYPE_CHECKING:
 
 
 def flag(field_name: str) -> str:
-    """The command-line flag for a setting: max_steps -> --max-steps."""
+    """Return the flag of a field: max_steps -> --max-steps."""
     return "--" + field_name.replace("_", "-")
 
 
 def range_problems(config: "TrainConfig", above_0: set[str]) -> list[str]:
-    """What is wrong with the numbers of a TrainConfig: negative, not a number, or far too large."""
+    """Return an error message for each number that is negative, nan or too large.
+
+    The settings named in `above_0` must not be 0 either."""
     problems = []
     for name, default in asdict(type(config)()).items():
         value = getattr(config, name)
-        # A fork may have a setting that is negative, or None.
+        # A fork may add a setting whose default is None or negative; leave that one alone.
         if isinstance(value, int | float) and isinstance(default, int | float) and default >= 0:
-            if not 0 <= value < 2**63:  # this is also true of nan
+            if not 0 <= value < 2**63:  # also catches nan
                 problems.append(f"{flag(name)} {value}: must be at least 0, below 2**63")
             elif value == 0 and name in above_0:
                 problems.append(f"{flag(name)} {value}: must be above 0")
@@ -37,7 +39,7 @@ def range_problems(config: "TrainConfig", above_0: set[str]) -> list[str]:
 
 
 def is_utf8(text: str) -> bool:
-    """False if an argument has bytes that are no text. Python reads them as lone surrogates."""
+    """Return whether an argument is valid UTF-8. Python decodes other bytes to lone surrogates."""
     with contextlib.suppress(UnicodeEncodeError):
         text.encode()
         return True
@@ -45,9 +47,9 @@ def is_utf8(text: str) -> bool:
 
 
 def restore_fields(config_class: type, stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a dataclass's fields that JSON has stored, as the types of its defaults.
+    """Return the entries of `stored`, read from JSON, that are fields of a dataclass.
 
-    JSON makes lists of tuples. Keys that are no fields are left out."""
+    JSON turns tuples into lists. Convert them back wherever the default is not a list."""
 
     def restore(value: Any, default: Any) -> Any:
         if not isinstance(value, list):
@@ -61,68 +63,69 @@ def restore_fields(config_class: type, stored: dict[str, Any]) -> dict[str, Any]
 
 
 def print_changes(
-    before: dict[str, Any], now: dict[str, Any], ignore: Collection[str] = ()
+    previous: dict[str, Any], now: dict[str, Any], ignore: Collection[str] = ()
 ) -> None:
-    """Prints a line for each setting that has another value now."""
-    for name, value in before.items():
+    """Print a line for each setting whose value changed."""
+    for name, value in previous.items():
         if name in now and now[name] != value and name not in ignore:
             print0(f"{flag(name)}: {value} -> {now[name]}")
 
 
 def parse_args(config_class: type, args: Sequence[str] | None = None, **options: Any) -> Any:
-    """Reads the command line (`args`, or sys.argv[1:]) into `config_class`.
+    """Parse the command line, `args` or sys.argv[1:], into `config_class`.
 
-    `options` go to tyro, which itself reports a wrong flag and exits with status 2."""
+    `options` are passed to tyro.cli(), which reports an invalid flag and exits with status 2."""
     import tyro
 
     rank0 = os.environ.get("RANK", "0") == "0"
-    # console_outputs=False still prints some errors
+    # Redirect stderr, because tyro prints some errors even with console_outputs=False.
     with contextlib.redirect_stderr(sys.stderr if rank0 else io.StringIO()):
         return tyro.cli(config_class, args=args, console_outputs=rank0, **options)
 
 
 def print_line(message: str) -> None:
-    """Prints on this rank. A run goes on when its terminal is closed, so errors are ignored."""
+    """Print a line on this rank. Ignore errors, so that a run survives a closed terminal."""
     with contextlib.suppress(OSError):
-        print(f"{message}\n", end="", flush=True)  # in one call: lines of several ranks may meet
+        # A single write, so that lines of several ranks do not mix
+        print(f"{message}\n", end="", flush=True)
 
 
 def print0(message: str) -> None:
-    """Prints on rank 0 only."""
+    """Print a line on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         print_line(message)
 
 
 def warn(message: str, label: str = "warning") -> None:
-    """Prints a line that begins with `label` to stderr, on rank 0 only."""
+    """Print `label: message` to stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         print_error(f"{label}: {message}")
 
 
 def note(message: str) -> None:
-    """Prints a line that begins with `note: ` to stderr, on rank 0 only."""
+    """Print `note: message` to stderr, on rank 0 only."""
     warn(message, "note")
 
 
 def progress_bar(iterable: Iterable[Any] | None, unit: str, **options: Any) -> tqdm:
-    """Return a bar of tqdm, which prints only on a terminal."""
+    """Return a tqdm progress bar, which appears only on a terminal."""
     return tqdm(iterable, unit=unit, leave=False, **{"disable": None, **options})
 
 
 def shown(value: Any) -> str:
-    """As text; a path inside the working folder is relative to it."""
+    """Return `value` as a string. Paths within the working folder become relative to it."""
     with contextlib.suppress(ValueError, TypeError):
         return str(Path(value).relative_to(Path.cwd()))
     return str(value)
 
 
 def absolute(path: str) -> str:
-    """The absolute path of a file or a folder that exists. Any other text stays as it is."""
+    """Make the path of an existing file or folder absolute. Return any other string unchanged."""
     return str(Path(path).absolute()) if path and Path(path).exists() else path
 
 
 def duration(seconds: float) -> str:
-    """A time for people: 0 min 40 s, 19 h 8 min, or 3.5 days."""
+    """Format a duration for humans: 0 min 40 s, 19 h 8 min, or 3.5 days."""
     hours, rest = divmod(round(seconds), 3600)
     if hours >= 72:
         return f"{seconds / 86_400:,.1f} days"

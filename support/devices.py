@@ -1,4 +1,4 @@
-"""Device and precision: what the machine has, how to use it, and how fast it could be."""
+"""Device, precision, and the peak FLOP/s from which MFU is computed."""
 
 import ctypes
 import functools
@@ -13,11 +13,11 @@ from support.errors_and_signals import UserError, first_line
 
 
 def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torch.device:
-    """Return the device that --device asks for, or with auto the first available one.
+    """Return the requested device, or with "auto" the first available of cuda, mps and cpu.
 
-    Raises UserError if there is no such device, or a GPU does not work."""
+    Raises UserError if there is no such device, or if the GPU does not work."""
     available = ["cpu"]
-    if torch.backends.mps.is_available() and world_size == 1:  # it has no process group
+    if torch.backends.mps.is_available() and world_size == 1:  # no process group supports MPS
         available.insert(0, "mps")
     if torch.cuda.is_available():
         available.insert(0, "cuda")
@@ -31,38 +31,41 @@ def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torc
     if local_rank >= count:
         problem = f"process {local_rank} of this machine has no GPU: it sees only {count}"
         remedy = "lower --nproc_per_node; under Slurm, replace --gpus-per-task by"
-        raise UserError(f"{problem}; {remedy} --gpus-per-node, so that each task sees all")
+        raise UserError(f"{problem}; {remedy} --gpus-per-node, so that each task sees all GPUs")
     chosen = torch.device("cuda", local_rank)
     torch.cuda.set_device(chosen)
     try:
         (torch.zeros(1, device=chosen) + 1).item()
-    except RuntimeError as error:  # such as a card for which this torch has no kernels
+    except RuntimeError as error:  # e.g. this torch has no kernels for the GPU's architecture
         problem = f"{torch.cuda.get_device_name(chosen)}: {first_line(error)} (docs/questions.md)"
         raise UserError(f"{problem}; --device cpu trains without it") from None
     return chosen
 
 
 def wants_compile(compile: str, device: torch.device) -> bool:
-    """Return whether to use torch.compile. --compile auto does on a CUDA GPU with Triton."""
-    has_triton = importlib.util.find_spec("triton") is not None  # torch has none on Windows
+    """Return whether to use torch.compile. "auto" enables it on a CUDA GPU with Triton."""
+    has_triton = importlib.util.find_spec("triton") is not None  # not installed on Windows
     return compile == "on" or (compile == "auto" and device.type == "cuda" and has_triton)
 
 
 def keep_freed_memory() -> None:
-    """Lets the process keep the memory of freed tensors for the next ones (glibc only).
+    """Make malloc reuse the memory of freed tensors instead of returning it (glibc only).
 
-    By default glibc returns large buffers to the kernel, and the next step faults them in again,
-    page by page: a third of a step of GPT-2 (124M), more than half of a small model's. The price is
-    that kept memory has gaps, into which a larger tensor doesn't fit (bench/memory)."""
+    By default glibc returns large buffers to the kernel, and the next step faults them in again
+    page by page. On a CPU that took a third of a step of GPT-2 (124M), and more than half of a
+    small model's. The price is fragmentation, because larger tensors do not fit into the gaps
+    (bench/memory)."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):  # musl lacks it
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no buffers that are mapped separately
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: don't shrink the heap
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: never mmap a buffer separately
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never shrink the heap
 
 
 def peak_memory() -> int | None:
-    """Peak bytes: of tensors on the CUDA device, otherwise of the process; None on Windows."""
-    if torch.cuda.is_initialized():  # a run on the CPU leaves a GPU alone
+    """Return the peak bytes allocated on the CUDA device, or else the process's peak RSS.
+
+    Returns None on Windows without CUDA."""
+    if torch.cuda.is_initialized():  # do not initialize CUDA for a CPU run
         return torch.cuda.max_memory_allocated()
     if os.name == "nt":
         return None
@@ -73,21 +76,22 @@ def peak_memory() -> int | None:
 
 
 def reset_peak_memory() -> None:
-    """On a CUDA device, makes peak_memory() count from here on."""
+    """Reset the peak that peak_memory() returns. No-op without CUDA."""
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
 
 
-LARGE = 50_000_000  # parameters from which a CPU may train in bfloat16
+LARGE = 50_000_000  # parameter count from which a CPU may train in bfloat16
 
 
 def choose_precision(
     dtype: str, device: torch.device, parameters: int = 0, previous: str | None = None
 ) -> tuple[str, str]:
-    """(the precision of matrix products, a line with device, precision and the reason for it)
+    """Return the matmul precision, and a line with the device, the precision and the reason.
 
-    dtype: --dtype. parameters: of the model; without them it counts as small. previous: the
-    precision so far of a run that is resumed."""
+    `dtype` is --dtype, `parameters` the model's parameter count, and `previous` the precision that
+    a resumed run used so far. Smaller models than LARGE stay in float32 on a CPU, so that losses
+    are comparable between CPUs."""
     chip = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
@@ -97,11 +101,11 @@ def choose_precision(
     if dtype != "auto":
         name, reason = dtype, "as requested"
     elif device.type == "cuda":
-        # is_bf16_supported() is also true for chips that emulate it slowly (T4, V100).
+        # Not is_bf16_supported(), which is also true for GPUs that emulate it slowly (T4, V100).
         if torch.cuda.get_device_capability(device) >= (8, 0):
             name, reason = "bfloat16", "supported by the chip"
         else:
-            name, reason = "float16", "the chip has no bfloat16; gradients are scaled"
+            name, reason = "float16", "the chip has no bfloat16; the loss is scaled"
     elif device.type == "mps":
         name, reason = "float32", "the safe choice on MPS"
     elif parameters < LARGE:
@@ -111,7 +115,7 @@ def choose_precision(
     else:
         speedup = matmul_flops(device, torch.bfloat16) / matmul_flops(device, torch.float32)
         name = "bfloat16" if speedup >= 1.3 else "float32"
-        reason = f"bfloat16 matmuls are {speedup:.2g} times as fast as float32's"
+        reason = f"bfloat16 matmuls run at {speedup:.2g}x the speed of float32"
     if name == "tf32" and not has_tf32(device):
         name, reason = "float32", "the chip has no TF32"
     if previous not in (None, name):
@@ -124,20 +128,20 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The dtype of matrix products in one of float32, tf32, bfloat16, float16."""
+    """Return the tensor dtype of a precision: float32 for tf32, otherwise the one of that name."""
     return torch.float32 if precision == "tf32" else getattr(torch, precision)
 
 
 def allow_tf32(precision: str, device: torch.device) -> None:
-    """Let a CUDA GPU use TF32 for products in float32, unless the precision is float32."""
+    """Allow TF32 for float32 matmuls on a CUDA GPU, unless the precision is float32."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
 
 
-# Dense 16-bit TFLOP/s with float32 accumulation, by torch.cuda.get_device_name without the vendor.
-# Products in TF32 have half of that. Names are exact, since variants differ (H100 NVL, H100 SXM);
-# other chips are measured. Sources: data sheets of NVIDIA (half of "with sparsity") and AMD;
-# GeForce: white papers ("FP16 Tensor TFLOPS with FP32 Accumulate").
+# Dense 16-bit TFLOP/s with float32 accumulation; TF32 runs at half of it. Keys are the exact device
+# names without the vendor, because variants differ (H100 NVL, H100 SXM). GPUs not listed here are
+# measured. Sources: NVIDIA's data sheets (half of "with sparsity") and AMD's; for GeForce, NVIDIA's
+# white papers ("FP16 Tensor TFLOPS with FP32 Accumulate").
 # fmt: off
 PEAK_TFLOPS = {
     "B200": 2250, "GH200 480GB": 990, "H200": 989, "H100 80GB HBM3": 989, "H100 NVL": 836,
@@ -152,7 +156,7 @@ PEAK_TFLOPS = {
 
 @functools.cache
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """(the FLOP/s that count as 100 % MFU in this precision, where the figure comes from)"""
+    """Return the FLOP/s that count as 100 % MFU in this precision, and the figure's source."""
     if device.type == "cuda" and precision != "float32":
         name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ").removeprefix("Tesla ")
         if name in PEAK_TFLOPS:
@@ -164,12 +168,12 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, n: int = 1024) -> float:
-    """The best FLOP/s of up to 20 products of n x n matrices within about a second.
+    """Return the best FLOP/s of up to 20 n x n matmuls, measured within about a second.
 
-    The values are random: on zeros a GPU draws less power and clocks higher."""
-    generator = torch.Generator(device).manual_seed(0)  # separate from the training RNG
+    The inputs are random, because a GPU draws less power and clocks higher on zeros."""
+    generator = torch.Generator(device).manual_seed(0)  # leave the global RNG alone
     a = torch.randn(n, n, device=device, generator=generator).to(dtype)
-    synchronize = getattr(torch, device.type).synchronize  # torch.cpu has one as well
+    synchronize = getattr(torch, device.type).synchronize  # exists for torch.cpu, too
     seconds = []
     while len(seconds) < 20 and sum(seconds) < 1:
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Errors, stop signals, and the exit status: how a process ends.
+"""How a process ends: errors, stop signals and exit status.
 
-Exit status 0 means done, 2 that the user's input was wrong, and 1 any other error. A run that was
-stopped by a signal exits with 130 or 143."""
+Exit status: 0 success, 1 error, 2 invalid user input, 130 stopped by SIGINT, 143 stopped by another
+signal."""
 
 import atexit
 import contextlib
@@ -20,30 +20,30 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Something that the user can fix. Its one line says what is wrong and how to fix it."""
+    """A mistake the user can fix. The one-line message says what is wrong and how to fix it."""
 
 
 class RunError(Exception):
-    """A run with valid input cannot go on. The message is one line."""
+    """Any other anticipated failure, such as a non-finite loss. The message is one line."""
 
 
 class LostRank(RunError):
-    """An exchange failed, probably since another rank has ended."""
+    """A collective failed, probably because another rank exited."""
 
 
 FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError)
 FILE_ERRORS += (NotADirectoryError, IsADirectoryError)
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over the quota, read-only
-# What torch says on its several devices when memory is short.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over quota, read-only
+# torch's out-of-memory messages on its various devices
 NO_MEMORY = re.compile(
     "out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC"
     "|Storage size calculation overflowed"
 )
-EXCHANGE = re.compile("NCCL|gloo")  # Both name themselves when an exchange fails.
+COLLECTIVE = re.compile("NCCL|gloo")  # Both backends name themselves in their errors.
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its type if it has none."""
+    """Return the first line of an error's message, or the name of its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -53,7 +53,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def name_smaller_batch(B: int, low_memory: bool) -> Iterator[None]:
-    """If training with micro-batches of B runs out of memory, raise a UserError with a remedy."""
+    """Turn an out-of-memory error at micro-batch size B into a UserError with a remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -67,16 +67,16 @@ def name_smaller_batch(B: int, low_memory: bool) -> Iterator[None]:
 
 
 def explain(error: Exception) -> Exception:
-    """A UserError or a RunError for what is no bug. Any other error is returned as it is."""
+    """Return a UserError or RunError for an anticipated error, and any other error unchanged."""
     of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
     if isinstance(error, FILE_ERRORS) or of_disk:
         name = f"{error.filename}: " if error.filename else ""
         remedy = "; free some space" if of_disk and error.errno != errno.EROFS else ""
         return UserError(f"{name}{error.strerror}{remedy}")
     text = str(error)
-    if isinstance(error, RuntimeError) and EXCHANGE.search(text):
-        remedy = "probably since another rank has ended: see its error, or torchrun's report"
-        return LostRank(f"an exchange between ranks failed, {remedy}. {text.strip()}")
+    if isinstance(error, RuntimeError) and COLLECTIVE.search(text):
+        remedy = "probably because another rank exited: see its error, or torchrun's report"
+        return LostRank(f"a collective operation failed, {remedy}. {text.strip()}")
     if is_out_of_memory(error):
         return UserError(
             f"out of memory ({first_line(error)}); a smaller batch or model takes less"
@@ -91,22 +91,22 @@ def is_compiler_error(error: BaseException | None) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Stop signals: a run that receives one saves and exits after the current update or evaluation.
+# Stop signals: on receiving one, a run saves and exits after the current update or evaluation.
 #
 # They are SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal closes), and SIGUSR1, which Slurm can send
-# before a time limit. A signal may reach only some of the ranks, so each has a flag, and train()
-# sums the flags of all.
+# before a time limit. A signal may reach only some of the ranks, so each rank has its own flag, and
+# train() sums the flags over all ranks.
 
 AFTER_SIGINT, AFTER_OTHERS = 1.0, 1000.0  # values of the flag
 
 
 class StopSignals:
-    """`with StopSignals() as signals:` sets signals.flag when the process receives a stop signal.
+    """A context manager that sets `flag` when the process receives a stop signal.
 
-    The flag is 0 before, then 1 if the first signal is SIGINT and 1,000 if it is another one. So
-    the sum of up to 999 flags tells the exit status. After the first SIGINT the next one is
-    Python's KeyboardInterrupt, or with several ranks, which cannot unwind alone, ends the process.
-    At the end of a single rank the previous handlers are restored."""
+    The flag is 0 until then, 1 if the first signal is SIGINT, and 1,000 if it is another one, so
+    that the sum of up to 999 flags determines the exit status. A second SIGINT raises
+    KeyboardInterrupt in a single process. With several ranks it ends the process at once, because
+    one rank cannot unwind alone. A single process restores the previous handlers on exit."""
 
     def __init__(self) -> None:
         self.flag = 0.0
@@ -114,12 +114,14 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows lacks the last two.
-            if number and signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+            number = getattr(signal, name, None)  # Windows lacks the last two
+            # Respect ignored signals, e.g. SIGHUP under nohup.
+            if number and signal.getsignal(number) != signal.SIG_IGN:
                 self.previous[number] = signal.signal(number, self.receive)
         return self
 
     def receive(self, number: int, frame: Any) -> None:
+        """Handle a signal: set the flag, and say so on rank 0."""
         if number == signal.SIGINT:
             several_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
             again = (lambda *_: os._exit(130)) if several_ranks else signal.default_int_handler
@@ -129,23 +131,25 @@ class StopSignals:
         if os.environ.get("RANK", "0") == "0":
             line = f"\n{signal.Signals(number).name}: the run will stop as soon as it can save."
             if number == signal.SIGINT:
-                line += " Another Ctrl-C ends it at once, and loses what is not saved."
-            # A print could interrupt another one. With `2>&1 | tee` Ctrl-C has ended its reader.
+                line += " Another Ctrl-C ends it at once and loses unsaved progress."
+            # os.write(), because print() is not reentrant. It may fail: under `2>&1 | tee`, Ctrl-C
+            # has already ended tee.
             with contextlib.suppress(OSError):
                 os.write(2, f"{line}\n".encode())
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
-        # Several ranks end now, and torchrun sends SIGTERM to all after the first has ended.
+        # With several ranks, keep the handlers until the process exits, because torchrun sends
+        # SIGTERM to the others once the first rank has exited.
         if os.environ.get("WORLD_SIZE", "1") == "1":
             for number, handler in self.previous.items():
                 signal.signal(number, handler)
-        if self.flag and is_compiler_error(error):  # Ctrl-C also ends torch's compiler processes.
+        if self.flag and is_compiler_error(error):  # Ctrl-C also kills torch's compiler processes
             problem = "stopped by a signal while torch was compiling"
             raise RunError(f"{problem}: --resume continues from the newest checkpoint") from None
 
 
 def exit_status(flags: float) -> int:
-    """Return that of a stopped run, by the sum of its ranks' flags: 130 after SIGINT, else 143."""
+    """Return the exit status for the sum of all ranks' flags: 130 after SIGINT, else 143."""
     return 143 if flags >= AFTER_OTHERS else 130
 
 
@@ -156,15 +160,16 @@ def exit_status(flags: float) -> int:
 def run_and_exit(main: Callable[[], int | None]) -> None:
     """Call main() and exit with its result, or print one `error: ` line and exit.
 
-    A UserError exits with status 2, a RunError with 1. Any other error keeps its traceback."""
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # `> file` is readable at once
+    A UserError exits with status 2, a RunError with 1. Any other error prints its traceback."""
+    # Line buffering makes `> file` readable while the process runs.
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
     atexit.register(flush_stdout)
     several_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         status = main() or 0
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
+    except BrokenPipeError:  # whoever reads our output closed it, e.g. `head`
         sys.exit(1)
     except Exception as raised:
         error = explain(raised)
@@ -178,19 +183,19 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
             print_error(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}")
         if several_ranks:
             report_to_torchrun(error)
-            os._exit(status)  # A normal exit would wait for collectives that never complete.
+            os._exit(status)  # a normal exit would wait for collectives that never complete
         sys.exit(status)
-    if "RANK" in os.environ:  # gloo's threads can abort the interpreter's clean-up
+    if "RANK" in os.environ:  # skip interpreter shutdown, which gloo's threads can abort
         atexit._run_exitfuncs()
         os._exit(status)
     sys.exit(status)
 
 
 def report_to_torchrun(error: Exception) -> None:
-    """Write the error into the file from which torchrun names the rank that failed first.
+    """Write the error to the file from which torchrun reports the first rank that failed.
 
-    An error of one line is written without its traceback. A lost rank is not recorded, and waits,
-    or torchrun would name it instead of the rank that has ended."""
+    One-line errors are written without a traceback. A rank that only lost another one waits and
+    writes nothing, so that torchrun blames the rank that failed first."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if isinstance(error, LostRank):
@@ -198,7 +203,7 @@ def report_to_torchrun(error: Exception) -> None:
         return
     try:
         raise error
-    except Exception:  # record_exception() writes the traceback of the error that is handled
+    except Exception:  # record_exception() formats the exception being handled
         if isinstance(error, UserError | RunError):
             error.__traceback__ = error.__cause__ = error.__context__ = None
         with contextlib.suppress(OSError):
@@ -206,14 +211,14 @@ def report_to_torchrun(error: Exception) -> None:
 
 
 def print_error(line: str) -> None:
-    """Print a line to stderr in one call, since the lines of several ranks may meet there."""
+    """Print a line to stderr in a single write, so that lines of several ranks do not mix."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
 
 def flush_stdout() -> None:
-    """At exit, drop what can't be printed, since Python would exit with status 120."""
+    """Flush stdout at exit. If that fails, drop its buffer, or Python would exit with 120."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,6 +1,4 @@
-"""The processes of a run (torchrun's ranks), and what they tell each other.
-
-Gradients are all-reduced by torch's DDP."""
+"""The ranks of a run, and their collectives. DDP all-reduces the gradients."""
 
 import os
 import shlex
@@ -20,21 +18,21 @@ from support.command_line import note, shown
 from support.devices import choose_device
 from support.errors_and_signals import UserError, first_line
 
-PATIENCE = timedelta(hours=1)  # how long a rank waits, for example for rank 0's files
+PATIENCE = timedelta(hours=1)  # timeout of collectives; ranks wait while rank 0 writes files
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place in the run, and its device. One process alone is rank 0 of 1."""
+    """This process's rank and device. Without torchrun, it is rank 0 of 1."""
 
     rank: int
     world_size: int
     device: torch.device
-    local_rank: int = 0  # among the processes of this machine
+    local_rank: int = 0  # rank among the processes of this machine
 
     @classmethod
     def from_environment(cls, device: str = "auto") -> "Ranks":
-        """Read torchrun's variables, and choose the device that --device asks for."""
+        """Read torchrun's environment variables, and choose the device. `device` is --device."""
         rank, local_rank, world_size = torchrun_ranks()
         chosen = choose_device(device, local_rank, world_size)
         gpus = torch.cuda.device_count() if chosen.type == "cuda" else 1
@@ -45,34 +43,33 @@ class Ranks:
         return cls(rank, world_size, chosen, local_rank)
 
     def gather(self, value: Any) -> list[Any]:
-        """The `value` of every rank, in rank order."""
+        """Return the `value` of every rank, in rank order."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def on_rank_0(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls function(*args) on rank 0 alone, and returns the result on every rank.
+        """Call function(*args) on rank 0 only, and return its result on every rank.
 
-        If it raises an error there, the other ranks lose their connection to rank 0, and end."""
+        If it raises, rank 0 exits, and the broadcast fails on the other ranks."""
         values = [function(*args) if self.rank == 0 else None]
         if self.world_size > 1:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def sum(self, value: float) -> float:
-        """The sum of `value` over the ranks, in rank order and float64."""
+        """Return the sum of `value` over the ranks, added in rank order in float64."""
         return sum(self.gather(value))
 
     def seed(self, seed: int, step: int) -> None:
-        """Seeds torch's random numbers for a step, differently on each rank."""
+        """Seed torch's global RNG for a step, differently on each rank."""
         (state,) = np.random.SeedSequence([seed, step, self.rank]).generate_state(1)
         torch.manual_seed(int(state))
 
     def sum_all(self, *values: Tensor | float) -> list[float]:
-        """Return the sum of each number, or scalar float32 tensor, over the ranks, by one
-        all-reduce."""
-        # Unlike a copy from the CPU, a fill does not wait for the GPU.
+        """Sum each value, a number or a scalar float32 tensor, over the ranks in one all-reduce."""
+        # Unlike a copy from the CPU, filling a tensor does not synchronize with the GPU.
         fill = partial(torch.full, (), device=self.device, dtype=torch.float32)
         sums = torch.stack([v if isinstance(v, Tensor) else fill(float(v)) for v in values])
         if self.world_size > 1:
@@ -81,7 +78,9 @@ class Ranks:
 
 
 def torchrun_ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world size) from torchrun or Slurm's script; (0, 0, 1) without."""
+    """Return (rank, local rank, world size) as set by torchrun or examples/slurm.sh.
+
+    Without either, return (0, 0, 1)."""
     if "RANK" not in os.environ:
         return 0, 0, 1
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -93,20 +92,20 @@ def torchrun_ranks() -> tuple[int, int, int]:
 
 
 def open_store(ranks: Ranks) -> dist.Store:
-    """Connect to the key-value store of torchrun's processes, for init_process_group().
+    """Connect to torchrun's key-value store, for init_process_group().
 
-    Raises UserError unless all ranks use the same kind of device."""
+    Raises UserError if this rank's device type differs from rank 0's."""
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
     except (RuntimeError, ValueError) as error:
         problem = "MASTER_PORT={MASTER_PORT}: ".format_map(os.environ) + first_line(error)
-        raise UserError(f"{problem}; set another one") from None
+        raise UserError(f"{problem}; choose another port") from None
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # torchrun (2.13) keeps one store across restarts, with the addresses of lost ranks in it.
+        # torchrun (2.13) reuses the store across restarts, with stale addresses of lost ranks.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"restart_{restart}", store)
     store.set(f"device/{ranks.rank}", ranks.device.type)
     first = store.get("device/0").decode()
     if first != ranks.device.type:
-        raise UserError(f"{ranks.device.type} here, {first} on rank 0: set --device")
+        raise UserError(f"{ranks.device.type} here, {first} on rank 0: set --device on all ranks")
     return store

@@ -1,6 +1,6 @@
-"""log.txt, with one `step stream value` a line, and run.json, with an entry for each start.
+"""The formats of log.txt (`step stream value` lines) and run.json (one entry per start).
 
-Does not import torch."""
+Importing this module does not import torch."""
 
 import contextlib
 import json
@@ -19,14 +19,14 @@ from support.files_and_locks import ROOT, write_text
 # --------------------------------------------------------------------------------------------------
 # log.txt
 
-# How values are written. A stream such as val_average is written like val. Others that are not here
-# have six significant digits.
+# Number format of each stream. One such as val_average uses the format of val. Unknown streams get
+# six significant digits.
 FORMATS = {"train": ".6f", "val": ".6f", "bpb": ".6f", "norm": ".6f", "hella": ".4f"}
 FORMATS |= {"lr": ".6e", "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f"}
 
 
 def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
-    """The streams of a run: {"train": (steps, values), "val": …}."""
+    """Return the streams of a run: {"train": (steps, values), "val": …}."""
     streams = {}
     for step, stream, value in log_lines(Path(log_dir) / "log.txt"):
         steps, values = streams.setdefault(stream, ([], []))
@@ -36,7 +36,7 @@ def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def log_lines(path: Path) -> list[tuple[int, str, str]]:
-    """The (step, stream, value) of each line. Skips malformed lines, such as one cut by a kill."""
+    """Return (step, stream, value) of each line. Skips malformed ones, e.g. cut off by a kill."""
     lines = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.split("\n")[:-1]:
@@ -48,10 +48,10 @@ def log_lines(path: Path) -> list[tuple[int, str, str]]:
 
 
 def trim_log(log_dir: Path, step: int) -> dict[str, float]:
-    """Remove what was logged after the checkpoint of `step`, and the training values of `step`.
+    """Drop what was logged after the checkpoint of `step`, and return what was logged at `step`.
 
-    Return the evaluations of that checkpoint, which stay, as {stream: value}. They precede the
-    update of `step`, whose first line is its training loss."""
+    The lines kept at `step` are the evaluations of that checkpoint, {stream: value}. They precede
+    the lines of update `step`, which begin with its training loss."""
     kept = []
     path = log_dir / "log.txt"
     for line in log_lines(path):
@@ -63,7 +63,7 @@ def trim_log(log_dir: Path, step: int) -> dict[str, float]:
 
 
 def remove_values(log_dir: Path, step: int, streams: Collection[str]) -> None:
-    """Remove the values of a step that will be logged again."""
+    """Drop the values of these streams at `step`."""
     path = log_dir / "log.txt"
     names = {valid_name(stream) for stream in streams}
     lines = log_lines(path)
@@ -77,12 +77,12 @@ def write_lines(path: Path, lines: list[tuple[int, str, str]]) -> None:
 
 
 def valid_name(stream: str) -> str:
-    """Return the name of a stream as log.txt has it, where a space would begin the value."""
+    """Replace whitespace in a stream's name, because it separates the columns of log.txt."""
     return "_".join(stream.split())
 
 
 def append_values(log_dir: Path, step: int, values: dict[str, float]) -> None:
-    """Appends a line for each stream. If the disk is full, it raises OSError and appends none."""
+    """Append one line per stream. Appends all lines or, if writing raises OSError, none."""
     lines = []
     for stream, value in values.items():
         known = stream if stream in FORMATS else stream.partition("_")[0]
@@ -92,10 +92,10 @@ def append_values(log_dir: Path, step: int, values: dict[str, float]) -> None:
     with open(log_dir / "log.txt", "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
-            while text:  # a nearly full disk takes a part
+            while text:  # on a nearly full disk, write() may be partial
                 text = text[file.write(text) :]
         except OSError:
-            file.truncate(end)  # or the next line would go on in the middle of this one
+            file.truncate(end)  # do not leave a partial line
             raise
 
 
@@ -106,7 +106,7 @@ PATHS = ("data", "hellaswag_data", "init")  # settings that may be paths
 
 
 def run_entries(log_dir: str | Path) -> list[dict[str, Any]]:
-    """The entries of run.json, oldest first; [] without one."""
+    """Return the entries of run.json, oldest first, or [] if there is no such file."""
     path = Path(log_dir) / "run.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
@@ -115,20 +115,21 @@ def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
     write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
 
 
-def new_entry(config: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """An entry about this start. config: the settings of the run."""
-    import torch  # here, since reading logs needs no torch
+def new_entry(config: dict[str, Any], **details: Any) -> dict[str, Any]:
+    """Return an entry of run.json for this start, with the settings `config` and `details`."""
+    import torch  # here, because reading logs needs no torch
 
-    versions = {"torch": torch.__version__}  # with its build, such as +cu130
+    versions = {"torch": torch.__version__}  # includes the build, e.g. +cu130
     versions |= {name: version(name) for name in ("numpy", "tiktoken", "safetensors")}
-    # Elsewhere paths in the working folder are relative, since the model card has them.
+    # The model card publishes these, so paths within the working folder are relative. "paths" below
+    # keeps the absolute ones for --resume.
     public = {k: shown(value) if isinstance(value, str) else value for k, value in config.items()}
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": [shown(word) for word in sys.argv],
         "git_commit": git_commit(),
         "versions": versions | {"python": sys.version.split()[0]},
-        **more,
+        **details,
         "config": public,
         "paths": {
             name: config[name] for name in config if name in PATHS or public[name] != config[name]
@@ -137,7 +138,7 @@ def new_entry(config: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of this clone, with a + if files have changed since. None without git."""
+    """Return the commit of this clone, with a trailing + if it is dirty, or None without git."""
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

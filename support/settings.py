@@ -1,4 +1,4 @@
-"""Where the settings of a run come from: flags, the run that is resumed, --init, and presets."""
+"""Reading and checking a run's settings: flags, the resumed run, --init and presets."""
 
 import argparse
 import sys
@@ -38,25 +38,24 @@ def read_config(
     must_not_change: tuple[str, ...],
     gpt_config_class: "type[GPTConfig]",
 ) -> "TrainConfig":
-    """Reads the settings of a run. `args` is the command line, by default that of the process.
+    """Read the settings of a run from the command line, `args` or sys.argv[1:].
 
-    TrainConfig says where a value comes from. `gpt_config_class` has the settings that --init takes
-    from its model. Prints the preset, and what differs from that model. Raises UserError with all
-    values that are wrong, or that must not change on resume."""
+    TrainConfig documents the precedence of their sources. With --init, the fields of
+    `gpt_config_class` come from the loaded model's config.json. Prints the preset, and each setting
+    that differs from that model. Raises one UserError that lists every invalid value and every
+    change that --resume rejects."""
     words = list(sys.argv[1:] if args is None else args)
-    # The command line is parsed twice. The first time is for the flags that decide the defaults
-    # with which it is parsed the second time.
+    # Parse twice: first the flags that determine the defaults, then everything with these defaults.
     default = config_class()
     first = first_flags(words, default, presets)
     run = read_run(first.log_dir) if first.resume else {}
-    of_init: dict[str, Any] = {}  # what the model of --init has of the settings
+    of_init: dict[str, Any] = {}  # settings taken from the --init model
     preset = run.get("preset", first.preset)
     if preset == "auto":
         large = holds_shards(Path(first.data)) and has_gpu(first.device)
         preset = "gpt2" if large else "shakespeare"
     values = {"preset": preset, **presets.get(preset, {})}
     if run:
-        # A setting that this script no longer has is ignored.
         values |= restore_fields(config_class, run)
         values |= {name: getattr(default, name) for name in ("log_dir", "resume", "plan")}
     elif first.init != "scratch" and not {"-h", "--help"} & {*words}:
@@ -66,10 +65,10 @@ def read_config(
         values |= of_init
     defaults = config_class(**values)
     config = parse_args(config_class, words, default=defaults)
-    if config.preset == "auto":  # if --preset auto was given
+    if config.preset == "auto":  # an explicit --preset auto
         config.preset = defaults.preset
-    # Paths that exist become absolute, so that --resume works in any folder. The defaults are
-    # changed as well, since they are compared below.
+    # Make existing paths absolute, so that --resume works from any folder. `defaults` too, because
+    # the two are compared below.
     for settings in (defaults, config):
         for name in PATHS:
             if getattr(settings, name) != "scratch":
@@ -78,10 +77,10 @@ def read_config(
     problems = find_problems(config)
     for name in must_not_change if run else ():
         was, now = getattr(defaults, name), getattr(config, name)
-        # The weights come from a checkpoint, so the folder of --init may have moved.
+        # The weights come from a checkpoint, so the --init folder may have moved.
         if was != now and not (name == "init" and Path(was).name == Path(now).name):
             problems.append(f"--resume: {flag(name)} was {was} in {first.log_dir}, is {now}")
-    # A flag cannot change the shape of a model, but may change another field.
+    # Flags may override any field of the --init model except its shape.
     problems += [
         f"{flag(name)} {getattr(config, name)}: {config.init} has {of_init[name]}"
         for name in SHAPE
@@ -97,9 +96,9 @@ def read_config(
 def first_flags(
     words: list[str], default: "TrainConfig", presets: Collection[str]
 ) -> argparse.Namespace:
-    """Return the flags that decide where the other settings come from.
+    """Parse the flags that determine the defaults of the other settings.
 
-    If one of them is wrong, return the defaults, and let tyro report it."""
+    If one is invalid, return the defaults, and leave the error message to tyro."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--preset", choices=("auto", *presets), default=default.preset)
     for name in ("data", "init", "log_dir", "device"):
@@ -112,9 +111,9 @@ def first_flags(
 
 
 def find_problems(config: "TrainConfig") -> list[str]:
-    """Describes each setting that has an impossible value."""
+    """Return an error message for each setting with an invalid value."""
     above_0 = {"total_batch_size", "seq_len", "eval_tokens", "max_lr", *SHAPE}
-    problems = range_problems(config, above_0)  # no other number may be negative
+    problems = range_problems(config, above_0)
     for name, value in asdict(config).items():
         if isinstance(value, str) and not is_utf8(value):
             problems.append(f"{flag(name)} {value!a}: not UTF-8")
@@ -123,7 +122,7 @@ def find_problems(config: "TrainConfig") -> list[str]:
     if config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.seed >= 2**32:
-        problems.append(f"--seed {config.seed}: must be below 2**32")  # for RandomState
+        problems.append(f"--seed {config.seed}: must be below 2**32")  # NumPy's RandomState
     if config.beta2 >= 1:
         problems.append(f"--beta2 {config.beta2}: must be below 1")
     if config.eval_every and config.eval_tokens < config.seq_len:
@@ -137,17 +136,17 @@ def find_problems(config: "TrainConfig") -> list[str]:
 
 
 def has_gpu(device: str) -> bool:
-    """Whether a run with this --device would use a GPU."""
+    """Return whether a run with this --device would use a GPU."""
     found = torch.cuda.is_available() or torch.backends.mps.is_available()
     return device in ("cuda", "mps") or (device == "auto" and found)
 
 
 def preset_line(config: "TrainConfig") -> str:
-    """The first line of a run: its preset, and how to train GPT-2 instead."""
+    """Return a run's first line: its preset, and how to train GPT-2 instead."""
     hint = ""
     if config.preset == "shakespeare":
         folder = type(config)().data
-        hint = f"; for GPT-2, `python fineweb.py` makes the data in {folder}/"
+        hint = f"; for GPT-2, build the data in {folder}/ with `python fineweb.py`"
         if holds_shards(Path(folder)):
             hint = f"; --preset gpt2 trains GPT-2 on {folder}/"
     return f"preset: {config.preset}{hint}"
