@@ -25,11 +25,15 @@ While train_gpt2.py trains, it calls load_tasks() and accuracy()."""
 import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.request import urlopen
+
+if __name__ == "__main__":  # read when torch is imported; train_gpt2.py says why
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 import torch.nn.functional as F

@@ -5,12 +5,16 @@ python sample.py log/step_000400 "ROMEO:" --num-samples 3
 python sample.py gpt2                                        # a hub name; asks for prompts
 """
 
+import os
 import sys
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+
+if __name__ == "__main__":  # read when torch is imported; train_gpt2.py says why
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from torch import Tensor

@@ -750,6 +750,12 @@ def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScal
     raise RunError(f"step {step}: {problem}, {remedy}")
 
 
+def steps_per_epoch(config: TrainConfig) -> float:
+    """Return the number of updates in an epoch of the data, for --epochs."""
+    loader = DataLoaderLite(config.data, "train", 1, config.seq_len, shuffle=config.shuffle)
+    return loader.sequences_per_epoch * config.seq_len / config.total_batch_size
+
+
 def print_plan(config: TrainConfig, ranks: Ranks) -> None:
     """Print the first lines of a run without training it. Raises UserError as the run would."""
     init_folder = None  # contains the model to start from
@@ -963,8 +969,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             step += 1
             if is_due(config.save_every, step, config):  # before an evaluation, which may fail
                 save(step, required=step == config.max_steps)
-        if stop and config.save_every:
-            save(step, required=True)
+        if config.save_every:
+            save(step, required=True)  # after a signal, or with --max-steps 0
 
     if stop and (due or step < config.max_steps):
         run.print_stop(step)
@@ -978,7 +984,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 def main(args: list[str] | None = None) -> int:
     """Read the command line and train. Return the exit status."""
     # With --init, the fields of GPTConfig come from the loaded model's config.json.
-    config = read_config(args, TrainConfig, PRESETS, MUST_NOT_CHANGE, GPTConfig)
+    config = read_config(args, TrainConfig, PRESETS, MUST_NOT_CHANGE, GPTConfig, steps_per_epoch)
     # Set before the process group starts, because it keeps NCCL from using NVLS, whose sums vary.
     torch.use_deterministic_algorithms(config.deterministic)
     ranks = Ranks.from_environment(config.device)

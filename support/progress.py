@@ -1,6 +1,8 @@
 """What a training run prints: its first lines, the speed of each step, its last lines."""
 
+import math
 import time
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from support import devices
-from support.command_line import duration, print0, shown, warn
+from support.command_line import duration, note, print0, shown, warn
 from support.shards import open_split
 from support.tokenizer import TextSize
 
@@ -100,22 +102,30 @@ class Progress:
         self.peak_flops = world_size * peak[0]  # what counts as 100 % MFU
         self.seconds = 0.0  # of the latest step
         self.seconds_left: float | None = None  # until the end of the run, if it is known
-        # The first step takes longer, so the others are timed from its end on.
-        self.first_step: int | None = None
-        self.first_end = 0.0
+        self.ends: deque[float] = deque(maxlen=100)  # when the latest steps ended
+        self.fastest = math.inf  # seconds of the fastest step but the first
+        self.slow_steps = 0  # in a row, or -1 once they have been reported
 
     def end_step(self, step: int, began: float) -> None:
         """Times a step that began at time.perf_counter() `began` and ends now."""
         now = time.perf_counter()
         self.seconds = now - began
         self.training_seconds += self.seconds
-        if self.first_step is None:
-            self.first_step = step
-            self.first_end = now
+        self.ends.append(now)
+        if len(self.ends) == 1:  # the first step, which takes longer
             devices.reset_peak_memory()
-        else:
-            per_step = (now - self.first_end) / (step - self.first_step)  # with evaluations
-            self.seconds_left = per_step * (self.max_steps - step - 1)
+            return
+        per_step = (now - self.ends[0]) / (len(self.ends) - 1)  # including evaluations
+        self.seconds_left = per_step * (self.max_steps - step - 1)
+        self.fastest = min(self.fastest, self.seconds)
+        if self.slow_steps >= 0:
+            self.slow_steps = self.slow_steps + 1 if self.seconds > 4 * self.fastest else 0
+            if self.slow_steps == 10:
+                note(
+                    "steps take over four times as long as the fastest one, probably because other "
+                    "programs use the device or its cores; stop them, or set OMP_NUM_THREADS lower"
+                )
+                self.slow_steps = -1
 
     @property
     def speed(self) -> dict[str, float]:

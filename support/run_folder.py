@@ -159,6 +159,9 @@ class RunFolder:
         if previous:
             previous = restore_fields(type(self.config), previous)
             print_changes(previous, config, ignore={"log_dir", "resume", "plan", "init"})
+            steps = [type(self.config)(**s).warmdown_steps for s in (previous, config)]
+            if config["schedule"] == "wsd" and steps[0] != steps[1]:
+                print0(f"the final linear decay takes {steps[1]:,} steps instead of {steps[0]:,}")
         self.print_changes_of_code()
         details |= {"step": self.first_step, "vocab_size": model.config.vocab_size}
         details |= {"init": shown(details["init"]), "script": scripts.script_name(type(model))}

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ def read_config(
     presets: dict[str, dict[str, Any]],
     must_not_change: tuple[str, ...],
     gpt_config_class: "type[GPTConfig]",
+    steps_per_epoch: "Callable[[TrainConfig], float]",
 ) -> "TrainConfig":
     """Read the settings of a run from the command line, `args` or sys.argv[1:].
 
@@ -75,6 +76,8 @@ def read_config(
                 setattr(settings, name, absolute(getattr(settings, name)))
 
     problems = find_problems(config)
+    if first.epochs is not None and first.max_steps is not None:
+        problems.append("--epochs and --max-steps: give one of them")
     for name in must_not_change if run else ():
         was, now = getattr(defaults, name), getattr(config, name)
         # The weights come from a checkpoint, so the --init folder may have moved.
@@ -88,6 +91,14 @@ def read_config(
     ]
     if problems:
         raise UserError("; ".join(problems))
+    # --epochs and --max-steps replace each other's default. --resume without them keeps max_steps.
+    if first.max_steps is not None:
+        config.epochs = 0.0
+    elif config.epochs and (first.epochs is not None or not run):
+        steps = config.epochs * steps_per_epoch(config)
+        if steps < 1:
+            raise UserError(f"--epochs {config.epochs}: {steps:.2g} of a step; use a larger number")
+        config.max_steps = int(steps)
     print0(preset_line(config))
     print_changes(of_init, asdict(config))
     return config
@@ -104,6 +115,8 @@ def first_flags(
     for name in ("data", "init", "log_dir", "device"):
         parser.add_argument(flag(name), f"--{name}", default=getattr(default, name), dest=name)
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=default.resume)
+    parser.add_argument("--epochs", type=float)
+    parser.add_argument("--max-steps", "--max_steps", type=int)
     try:
         return parser.parse_known_args(words)[0]
     except argparse.ArgumentError:
@@ -123,6 +136,8 @@ def find_problems(config: "TrainConfig") -> list[str]:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.seed >= 2**32:
         problems.append(f"--seed {config.seed}: must be below 2**32")  # NumPy's RandomState
+    if config.warmdown > 1:
+        problems.append(f"--warmdown {config.warmdown}: must be at most 1, a share of the run")
     if config.beta2 >= 1:
         problems.append(f"--beta2 {config.beta2}: must be below 1")
     if config.eval_every and config.eval_tokens < config.seq_len:

@@ -43,7 +43,7 @@ def test_the_ladder_is_a_table_of_its_rungs_and_a_picture(tmp_path, monkeypatch,
     Path("python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     row = measure("float32") | {"ms_quartiles": [1234.0, 1240.0]}
-    rungs = ["float32", "flash", "padded", "fused", "ours"]  # on a CPU
+    rungs = ["float32", "flash", "padded", "fused", "malloc", "ours"]  # on a CPU
     for i, rung in enumerate(rungs[:-1]):
         Path(f"{rung}.json").write_text(json.dumps(row | {"rung": rung, "ms": 1234.5 + i}))
     assert bench.main(["--ladder", "--json=l.json", *TINY]) == 1, "a rung failed"

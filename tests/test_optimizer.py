@@ -99,16 +99,17 @@ def test_learning_rates():
     assert lrs[-1] == pytest.approx(6e-5)
     assert lrs[(715 + 19_073) // 2] == pytest.approx(3.3e-4, rel=1e-3)
     assert all(a > b for a, b in itertools.pairwise(lrs[715:]))
-    steps = dict(max_steps=100, warmup_steps=10, warmdown_steps=40)
+    steps = dict(max_steps=100, warmup_steps=10, warmdown=0.4)
     config = replace(TrainConfig(), schedule="wsd", min_lr=0.0, **steps)
     lrs = [get_lr(step, config) for step in range(101)]
     assert lrs[9:61] == [config.max_lr] * 52 and lrs[100] == 0
     assert lrs[:10] == pytest.approx([config.max_lr * i / 10 for i in range(1, 11)])
     assert lrs[60:] == pytest.approx([config.max_lr * (100 - step) / 40 for step in range(60, 101)])
-    early = replace(config, warmdown_steps=300)  # begins right after the warm-up
+    early = replace(config, warmdown=1.0)  # begins right after the warm-up
     assert [get_lr(step, early) for step in (9, 55)] == pytest.approx([config.max_lr, lrs[80]])
-    longer = replace(config, max_steps=200)  # extends a run from before its warm-down
+    longer = replace(config, max_steps=200)  # extends a run from before its decay of 80 steps
     assert [get_lr(step, longer) for step in range(60)] == lrs[:60]
+    assert get_lr(120, longer) == config.max_lr > get_lr(121, longer)
     for schedule in ("cosine", "wsd"):  # not below min_lr, nor up again
         config = replace(TrainConfig(), schedule=schedule)
         assert {get_lr(step, config) for step in (19_073, 19_074, 30_000)} == {config.min_lr}

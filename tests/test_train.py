@@ -232,7 +232,7 @@ def test_float16_ends_a_run_whose_gradients_always_overflow(text, tmp_path, monk
 
 
 # A flag, and what it changes in a run of four steps, one of warm-up and two of warm-down.
-BASE = "--schedule wsd --warmup-steps 1 --warmdown-steps 2 --max-steps 4 --optimizer muon"
+BASE = "--schedule wsd --warmup-steps 1 --warmdown 0.5 --max-steps 4 --optimizer muon"
 BASE += " --grad-clip 2 --total-batch-size 32 --eval-tokens 32"
 CHANGES = {
     "--seed 5": "train",
@@ -248,7 +248,7 @@ CHANGES = {
     "--beta2 0.5": "train",
     "--schedule cosine": "lr",
     "--warmup-steps 2": "lr",
-    "--warmdown-steps 1": "lr",
+    "--warmdown 0.25": "lr",
     "--max-lr 4e-3": "lr",
     "--min-lr 1e-4": "lr",
     "--dtype bfloat16": "train",
@@ -279,7 +279,7 @@ def test_each_setting_acts_and_what_acts_on_training_must_not_change_on_resume(t
             acts = losses(log, stream) != losses(tmp_path / "base", stream)
         if acts != bool(stream):
             wrong.append(flags)
-        allowed = ("--max-steps", "--warmdown-steps", "--dtype", "--max-lr", "--min-lr", "--grad")
+        allowed = ("--max-steps", "--epochs", "--warmdown", "--dtype", "--max-lr", "--min-lr", "--grad")
         if stream in ("train", "lr") and not flags.startswith(allowed):
             try:
                 train(*args, tmp_path / "base", "--save-every 4 --resume", flags)
@@ -287,7 +287,7 @@ def test_each_setting_acts_and_what_acts_on_training_must_not_change_on_resume(t
             except UserError as error:
                 assert re.search(rf"{words(flags.replace('--no-', '--'))[0]}\b", str(error))
     assert not wrong
-    allowed = "--max-steps 5 --warmdown-steps 0 --max-lr 4e-3 --min-lr 0 --grad-clip 0.5"
+    allowed = "--max-steps 5 --warmdown 0 --max-lr 4e-3 --min-lr 0 --grad-clip 0.5"
     train(*args, tmp_path / "base", "--save-every 4 --resume", allowed)
     assert losses(tmp_path / "base", "lr")[4:] == [4e-3], "as after a run that diverged"
 
@@ -308,7 +308,7 @@ def defaults(flags, capsys):
 
 def test_presets_are_those_of_the_shipped_references(capsys):
     """Their losses, published or measured, are what README.md promises."""
-    rates = ("max_steps", "max_lr", "min_lr", "warmdown_steps", "grad_clip")
+    rates = ("max_steps", "max_lr", "min_lr", "grad_clip")
     names = {*train_gpt2.MUST_NOT_CHANGE, *rates, "eval_every", "eval_tokens", "save_every"}
     for preset in ("gpt2", "shakespeare"):
         shown = defaults(f"--preset {preset}", capsys)

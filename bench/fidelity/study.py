@@ -113,7 +113,9 @@ def train(peer: Path, shards: Path, tasks: Path, arm: str, seed: int) -> None:
             seeds = {"manual_seed(1337)": f"manual_seed({seed})"}
             Path(scratch, "peer.py").write_text(edited(peer / "train_gpt2.py", EDITS | seeds))
             run("peer.py")
-            model = load_peer(Path(scratch, f"log/model_{STEPS:05d}.pt"), shards, Path(scratch, "hf"))
+            model = load_peer(
+                Path(scratch, f"log/model_{STEPS:05d}.pt"), shards, Path(scratch, "hf")
+            )
         else:
             order = [] if arm == "shuffled" else ["--no-shuffle"]
             run(f"{ROOT}/train_gpt2.py", *OURS.split(), "--seed", str(seed), *order)
