@@ -1,6 +1,6 @@
 """Checkpoints: folders step_*/ with a Hugging Face model, training_state.pt and SHA256SUMS.
 
-A checkpoint appears whole or not at all, and its checksums reveal later damage."""
+A checkpoint is written atomically, and its checksums reveal later damage."""
 
 import re
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def list_checkpoints(log_dir: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first."""
+    """Return the checkpoint folders of a run, oldest first."""
     folders = [path for path in log_dir.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
     return sorted(folders, key=step_of)
 
@@ -37,9 +37,9 @@ def list_checkpoints(log_dir: Path) -> list[Path]:
 
 
 def write_checkpoint(folder: Path, save_model: Callable[[Path], str], state: dict[str, Any]) -> str:
-    """Write a checkpoint. Return what went wrong, such as a full disk, or an empty string.
+    """Write a checkpoint atomically. Return what went wrong, e.g. a full disk, or "".
 
-    save_model(folder) writes the files of the model, and returns the text of README.md."""
+    save_model(folder) writes the model's files, and returns the text of README.md."""
     try:
         with atomic_path(folder) as partial:
             card = save_model(partial)
@@ -54,8 +54,10 @@ def write_checkpoint(folder: Path, save_model: Callable[[Path], str], state: dic
 
 
 def save_training_state(state: dict[str, Any], path: Path) -> None:
-    """Like torch.save(), but a full disk raises OSError, and a state that could not be loaded again
-    raises UnpicklingError."""
+    """Save `state` with torch.save(), and check that it can be loaded again.
+
+    Raises OSError if the disk is full, and UnpicklingError if the state holds a type that
+    weights_only=True does not load."""
     try:
         with open(path, "wb") as file:
             torch.save(state, file)
@@ -64,17 +66,16 @@ def save_training_state(state: dict[str, Any], path: Path) -> None:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
-    read_training_state(path.parent, mmap=True)  # only to see if it can be read
+    read_training_state(path.parent, mmap=True)  # raises UnpicklingError
 
 
 def delete_checkpoints(
     log_dir: Path, newest: int | None, number: int, keep: set[int | None]
 ) -> None:
-    """Deletes all checkpoints up to step `newest`, except the last `number` of them and those of
-    the steps in `keep`.
+    """Delete the checkpoints up to step `newest`, except the last `number` and those in `keep`.
 
-    If `number` is 0, it deletes none. Checkpoints after `newest` are damaged, and are replaced when
-    the run reaches their steps again."""
+    `keep` contains steps. number=0 keeps all. Checkpoints after `newest` are left alone: they are
+    damaged, and the run overwrites them when it reaches their steps again."""
     if number == 0 or newest is None:
         return
     steps = [step for step in map(step_of, list_checkpoints(log_dir)) if step <= newest]
@@ -91,10 +92,10 @@ def delete_checkpoints(
 
 
 def newest_intact(log_dir: Path, suffixes: tuple[str, ...] = ("",)) -> Path | None:
-    """The newest checkpoint that is not damaged. None if the folder has no checkpoints.
+    """Return the newest intact checkpoint, or None if the folder holds no checkpoints.
 
-    Only files whose names end with one of `suffixes` are checked. Raises UserError if there are
-    checkpoints, and all of them are damaged."""
+    Only files whose names end with one of `suffixes` are verified. Raises UserError if all
+    checkpoints are damaged."""
     checkpoints = list_checkpoints(log_dir)
     for checkpoint in reversed(checkpoints):
         try:
@@ -109,7 +110,7 @@ def newest_intact(log_dir: Path, suffixes: tuple[str, ...] = ("",)) -> Path | No
 
 
 def verify_checksums(folder: Path, suffixes: tuple[str, ...]) -> None:
-    """Raises UserError if a file has changed since the checkpoint was written, or is missing."""
+    """Raise UserError if a file of a checkpoint is missing or does not match its checksum."""
     try:
         lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
         sums = {}
@@ -121,27 +122,27 @@ def verify_checksums(folder: Path, suffixes: tuple[str, ...]) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: incomplete checkpoint ({first_line(error)})") from None
     required = {name for name in REQUIRED if name.endswith(suffixes)}
-    damaged += sorted(required - sums.keys())  # These are missing if SHA256SUMS is truncated.
+    damaged += sorted(required - sums.keys())  # SHA256SUMS may be truncated
     if damaged:
         raise UserError(f"{folder}: damaged checkpoint ({', '.join(damaged)})")
 
 
 def read_training_state(checkpoint: Path, mmap: bool = False) -> dict[str, Any]:
-    """The dictionary that was saved as training_state.pt. Never runs pickled code.
+    """Load training_state.pt, without running pickled code.
 
-    With mmap the tensors are only read from the disk when they are used."""
+    With `mmap`, tensors are memory-mapped, so they are read from disk only when used."""
     path = checkpoint / "training_state.pt"
     return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 # --------------------------------------------------------------------------------------------------
-# The states of the optimizers
+# Optimizer state
 
 
 def optimizer_states(
     optimizers: list[torch.optim.Optimizer], model: nn.Module
 ) -> list[dict[str, Any]]:
-    """The state of each optimizer, its class, and the names of its parameters in their order."""
+    """Return the class, parameter names (in order) and state_dict of each optimizer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [
         {
@@ -156,18 +157,18 @@ def optimizer_states(
 def load_optimizers(
     saved: list[dict[str, Any]], optimizers: list[torch.optim.Optimizer], model: nn.Module
 ) -> None:
-    """Loads moments into optimizers. `saved` is what optimizer_states() has returned.
+    """Load the moments in `saved`, the result of optimizer_states(), into optimizers.
 
-    Options, such as betas and weight decay, are not loaded. Raises UserError if these optimizers
-    have other classes or other parameters than the saved ones."""
+    Options such as betas and weight decay keep their current values. Raises UserError if a class or
+    the parameters of an optimizer differ from the saved ones."""
     current = optimizer_states(optimizers, model)
-    kinds = [(state["class"], state["parameters"]) for state in current]
-    if kinds != [(state["class"], state["parameters"]) for state in saved]:
-        problem = "the checkpoint has other optimizers, or other parameters in them"
+    layout = [(state["class"], state["parameters"]) for state in current]
+    if layout != [(state["class"], state["parameters"]) for state in saved]:
+        problem = "the checkpoint's optimizers or their parameters differ from this script's"
         remedy = "to start a new run from its weights, use --init with the checkpoint's folder"
         raise UserError(f"--resume: {problem}; {remedy}")
     for optimizer, new, old in zip(optimizers, current, saved, strict=True):
-        # In a state_dict, "state" has the moments, and "param_groups" the options.
+        # In a state_dict, "state" holds the moments and "param_groups" the options.
         moments = old["state"]["state"]
         options = new["state"]["param_groups"]
         optimizer.load_state_dict({"state": moments, "param_groups": options})

@@ -1,8 +1,8 @@
-"""Is a model still a GPT-2? What a changed copy of train_gpt2.py trains is called a fork.
+"""Is a model still a GPT-2? A fork is a changed copy of train_gpt2.py.
 
-A model that computes something else than GPT-2 must not pass for one, or other programs would run
-another model than was trained. So GPT-2, as a function of the model's own weights, is compared with
-the model: when a run starts, at each checkpoint, and when weights are loaded."""
+A fork's model that computes something else must not pass for a GPT-2, because other programs would
+then silently compute the wrong function. So when a run starts, at each checkpoint, and when weights
+are loaded, compare the model's logits with those of a reference GPT-2 with the same weights."""
 
 from typing import TYPE_CHECKING
 
@@ -16,16 +16,16 @@ from support.tokenizer import VOCAB_SIZE
 if TYPE_CHECKING:
     from train_gpt2 import GPT, GPTConfig
 
-# The largest difference that is rounding, as a share of the largest logit. At 3 to 124 million
-# parameters, attention written out by hand changed at most 2.9e-6. With some weights a real change
-# is as small, and then GPT-2 computes the same to this precision: the exact GELU in the first steps
-# of a small model (2e-6; 1e-5 before and 6e-5 after training), a soft cap before training, and the
-# epsilon of a late LayerNorm after it.
+# Differences up to this count as rounding, as a fraction of the largest logit. At 3 to 124 million
+# parameters, hand-written attention differed by at most 2.9e-6. With some weights a real change
+# stays below it and passes, because GPT-2 then computes the same to this precision. Examples are
+# the exact GELU in the first steps of a small model (2e-6; 1e-5 before and 6e-5 after training), a
+# soft cap before training, and the epsilon of a late LayerNorm after training.
 TOLERANCE = 5e-6
 
 
 def gpt2_shapes(config: "GPTConfig") -> dict[str, tuple[int, ...]]:
-    """The shapes of a GPT-2's tensors by their names."""
+    """Return {name: shape} of a GPT-2's tensors."""
     C = config.n_embd
     shapes = {"wte.weight": (config.vocab_size, C), "wpe.weight": (config.block_size, C)}
     linear = {"attn.c_attn": (3 * C, C), "attn.c_proj": (C, C)}
@@ -39,7 +39,7 @@ def gpt2_shapes(config: "GPTConfig") -> dict[str, tuple[int, ...]]:
 
 
 def verdict(why_not: str) -> str:
-    """The line with which a run says whether its model is a GPT-2, by why_not_gpt2()."""
+    """Return the console line for the result of why_not_gpt2()."""
     if why_not:
         return f"not a GPT-2: {why_not}"
     return "a GPT-2: Hugging Face can load it (changes that act only in training are not checked)"
@@ -49,8 +49,8 @@ def verdict(why_not: str) -> str:
 def why_not_gpt2(model: "GPT") -> str:
     """Return why a model is not a GPT-2, or "" if GPT-2 computes the same logits with its weights.
 
-    Both compute a sequence of the whole context and a short one in float32, uncompiled, in eval
-    mode. Changes that act only in training are not seen. Buffers and random states are restored."""
+    Compares a sequence of full context length and a short one in eager float32, in eval mode, so
+    changes that act only in training go unnoticed. Restores buffers and RNG states."""
     config, w = model.config, model.state_dict()
     if {name: tuple(tensor.shape) for name, tensor in w.items()} != gpt2_shapes(config):
         return "its tensors are not those of a GPT-2"
@@ -81,27 +81,27 @@ def why_not_gpt2(model: "GPT") -> str:
         torch.set_float32_matmul_precision(precision)
         for module, training in modes:
             module.training = training
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        for buffer, saved in buffers:
+            buffer.copy_(saved)
     return ""
 
 
 @torch.no_grad()
 def warn_if_not_causal(model: "GPT", autocast: torch.autocast) -> None:
-    """Warns if the logits of a token depend on tokens after it. Then all losses are too good."""
+    """Warn if the logits of a token depend on later tokens, which makes all losses too low."""
     with torch.compiler.set_stance("force_eager"), autocast:
         T = min(model.config.block_size, 64)
         device = next(model.parameters()).device
         idx = torch.arange(T, device=device)[None] % model.config.vocab_size
         other = idx.clone()
-        other[0, -1] = (idx[0, -1] + 1) % model.config.vocab_size  # only the last one differs
+        other[0, -1] = (idx[0, -1] + 1) % model.config.vocab_size  # change only the last token
         training = model.training
         model.eval()
-        logits, others = model(idx), model(other)
+        logits, other_logits = model(idx), model(other)
         model.train(training)
-    if not isinstance(logits, Tensor):  # a changed model may return more than logits
+    if not isinstance(logits, Tensor):  # a fork may return more than logits
         return
-    change = (others[0, :-1].float() - logits[0, :-1].float()).abs().max()
+    change = (other_logits[0, :-1].float() - logits[0, :-1].float()).abs().max()
     if change > 1e-6 * logits[0, :-1].abs().max():
-        problem = "the predictions depend on the tokens that they predict"
-        warn(f"{problem}, so all losses are too good: does attention see later tokens?")
+        problem = "the model is not causal: its predictions depend on later tokens"
+        warn(f"{problem}, so all losses are too low; check the attention mask")

@@ -1,8 +1,8 @@
-"""Reads and writes models in the format of Hugging Face.
+"""Loading and saving models in Hugging Face's format.
 
-If a model no longer computes what GPT-2 computes, other programs must not load it as a GPT-2. Then
-the model_type in its config.json is FORK_TYPE, and only the script that trained it can load it.
-forks.py finds out what a model computes."""
+Other programs must not load a model as a GPT-2 if it computes something else. Its config.json then
+says FORK_TYPE as model_type, so that only the script that trained it can load it. forks.py decides
+whether a model is a GPT-2."""
 
 import json
 import shlex
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from train_gpt2 import GPT, GPTConfig, TrainConfig
 
 FORK_TYPE = "gpt2-repro-fork"
-# Hugging Face's name for a field of GPTConfig. The other fields have the same name there.
-THEIR_NAMES = {"block_size": "n_positions"}
-# These settings change what Hugging Face's GPT-2 computes. Our GPT computes this variant.
+THEIR_NAMES = {"block_size": "n_positions"}  # GPTConfig fields named differently by Hugging Face
+# Settings that change what Hugging Face's GPT-2 computes, with the values that our GPT implements
 GPT2_SETTINGS = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -36,17 +35,17 @@ GPT2_SETTINGS = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
-# What to do with a model of another architecture.
+# What to do with a model of another architecture
 OTHERS = "transformers loads it, and `lm_eval --model hf --model_args pretrained=NAME --tasks "
 OTHERS += "hellaswag` evaluates it (docs/evaluation.md)"
 
 # Hugging Face's GPT-2 stores these weights as (in, out), while nn.Linear stores (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-PREFIX = "transformer."  # of the names of all tensors in model.safetensors
+PREFIX = "transformer."  # prefix of every tensor name in model.safetensors
 
 
 def change_layout(name: str, tensor: Tensor) -> Tensor:
-    """A tensor in Hugging Face's layout from one in ours, or the other way round."""
+    """Convert a tensor from Hugging Face's layout to ours, or vice versa."""
     return tensor.mT if name.endswith(TRANSPOSED) and tensor.dim() >= 2 else tensor
 
 
@@ -55,7 +54,7 @@ def change_layout(name: str, tensor: Tensor) -> Tensor:
 
 
 def save_model(model: "GPT", folder: str | Path, tokenizer: Tokenizer | None) -> None:
-    """Write a model's folder: config.json, model.safetensors and the files of the tokenizer."""
+    """Write config.json, model.safetensors and the tokenizer's files, if any, to a folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     is_gpt2 = not forks.why_not_gpt2(model)
@@ -68,29 +67,27 @@ def save_model(model: "GPT", folder: str | Path, tokenizer: Tokenizer | None) ->
         config[THEIR_NAMES.get(name, name)] = value
     if is_gpt2:
         config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # no dropout
-        # transformers has these as defaults, but other programs, such as llama.cpp, need them.
+        # transformers has these as defaults, but other programs, e.g. llama.cpp, need them.
         config |= GPT2_SETTINGS | {"n_ctx": model.config.block_size}
-    if script := scripts.script_of(type(model)):  # a class in a notebook has none
+    if script := scripts.script_of(type(model)):  # None in a notebook
         config["script"] = script.name
     if tokenizer is not None:
         config |= {"bos_token_id": tokenizer.eot_token, "eos_token_id": tokenizer.eot_token}
         write_tokenizer(tokenizer, folder, model.config.block_size)
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    # safetensors refuses tensors that share memory, so each is copied.
+    # safetensors rejects tensors that share memory, so copy each.
     tensors = {}
     for name, tensor in model.state_dict().items():
         copy = change_layout(name, tensor.cpu()).clone(memory_format=torch.contiguous_format)
         tensors[PREFIX + name] = copy
     with atomic_path(folder / "model.safetensors") as partial:
         safetensors.torch.save_file(tensors, partial, metadata={"format": "pt"})
-        # safetensors makes a file that only its owner can read.
+        # safetensors creates a file that only its owner can read.
         partial.chmod((folder / "config.json").stat().st_mode)
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
-    """Writes the files of a tokenizer as transformers reads them.
-
-    transformers could write them as well, but takes seconds to import."""
+    """Write a tokenizer's files in transformers' format, without importing it, which is slow."""
     for name, text in tokenizer.files.items():
         write_text(folder / name, text)
     config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size}
@@ -110,11 +107,12 @@ the continuation together may have up to {context:,} tokens.
 
 
 def model_card(folder: Path, entries: list[dict[str, Any]], step: int) -> str:
-    """Return the README.md of a checkpoint, in the format of the Hub. `folder` is that of the
-    model, and `entries` are those of run.json."""
+    """Return the README.md of the checkpoint in a folder, as a model card of the Hub.
+
+    `entries` are those of run.json."""
     this_start = entries[-1]
     config = this_start["config"]
-    # The command of the first start has the flags. That of a resumed run may be only `--resume`.
+    # Quote the first start, because the command of a resumed run may be only `--resume`.
     command = entries[0]["command"]
     model = read_json(folder)
     is_gpt2 = model["model_type"] == "gpt2"
@@ -139,7 +137,7 @@ def model_card(folder: Path, entries: list[dict[str, Any]], step: int) -> str:
 def load_model(
     model_class: "type[GPT]", config_class: "type[GPTConfig]", name: str | Path
 ) -> "GPT":
-    """The model of a name or a folder (see find_model), in evaluation mode."""
+    """Load the model that `name` denotes (see find_model), in eval mode."""
     folder = find_model(name)
     model = model_class(config_class(**read_fields(folder, config_class)))
     load_weights(model, folder)
@@ -147,11 +145,11 @@ def load_model(
 
 
 def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
-    """Load the weights in a model's folder. Raises UserError if they do not fit.
+    """Load the weights in a folder into `model`. Raises UserError if names or shapes differ.
 
-    With these weights, either the folder and `model` are both GPT-2s, or neither is. If only the
-    folder's is not, this raises UserError, and if only `model` is not, it warns. A run that is
-    `resumed` continues in both cases, and prints a line."""
+    The folder's model and `model` must both be GPT-2s, or neither. If only `model` is a GPT-2, this
+    raises UserError, or warns if the run is `resumed`. If only the folder's model is one, it
+    warns."""
     tensors = {
         name.removeprefix(PREFIX): change_layout(name, tensor)
         for name, tensor in read_tensors(folder).items()
@@ -160,7 +158,7 @@ def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     script = scripts.script_name(type(model))
     remedy = "it needs the code that trained it"
-    if theirs := read_json(folder).get("script"):  # a class in a notebook has none
+    if theirs := read_json(folder).get("script"):  # absent if saved in a notebook
         code = shlex.quote(f"{shown(folder)}/{theirs}")
         remedy += f"; sample.py and hellaswag.py take --code {code}"
     if shapes != expected:
@@ -173,23 +171,22 @@ def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
     model.load_state_dict(tensors)
     difference = forks.why_not_gpt2(model)
     if is_gpt2(folder) and difference:
-        warn(f"{folder}: a GPT-2's weights, and {script} computes something else ({difference})")
+        warn(f"{folder}: a GPT-2's weights, but {script} computes something else ({difference})")
     elif not is_gpt2(folder) and not difference:
-        problem = f"{folder}: not a GPT-2, and {script} computes one"
+        problem = f"{folder}: not a GPT-2, but {script} computes one"
         if not resumed:
             raise UserError(f"{problem}; {remedy}")
         warn(problem)
 
 
-MODEL_FILES = (".json", ".txt", ".safetensors")  # the endings of what is read of a checkpoint
+MODEL_FILES = (".json", ".txt", ".safetensors")  # suffixes of a model's files in a checkpoint
 
 
 def find_model(name: str | Path, only_config: bool = False) -> Path:
-    """The folder of a model.
+    """Return the folder of a model.
 
-    `name` is this folder itself, or the log folder of a run, whose newest intact checkpoint is
-    taken, or a model of the Hub, which is downloaded once. With `only_config` only its config.json
-    is downloaded or checked."""
+    `name` is a model folder, a run's log folder (for its newest intact checkpoint), or a name on
+    the Hub (downloaded once). With `only_config`, only config.json is downloaded or verified."""
     folder = Path(name)
     if not folder.exists():
         folder = download(str(name), only_config)
@@ -202,17 +199,19 @@ def find_model(name: str | Path, only_config: bool = False) -> Path:
 
 
 def find_model_on_ranks(name: str, ranks: Ranks) -> Path:
-    """The same for all ranks. Rank 0 checks a local folder, and each rank downloads from the Hub,
-    since it may be on another machine."""
+    """Call find_model() on several ranks, with the same result.
+
+    Rank 0 alone verifies a local folder. Every rank downloads from the Hub, because each may run on
+    a different machine."""
     return ranks.on_rank_0(find_model, name) if Path(name).exists() else find_model(name)
 
 
 def download(name: str, only_config: bool) -> Path:
-    """Downloads a model of the Hub, as safetensors if it has any, and returns its folder."""
+    """Download a model from the Hub, preferring safetensors, and return its folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # It would log every retry.
+    logging.set_verbosity_error()  # do not log every retry
     try:
         patterns = ["*.json", "*.txt", "*.model", "*.safetensors"]
         if only_config:
@@ -221,13 +220,13 @@ def download(name: str, only_config: bool) -> Path:
         if not only_config and not list(folder.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=["*.bin"])
         return folder
-    except Exception as error:  # from the Hub, HTTP or a socket: no common base
+    except Exception as error:  # errors of the Hub, HTTP and sockets share no base class
         problem = f"neither a folder nor found on the Hub ({first_line(error)})"
         raise UserError(f"{name}: {problem}; offline, give a folder with the model") from None
 
 
 def read_json(folder: Path) -> dict[str, Any]:
-    """The config.json of any model."""
+    """Return the config.json of any model."""
     try:
         return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -235,23 +234,23 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def read_fields(folder: Path, config_class: "type[GPTConfig]") -> dict[str, Any]:
-    """{field: value} of a GPTConfig, as the config.json of a model has them.
+    """Return the fields of a GPTConfig that a model's config.json contains.
 
-    A changed class may have a field that the model does not know."""
+    A field that a fork added may be missing there."""
     raw = read_gpt2_json(folder)
     ours = {theirs: name for name, theirs in THEIR_NAMES.items()}
     return restore_fields(config_class, {ours.get(key, key): raw[key] for key in raw})
 
 
 def is_ours(folder: Path) -> bool:
-    """True if this project wrote the model in a folder, and no other program has saved it since."""
+    """Return whether this project wrote the model, and transformers has not saved it since."""
     raw = read_json(folder)
     saved_here = raw.get("model_type") == FORK_TYPE or "script" in raw
     return saved_here and "transformers_version" not in raw
 
 
 def read_gpt2_json(folder: Path) -> dict[str, Any]:
-    """The config.json of a GPT-2 or of a fork's model. Raises UserError if it is another model."""
+    """Return the config.json of a GPT-2 or a fork's model. Raises UserError for any other model."""
     raw = read_json(folder)
     if raw.get("model_type") not in ("gpt2", FORK_TYPE):
         raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}; {OTHERS}")
@@ -264,7 +263,7 @@ def is_gpt2(folder: Path) -> bool:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the model in a folder, by Hugging Face's names."""
+    """Return the tensors of the model in a folder, with Hugging Face's names and layout."""
     path = folder / "model.safetensors"
     if is_ours(folder):
         if not path.exists():
@@ -273,11 +272,11 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             return safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
             raise UserError(f"{path}: damaged ({first_line(error)})") from None
-    # There are several formats of GPT-2 weights. transformers reads all of them.
+    # GPT-2 weights come in several formats, and transformers reads them all.
     theirs = load_by_transformers(folder)
     others = [key for key, value in GPT2_SETTINGS.items() if getattr(theirs.config, key) != value]
     tensors = theirs.state_dict()
-    head = tensors.pop("lm_head.weight")  # which must be the same as wte
+    head = tensors.pop("lm_head.weight")  # must be tied to wte
     if not torch.equal(head, tensors[f"{PREFIX}wte.weight"]):
         others.append("tie_word_embeddings")
     if others:
@@ -287,10 +286,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
-    """The tokenizer of the model in a folder. If the folder has none, it is GPT-2's."""
+    """Return the tokenizer of the model in a folder, by default GPT-2's."""
     tokenizer = get_tokenizer(folder)
     size = read_gpt2_json(folder)["vocab_size"]
-    if tokenizer.n_vocab > size:  # A model may have more logits than there are tokens.
+    if tokenizer.n_vocab > size:  # the reverse is fine: a padded vocabulary
         problem = f"the model has {size} tokens, but its tokenizer has {tokenizer.n_vocab}"
         raise UserError(f"{folder}: {problem}; restore its vocab.json and merges.txt")
     return tokenizer
@@ -299,9 +298,10 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 def fields_to_start_from(
     folder: Path, config_class: "type[GPTConfig]", config: "TrainConfig", tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """{field: value} of the GPTConfig of the model in a folder, from which a run starts.
+    """Return the fields of GPTConfig for a run that starts from the model in a folder.
 
-    Raises UserError if its tokenizer is not that of the data, or its context too short."""
+    Raises UserError if the model's tokenizer differs from the data's, or if its context is shorter
+    than --seq-len."""
     theirs = tokenizer_of(folder)
     if theirs != tokenizer:
         problem = f"its {theirs.n_vocab} tokens are not the {tokenizer.n_vocab} of {config.data}"
@@ -310,12 +310,12 @@ def fields_to_start_from(
     values = read_fields(folder, config_class)
     if config.seq_len > values["block_size"]:
         context = values["block_size"]
-        raise UserError(f"--seq-len {config.seq_len}: the context of {folder} is {context}")
+        raise UserError(f"--seq-len {config.seq_len}: the context window of {folder} is {context}")
     return values
 
 
 def load_by_transformers(folder: Path) -> Any:
-    """A causal language model in float32, by transformers."""
+    """Load a causal language model in float32 with transformers."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -324,9 +324,9 @@ def load_by_transformers(folder: Path) -> Any:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
-    except Exception as error:  # from transformers, safetensors: no common base
+    except Exception as error:  # errors of transformers and safetensors share no base class
         raise UserError(f"{folder}: cannot be loaded ({first_line(error)})") from None
     missing = [*found["missing_keys"], *found["mismatched_keys"]]
-    if missing:  # transformers would use random weights instead
+    if missing:  # transformers would silently initialize these at random
         raise UserError(f"{folder}: its files lack weights ({missing[0]})")
     return model.eval()

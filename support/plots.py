@@ -1,4 +1,4 @@
-"""Plots of logged runs: `log/curves.png`, which a run keeps up to date; used by play.ipynb."""
+"""Plots of logged runs: log/curves.png, which a run keeps up to date, and those of play.ipynb."""
 
 import math
 import re
@@ -30,33 +30,33 @@ BASELINES = {
     },
 }
 
-NOT_DRAWN = ("bpb", "mfu", "ms")  # other units of a stream that is drawn
+NOT_DRAWN = ("bpb", "mfu", "ms")  # the same curves as val and tok_per_sec, in other units
 
-BUILD_NANOGPTS = 524_288  # tokens per step of build-nanogpt
+BUILD_NANOGPTS = 524_288  # build-nanogpt's tokens per step
 
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # stream -> (tokens or hours, values)
 
 
 def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
-    """The streams of a log folder over `x`: tokens seen, or hours of training."""
+    """Return the streams of a log folder over `x`, "tokens" seen or "hours" of training."""
     streams = read_log(folder)
     if not streams:
-        raise UserError(f"{folder}: no log.txt with values: not the log of a run")
-    entries = run_entries(folder)  # none in a folder of build-nanogpt
+        raise UserError(f"{folder}: no log.txt with values; name the log folder of a run")
+    entries = run_entries(folder)  # build-nanogpt writes no run.json
     tokens_per_step = entries[-1]["config"]["total_batch_size"] if entries else BUILD_NANOGPTS
     timed_steps, milliseconds = streams.get("ms", ([], []))
-    hours = np.append(0.0, np.cumsum(milliseconds) / 3.6e6)  # after each timed step
+    elapsed = np.append(0.0, np.cumsum(milliseconds) / 3.6e6)  # hours after 0, 1, … timed steps
     curves = {}
     for name, (steps, values) in streams.items():
         tokens = np.array(steps) * tokens_per_step
-        before = hours[np.searchsorted(timed_steps, steps)]  # hours before each step
-        curves[name] = (before if x == "hours" else tokens, np.array(values))
+        hours = elapsed[np.searchsorted(timed_steps, steps)]  # at the start of each step
+        curves[name] = (hours if x == "hours" else tokens, np.array(values))
     return curves
 
 
 def run_name(folder: str | Path) -> str:
-    """A log folder and the other flags of its starts, such as "log_2 --n-embd 32"."""
-    flags = {}  # in the order of the starts, each once
+    """Return a log folder with the remaining flags of its starts, e.g. "log_2 --n-embd 32"."""
+    flags = {}  # an ordered set
     for entry in run_entries(folder):
         command = " ".join(entry.get("command", [])[1:])
         flags[" ".join(re.sub(r"--(log-dir|preset)[= ]\S+|--resume", "", command).split())] = None
@@ -66,24 +66,24 @@ def run_name(folder: str | Path) -> str:
 
 
 def on_fineweb(folder: str | Path) -> bool:
-    """True if the name of a run's data begins like that of the FineWeb-Edu shards.
+    """Return whether a run trained on FineWeb-Edu, judging by the name of its data folder.
 
-    A run of build-nanogpt, which has no run.json, has them."""
+    Without run.json it is build-nanogpt's, which does."""
     entries = run_entries(folder)
     return not entries or Path(entries[-1]["config"]["data"]).name.startswith("edu_fineweb")
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """For each value, the mean of a fortieth of all values around it."""
+    """Return the moving average, over a centered window of a fortieth of all values."""
     window = np.ones(2 * (len(values) // 80) + 1)
     counts = np.convolve(np.ones_like(values), window, "same")
     return np.convolve(values, window, "same") / counts
 
 
 def panel_of(stream: str) -> str:
-    """Return the panel of a stream: "loss" for losses, else the word with which the name begins.
+    """Return the panel of a stream: "loss" for losses, otherwise the first word of its name.
 
-    So norm_block0 and norm_block1, which a fork may log, are drawn beside norm."""
+    A fork's norm_block0 and norm_block1, for example, share the panel of norm."""
     if stream in TITLES:
         return stream
     word = re.match(r"[^_\d]*", stream)[0] or stream
@@ -91,20 +91,20 @@ def panel_of(stream: str) -> str:
 
 
 def panels_of(run: Curves) -> list[str]:
-    """Return the panels of a run: those of TITLES that have a stream, then the others."""
-    there = dict.fromkeys(panel_of(stream) for stream in run if stream not in NOT_DRAWN)
-    if "loss" in there:
-        there["late"] = None
-    known = [panel for panel in TITLES if panel in there]
-    return known + [panel for panel in there if panel not in known]
+    """Return the panels of a run, those of TITLES first."""
+    panels = dict.fromkeys(panel_of(stream) for stream in run if stream not in NOT_DRAWN)
+    if "loss" in panels:
+        panels["late"] = None
+    known = [panel for panel in TITLES if panel in panels]
+    return known + [panel for panel in panels if panel not in known]
 
 
 def draw_panel(
     axes: Any, runs: dict[str, Curves], panel: str, x: str = "tokens", fineweb: bool = False
 ) -> None:
-    """Draw the streams of a panel, of each run. With `fineweb`, show GPT-2's loss.
+    """Draw one panel with the streams of all runs. With `fineweb`, show GPT-2's loss, too.
 
-    Each of several runs has a color. The streams of a single run have one each."""
+    Colors distinguish the runs, or the streams if there is only one run."""
     from matplotlib.ticker import EngFormatter
 
     several = len(runs) > 1
@@ -112,7 +112,7 @@ def draw_panel(
         streams = [s for s in run if panel_of(s) == ("loss" if panel == "late" else panel)]
         for j, stream in enumerate(streams):
             x_values, values = run[stream]
-            if panel == "late":  # without the steep fall at the beginning
+            if panel == "late":  # drop the steep initial decrease
                 late = x_values >= x_values[-1] / 20
                 x_values, values = x_values[late], values[late]
             color = f"C{i}" if several else f"C{j}"
@@ -126,7 +126,7 @@ def draw_panel(
             axes.plot(x_values, values, style, color=color, ms=3, lw=1, label=label)
     for name, value in BASELINES.get(panel, {}).items() if panel != "late" or fineweb else ():
         axes.axhline(value, color="gray", linestyle=":")
-        position = axes.get_yaxis_transform()  # x as a fraction of the width, y in data units
+        position = axes.get_yaxis_transform()  # x in axes coordinates, y in data coordinates
         axes.text(
             0.01, value, f"{name}: {value:.5g}", transform=position, va="bottom", size="small"
         )
@@ -136,9 +136,9 @@ def draw_panel(
     if x == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if panel == "norm":
-        axes.set_yscale("log")  # some are a hundred times as large as most
+        axes.set_yscale("log")  # outliers are a hundred times larger than the rest
     elif panel == "tok_per_sec":
-        axes.set_ylim(bottom=0)  # so that a few percent look like a few percent
+        axes.set_ylim(bottom=0)  # do not exaggerate differences of a few percent
     axes.grid(alpha=0.3)
     if several and panel in ("loss", "late", "hella"):
         axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), fontsize="small")
@@ -147,7 +147,7 @@ def draw_panel(
 
 
 def save_curves(log_dir: Path) -> None:
-    """Draws log_dir/curves.png."""
+    """Draw log_dir/curves.png."""
     from matplotlib.figure import Figure
 
     curves = read_curves(log_dir)

@@ -1,4 +1,4 @@
-"""What a training run prints: its first lines, the speed of each step, its last lines."""
+"""Console output of a training run: header, progress of each step, and results."""
 
 import math
 import time
@@ -30,10 +30,10 @@ def first_lines(
     B: int,
     micro_steps: int,
 ) -> list[str]:
-    """Return the arithmetic of a run, with which it and its --plan begin.
+    """Return the header of a run or its --plan: sizes, FLOPs, memory, estimated time, data.
 
-    `loader` is that of the training data, or None if there is none yet. `peak` is the result of
-    peak_flops(). The model may be on the device "meta"."""
+    `loader` reads the training data, and is None if there is no data yet. `peak` is the result of
+    peak_flops(). The model may be on the meta device."""
     tokens = config.max_steps * config.total_batch_size
     epochs = "no data yet"
     validation = "none"
@@ -43,15 +43,15 @@ def first_lines(
         epochs = f"{tokens / available:.3f} of {available:,} training tokens, {steps:,} steps each"
         if config.eval_every:
             _, shards = open_split(Path(config.data), "val", model.config.vocab_size)
-            there = sum(map(len, shards))
-            validation = f"the first {min(config.eval_tokens, there):,} of {there:,} tokens"
-            validation += " (--eval-tokens)" if config.eval_tokens < there else ""
+            total = sum(map(len, shards))
+            validation = f"the first {min(config.eval_tokens, total):,} of {total:,} tokens"
+            validation += " (--eval-tokens)" if config.eval_tokens < total else ""
     N = model.num_parameters()
     flops = model.flops_per_token(config.seq_len)
     peak_flops, source = peak
     seconds = flops * tokens / (ASSUMED_MFU * world_size * peak_flops)
     factors = {"micro-steps": micro_steps, "ranks": world_size}
-    more = [f" x {number} {name}" for name, number in factors.items() if number > 1]
+    factors = [f" x {number} {name}" for name, number in factors.items() if number > 1]
     return [
         f"device: {device_line}",
         f"model: {N:,} parameters, {flops:,} FLOPs per token",
@@ -59,7 +59,7 @@ def first_lines(
         f"memory: {16 * N / 1e9:.2f} GB for weights, gradients and two moments, plus activations",
         f"MFU 100 %: {peak_flops / 1e12:,.3g} TFLOP/s per device ({source})",
         f"tokens: {tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
-        f"batch: {B} x {config.seq_len} tokens{''.join(more)}",
+        f"batch: {B} x {config.seq_len} tokens{''.join(factors)}",
         f"time: {duration(seconds)} for {flops * tokens:.3g} FLOPs, at {ASSUMED_MFU:.0%} MFU",
         f"data: {shown(config.data)}",
         f"epochs: {epochs}",
@@ -68,19 +68,19 @@ def first_lines(
 
 
 def warn_of_settings(config: "TrainConfig", loader: "DataLoaderLite") -> None:
-    """Warn of settings that are possible, but probably a mistake. `loader`: the training data's."""
+    """Warn about valid settings that are probably a mistake. `loader` reads the training data."""
     epochs = config.max_steps * config.total_batch_size / loader.total_tokens
     if epochs > 20:
         steps = max(round(10 * loader.total_tokens / config.total_batch_size), 1)
-        problem = f"the model reads the data {epochs:,.0f} times, and may learn it by heart"
+        problem = f"the model sees the data {epochs:,.0f} times and may memorize it"
         warn(f"{problem}; --max-steps {steps} makes 10 epochs")
     if 0 < config.max_steps <= config.warmup_steps:
-        problem = f"the run has {config.max_steps:,} steps, so the learning rate never falls"
+        problem = f"the run has {config.max_steps:,} steps, so the learning rate never decays"
         warn(f"--warmup-steps {config.warmup_steps}: {problem}")
 
 
 def more_lines(loader: "DataLoaderLite", optimizers: list[torch.optim.Optimizer]) -> list[str]:
-    """Return lines about optimizers, and shards that are not read."""
+    """Return the header lines on the optimizers, and on shards too short to be read."""
     lines = [f"optimizers: {'; '.join(map(describe_optimizer, optimizers))}"]
     short = [len(shard) for shard, n in zip(loader.shards, loader.counts, strict=True) if not n]
     if short:
@@ -90,24 +90,24 @@ def more_lines(loader: "DataLoaderLite", optimizers: list[torch.optim.Optimizer]
 
 
 class Progress:
-    """How fast a run goes: milliseconds, tokens per second, MFU, and the time that is left."""
+    """The speed of a run: milliseconds per step, tokens per second, MFU, and time left."""
 
     def __init__(
         self, config: "TrainConfig", model: "GPT", world_size: int, peak: tuple[float, str]
     ):
-        self.training_seconds = 0.0  # in updates, without evaluations and saving
+        self.training_seconds = 0.0  # spent in updates, excluding evaluations and saving
         self.tokens_per_step = config.total_batch_size
         self.max_steps = config.max_steps
         self.flops_per_token = model.flops_per_token(config.seq_len)
         self.peak_flops = world_size * peak[0]  # what counts as 100 % MFU
-        self.seconds = 0.0  # of the latest step
-        self.seconds_left: float | None = None  # until the end of the run, if it is known
+        self.seconds = 0.0  # duration of the latest step
+        self.seconds_left: float | None = None  # until the end of the run; None after one step
         self.ends: deque[float] = deque(maxlen=100)  # when the latest steps ended
         self.fastest = math.inf  # seconds of the fastest step but the first
         self.slow_steps = 0  # in a row, or -1 once they have been reported
 
     def end_step(self, step: int, began: float) -> None:
-        """Times a step that began at time.perf_counter() `began` and ends now."""
+        """Record that a step ends now. `began` is the time.perf_counter() of its start."""
         now = time.perf_counter()
         self.seconds = now - began
         self.training_seconds += self.seconds
@@ -129,15 +129,15 @@ class Progress:
 
     @property
     def speed(self) -> dict[str, float]:
-        """The latest step's tok_per_sec, mfu and ms, as log.txt has them."""
+        """tok_per_sec, mfu and ms of the latest step, as logged in log.txt."""
         rate = self.tokens_per_step / self.seconds
         mfu = rate * self.flops_per_token / self.peak_flops
         return {"tok_per_sec": rate, "mfu": mfu, "ms": 1e3 * self.seconds}
 
     def line(self, loss: float, lr: float, norm: float) -> str:
-        """The latest step as a line on the console."""
+        """Format the latest step as a console line."""
         values = self.speed
-        # An MFU above 100 % means that the peak was measured too low.
+        # An MFU above 100 % means that the measured peak is too low.
         mfu = f"{values['mfu']:.1%}" if values["mfu"] <= 1 else "–"
         line = f"loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} "
         line += f"{values['ms']:.0f} ms {values['tok_per_sec']:,.0f} tok/s mfu {mfu}"
@@ -146,8 +146,9 @@ class Progress:
         return line
 
     def print_results(self, loss: float | None, text: TextSize | None) -> None:
-        """Print the last validation loss in all units, how long the run has trained, and the
-        memory that it has taken. `text` is the size of the text that was predicted."""
+        """Print the last validation loss in all units, the training time and the peak memory.
+
+        `loss` is in nats per token, and `text` is the size of the validation text."""
         if loss is not None and text is not None:
             print0(f"\nvalidation loss: {loss:.4f} nats per token")
             print0(f"  {text.nats_per_character(loss):.4f} nats per character")
@@ -160,7 +161,7 @@ class Progress:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """How many tensors an optimizer has, with how many parameters, and which of them decay."""
+    """Return the numbers of tensors and parameters that an optimizer updates, by weight decay."""
     shares = []
     for decays, name in ((True, "decay"), (False, "do not decay")):
         groups = [g for g in optimizer.param_groups if (g.get("weight_decay", 0) > 0) == decays]

@@ -1,7 +1,7 @@
 """The logits from which GPT.generate samples, and the samples of a training run.
 
-A model that computes what GPT-2 computes reads each token once, since its keys and values are
-cached. Any other model is called on the whole context for each token."""
+A model that computes what GPT-2 computes uses a KV cache, so it reads each token only once. Any
+other model takes a forward pass over the whole context for each new token."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ from support.tokenizer import Tokenizer, encode_prompt, printable
 if TYPE_CHECKING:
     from train_gpt2 import GPT
 
-LAST = (slice(None), -1)  # an index into (B, T): the last token of each row
+LAST = (slice(None), -1)  # indexes (B, T) to select the last token of each row
 
 
 @contextlib.contextmanager
 def kv_cache_for_gpt2(model: "GPT") -> Iterator[None]:
-    """Within this context `model.generate` uses a KV cache if the model is a GPT-2.
+    """Let `model.generate` use a KV cache within this context, if the model is a GPT-2.
 
-    Whether it is one is asked once, here, for all calls of `generate` in the context."""
+    The check runs once, here, rather than in every call of `generate`."""
     model.use_kv_cache = not why_not_gpt2(model)
     try:
         yield
@@ -36,9 +36,9 @@ def kv_cache_for_gpt2(model: "GPT") -> Iterator[None]:
 
 
 class LastLogits:
-    """Called with tokens (B, T), returns the logits of the last token of each row, (B, V) float32.
+    """A callable that maps tokens (B, T) to the logits of each row's last token, (B, V) float32.
 
-    Each call must continue the one before by a single token per row."""
+    Each call must extend the tokens of the previous call by one token per row."""
 
     def __init__(self, model: "GPT"):
         self.model = model
@@ -47,11 +47,10 @@ class LastLogits:
 
     def __call__(self, idx: Tensor) -> Tensor:
         config = self.model.config
-        context = idx[:, -config.block_size :]  # the window slides over longer texts
+        context = idx[:, -config.block_size :]  # slide the context window over longer texts
         if self.cache is None:
             return self.model(context, at=LAST).float()
-        # Once the window slides, the position of every token changes, and with it all keys and
-        # values, so nothing cached is of use.
+        # Once the window slides, the positions of all tokens change, which invalidates the cache.
         slides = context.size(1) < idx.size(1)
         cache = None if slides else self.cache
         unread = context if slides else idx[:, self.cache.length :]
@@ -62,10 +61,10 @@ class LastLogits:
 def print_samples(
     model: "GPT", tokenizer: Tokenizer, prompt: str, ranks: Ranks, autocast: torch.autocast
 ) -> None:
-    """Print two continuations of a text on each rank of a training run."""
+    """Print two continuations of the prompt on each rank."""
     tokens = encode_prompt(prompt or "\n", tokenizer)
     idx = torch.tensor([tokens, tokens], device=ranks.device)
-    seeds = [42 + 2 * ranks.rank, 43 + 2 * ranks.rank]  # all samples of all ranks differ
+    seeds = [42 + 2 * ranks.rank, 43 + 2 * ranks.rank]  # distinct over all ranks
     generators = [torch.Generator(ranks.device).manual_seed(seed) for seed in seeds]
     with kv_cache_for_gpt2(model), autocast:
         idx = model.generate(idx, 64, generators=generators)

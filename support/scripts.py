@@ -1,8 +1,7 @@
-"""The code of a run: log/code/ holds the program as it was at the newest start.
+"""The code of a run: log/code/ is a copy of the program, taken at the newest start.
 
-Modules are stored under their import names, so that log/code/ can be imported. A checkpoint has a
-copy of the script that defines its model. A script in a model's folder is never run, unless
-somebody names it with --code."""
+Modules are stored under their import names, so that log/code/ is importable. A checkpoint contains
+the script that defines its model. Code in a model's folder never runs unless --code names it."""
 
 import importlib.util
 import site
@@ -26,13 +25,13 @@ SCRIPTS = ("train_gpt2.py", "fineweb.py", "hellaswag.py", "sample.py", "bench.py
 
 
 def script_of(model_class: "type[GPT]") -> Path | None:
-    """Return the file that defines a class, or None for a class of a notebook."""
+    """Return the file that defines a class, or None for a class defined in a notebook."""
     file = getattr(sys.modules.get(model_class.__module__), "__file__", None)
     return Path(file).absolute() if file else None
 
 
 def path_in_code(model_class: "type[GPT]") -> Path | None:
-    """Return the path within log/code/ of the file that defines a class, or None."""
+    """Return the path relative to log/code/ of the file that defines a class, or None."""
     script = script_of(model_class)
     return next((Path(name) for name, path in program().items() if path == script), None)
 
@@ -43,12 +42,12 @@ def script_name(model_class: "type[GPT]") -> str:
 
 
 def load_gpt_class(code: str) -> "type[GPT]":
-    """Run the file of --code, and return its class GPT."""
+    """Import the file of --code, and return its class GPT."""
     path = Path(code)
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"--code {path}: not a Python file")
-    sys.path.append(str(path.absolute().parent))  # where `python FILE` would look for its imports
-    name = f"code_{path.stem}"  # not the name of a module that is already here
+    sys.path.append(str(path.absolute().parent))  # where `python FILE` would find its imports
+    name = f"code_{path.stem}"  # do not clash with a module that is already imported
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -60,16 +59,19 @@ def load_gpt_class(code: str) -> "type[GPT]":
 
 
 def library_folders() -> list[str]:
-    """Return the folders of libraries, and that of temporary files, from which torch loads what it
-    has compiled."""
+    """Return the folders whose modules are not part of the program.
+
+    They include the folder of temporary files, from which torch loads the code it generates."""
     paths = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [*site.getsitepackages(), site.getusersitepackages(), tempfile.gettempdir()]
     return paths + [str(Path(prefix) / "lib") for prefix in (sys.prefix, sys.base_prefix)]
 
 
 def program() -> dict[str, Path]:
-    """Return {path in log/code/: file} of the project's scripts and support/, of the file that was
-    started, and of every loaded module that is in no folder of libraries."""
+    """Return {path in log/code/: file} of everything the program consists of.
+
+    That is the project's scripts and support/, the file that was started, and every imported module
+    outside library_folders()."""
     files = [ROOT / name for name in SCRIPTS]
     files += [path for path in (ROOT / "support").rglob("*") if "__pycache__" not in path.parts]
     found = {path.relative_to(ROOT).as_posix(): path for path in files if path.is_file()}
@@ -85,14 +87,14 @@ def program() -> dict[str, Path]:
             found[f"{name}/__init__.py" if is_package else f"{name}.py"] = path
     started = sys.modules["__main__"]
     path = Path(getattr(started, "__file__", None) or "")
-    # `python -m` gives the file a spec. Jupyter and pytest are started from folders of libraries.
+    # `python FILE` leaves __spec__ None. `python -m`, e.g. of pytest, sets it.
     if path.suffix == ".py" and started.__spec__ is None:
         found[path.name] = path
     return found
 
 
 def write_code(folder: Path, overwrite: bool = True) -> None:
-    """Write the program into a folder. Without `overwrite`, only add the files that are missing."""
+    """Copy the program into a folder. Without `overwrite`, only add missing files."""
     for name, path in program().items():
         copy = folder / name
         content = path.read_bytes()
@@ -104,9 +106,9 @@ def write_code(folder: Path, overwrite: bool = True) -> None:
 
 
 def changes_since(folder: Path) -> str:
-    """Return, in words, how the program differs from the one in a folder, or "".
+    """Describe how the program differs from its copy in a folder, or return "".
 
-    Modules whose import names can no longer be found are removed from the folder."""
+    Removes modules from the folder that can no longer be imported."""
     if not folder.exists():
         return ""
     now = program()
@@ -114,24 +116,24 @@ def changes_since(folder: Path) -> str:
     copies = sorted({*folder.rglob("*.py"), *(folder / name for name in now)})
     for copy in copies:
         name = copy.relative_to(folder).as_posix()
-        path = now.get(name) or find_module(name)  # which may be imported later
+        path = now.get(name) or find_module(name)  # it may just not be imported yet
         if path is None:
             gone.append(name)
             copy.unlink()
         elif copy.is_file() and copy.read_bytes() != path.read_bytes():
             changed.append(name)
     new = [name for name in now if not (folder / name).is_file()]
-    kinds = {"changed": changed, "new": new, "gone": gone}
-    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
+    changes = {"changed": changed, "new": new, "gone": gone}
+    return "; ".join(f"{change}: {', '.join(names)}" for change, names in changes.items() if names)
 
 
 def find_module(name: str) -> Path | None:
-    """Return the file from which a module in log/code/ would be imported, or None."""
+    """Return the file that importing a module of log/code/ would load now, or None."""
     parts = Path(name).with_suffix("").parts
     if parts[-1] == "__init__":
         parts = parts[:-1]
     try:
         spec = importlib.util.find_spec(".".join(parts))
-    except (ImportError, ValueError):  # its package is gone, or is no package
+    except (ImportError, ValueError):  # its package is gone, or no longer a package
         return None
     return Path(spec.origin) if spec and spec.origin else None
