@@ -19,6 +19,7 @@ from support.checkpoints import newest_intact
 from support.command_line import restore_fields, shown, warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import atomic_path, write_text
+from support.peer_checkpoints import read_peer
 from support.ranks import Ranks
 from support.tokenizer import END, Tokenizer, get_tokenizer
 
@@ -185,9 +186,11 @@ MODEL_FILES = (".json", ".txt", ".safetensors")  # suffixes of a model's files i
 def find_model(name: str | Path, only_config: bool = False) -> Path:
     """Return the folder of a model.
 
-    `name` is a model folder, a run's log folder (for its newest intact checkpoint), or a name on
-    the Hub (downloaded once). With `only_config`, only config.json is downloaded or verified."""
+    `name` is a model folder, a run's log folder (for its newest intact checkpoint), a name on the
+    Hub (downloaded once), or a .pt file of build-nanogpt or nanoGPT, which is returned itself. With `only_config`, only config.json is downloaded or verified."""
     folder = Path(name)
+    if folder.suffix == ".pt" and folder.is_file():
+        return folder
     if not folder.exists():
         folder = download(str(name), only_config)
     if (folder / "config.json").exists():
@@ -227,6 +230,9 @@ def download(name: str, only_config: bool) -> Path:
 
 def read_json(folder: Path) -> dict[str, Any]:
     """Return the config.json of any model."""
+    if folder.is_file():
+        fields, _ = read_peer(folder)
+        return {"model_type": "gpt2", **{THEIR_NAMES.get(key, key): fields[key] for key in fields}}
     try:
         return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -264,6 +270,9 @@ def is_gpt2(folder: Path) -> bool:
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of the model in a folder, with Hugging Face's names and layout."""
+    if folder.is_file():
+        _, tensors = read_peer(folder)
+        return {PREFIX + name: change_layout(name, tensor) for name, tensor in tensors.items()}
     path = folder / "model.safetensors"
     if is_ours(folder):
         if not path.exists():

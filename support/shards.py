@@ -21,6 +21,7 @@ NO_TEXT = {"README.md", "merges.txt"}  # files of a folder that are not part of 
 # The files of text that fineweb.py takes. (No .parquet.gz: .parquet is compressed inside.)
 SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
+NANOGPT = ("train.bin", "val.bin")  # nanoGPT's files: uint16 tokens without a header
 HALF_WRITTEN = re.compile(rf"\.{SHARD_NAME.pattern}\.\d+\.partial")  # as atomic_path() names it
 
 

@@ -49,7 +49,7 @@ def test_the_ladder_is_a_table_of_its_rungs_and_a_picture(tmp_path, monkeypatch,
     assert bench.main(["--ladder", "--json=l.json", *TINY]) == 1, "a rung failed"
     out = capsys.readouterr().out
     assert [row["rung"] for row in json.loads(Path("l.json").read_text())] == rungs
-    for i, line in enumerate(out.splitlines()[-6:-2]):
+    for i, line in enumerate(out.splitlines()[-7:-2]):
         assert line.startswith(f"| {rungs[i]} |") and f"{1234.5 + i:,.1f}" in line
     assert "| ours | error: ours broke |" in out and out.endswith("tf32, bf16, compile\n")
     assert Path("bench_ladder.png").stat().st_size > 5000

@@ -93,7 +93,10 @@ def test_where_ranks_do_not_divide_a_step_the_error_names_what_they_divide(tmp_p
 def test_epochs_set_the_number_of_steps(plan, text, capsys, tmp_path):
     """From an epoch of n sequences. --resume keeps the steps unless one of the two is given."""
     loader = train_gpt2.DataLoaderLite(text, "train", 1, 16)
-    flags = ("--preset shakespeare --seq-len 16 --total-batch-size 64 --eval-tokens 16 --data", text)
+    flags = (
+        "--preset shakespeare --seq-len 16 --total-batch-size 64 --eval-tokens 16 --data",
+        text,
+    )
     n = loader.sequences_per_epoch
     for epochs in (1, 2.5):
         shown = plan(*flags, "--epochs", epochs)["tokens"]
@@ -101,7 +104,10 @@ def test_epochs_set_the_number_of_steps(plan, text, capsys, tmp_path):
     for mistake in ("--epochs 0.001", "--epochs 1 --max-steps 3"):
         with pytest.raises(UserError, match="--epochs"):
             train_gpt2.main(words("--plan --device cpu", *flags, mistake))
-    run = (*flags, "--n-layer 1 --n-embd 8 --n-head 1 --eval-every 0 --sample-every 0")
+    run = (
+        *flags,
+        "--n-layer 1 --n-embd 8 --n-head 1 --warmup-steps 0 --eval-every 0 --sample-every 0",
+    )
     run = words(*run, "--device cpu --log-dir", tmp_path / "log")
     per_step = 4 / n  # of an epoch
     assert train_gpt2.main([*run, "--epochs", str(2.1 * per_step)]) == 0

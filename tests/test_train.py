@@ -279,7 +279,15 @@ def test_each_setting_acts_and_what_acts_on_training_must_not_change_on_resume(t
             acts = losses(log, stream) != losses(tmp_path / "base", stream)
         if acts != bool(stream):
             wrong.append(flags)
-        allowed = ("--max-steps", "--epochs", "--warmdown", "--dtype", "--max-lr", "--min-lr", "--grad")
+        allowed = (
+            "--max-steps",
+            "--epochs",
+            "--warmdown",
+            "--dtype",
+            "--max-lr",
+            "--min-lr",
+            "--grad",
+        )
         if stream in ("train", "lr") and not flags.startswith(allowed):
             try:
                 train(*args, tmp_path / "base", "--save-every 4 --resume", flags)
