@@ -90,7 +90,7 @@ def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
 def find_shards(data: Path, split: str) -> list[Path]:
     """Return the shards of a split in a folder and its subfolders, sorted by path.
 
-    Raises UserError if fineweb.py left a half-written shard, or a subfolder still without shards."""
+    Raises UserError if fineweb.py left a half-written shard, or a subfolder without any shard."""
     shards = []
     unfinished = []
     begun = []  # subfolders with a manifest.json, which fineweb.py writes before the first shard
