@@ -1,4 +1,4 @@
-"""Measures how fast this machine trains GPT-2, and how much memory that takes.
+"""Measure the speed and peak memory of GPT-2 training on this machine.
 
     python bench.py                          # train_gpt2.py: ms, tok/s, MFU, peak memory
     python bench.py --ladder                 # from plain float32 up to train_gpt2.py
@@ -6,10 +6,10 @@
     python bench.py -- --micro-batch-size 4  # after --: flags of train_gpt2.py
     torchrun --standalone --nproc_per_node=8 bench.py
 
-It trains on input.txt without evaluation and checkpoints: the preset gpt2 on a CUDA GPU, elsewhere
-shakespeare. Figures are medians of --steps steps after 10 steps of warm-up. The rungs below `ours`
-are a plain training loop with the same batches and optimizers. On a GPU a step of the ladder is one
-micro-batch of 16 sequences, as in Karpathy's lecture."""
+Trains on input.txt without evaluations and checkpoints, with the preset gpt2 on a CUDA GPU, and
+shakespeare elsewhere. Figures are medians of --steps steps, after 10 warm-up steps. The rungs below
+`ours` run a plain training loop with the same batches and optimizers. On a GPU, a step of the
+ladder is one micro-batch of 16 sequences, as in Karpathy's lecture."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ from support.run_files import read_log, run_entries
 from support.shards import open_tokenizer
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig, TrainConfig
 
-RUNGS = {  # each keeps the changes of those above it, except ours
+RUNGS = {  # cumulative, except ours
     "float32": "matmuls in float32",
     "tf32": "matmuls in TF32",
     "bf16": "matmuls in bfloat16",
@@ -53,26 +53,26 @@ RUNGS = {  # each keeps the changes of those above it, except ours
     "flash": "fused attention",
     "padded": "vocabulary of 50,304",
     "fused": "fused AdamW",
-    "malloc": "freed memory is kept, on a CPU",
+    "malloc": "freed memory is kept (CPU)",
     "ours": "train_gpt2.py",
 }
-WARMUP = 10  # steps
+WARMUP = 10  # steps excluded from the measurement
 OFF = ["--eval-every=0", "--hellaswag-every=0", "--sample-every=0", "--save-every=0"]
 Row = dict[str, Any]  # the result of one measurement
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measures GPT-2 training. After -- come flags of train_gpt2.py."""
+    """Measure GPT-2 training. Flags after -- are passed to train_gpt2.py."""
 
-    ladder: bool = False  # measure every rung, each in a process; draw bench_ladder.png
-    rung: Literal[*RUNGS] | None = None  # measure one rung of the ladder and print JSON
+    ladder: bool = False  # measure every rung in its own process, and draw bench_ladder.png
+    rung: Literal[*RUNGS] | None = None  # measure one rung of the ladder, and print JSON
     steps: int = 20  # number of steps to measure
-    json: str = ""  # file for the results
+    json: str = ""  # output file for the results
 
 
 def summary(rung: str, device: str, tokens: int, ms: list[float]) -> Row:
-    """The figures of a rung. tokens: of a step. ms: the time of each step."""
+    """Return the figures of a rung, given the tokens per step and the time `ms` of each step."""
     low, median, high = np.percentile(ms[WARMUP:], [25, 50, 75]).tolist()
     return {
         "rung": rung,
@@ -87,10 +87,10 @@ def summary(rung: str, device: str, tokens: int, ms: list[float]) -> Row:
 
 
 def measure_ours(flags: list[str], steps: int) -> Row:
-    """Runs train_gpt2.py in this process and reads its log. Ranks other than 0 exit at the end."""
+    """Run train_gpt2.py in this process, and read its log. Ranks other than 0 then exit."""
     with tempfile.TemporaryDirectory() as folder:
-        more = ["--max-steps", str(WARMUP + steps), "--log-dir", folder, "--no-plan"]
-        status = train_gpt2.main([*flags, *more])
+        flags = [*flags, "--max-steps", str(WARMUP + steps), "--log-dir", folder, "--no-plan"]
+        status = train_gpt2.main(flags)
         if status or torchrun_ranks()[0] > 0:
             sys.exit(status)
         log = read_log(folder)
@@ -100,7 +100,7 @@ def measure_ours(flags: list[str], steps: int) -> Row:
 
 
 def read_config(flags: list[str]) -> TrainConfig:
-    """The settings of a run of train_gpt2.py with these flags."""
+    """Return the settings of train_gpt2.py with these flags."""
     presets, fixed = train_gpt2.PRESETS, train_gpt2.MUST_NOT_CHANGE
     with contextlib.redirect_stdout(sys.stderr):
         return settings.read_config(
@@ -109,7 +109,7 @@ def read_config(flags: list[str]) -> TrainConfig:
 
 
 def rungs_of(run: TrainConfig, device: torch.device) -> list[str]:
-    """The rungs that this device has, up to the precision of the run."""
+    """Return the rungs available on this device, up to the run's precision."""
     precision, _ = devices.choose_precision(run.dtype, device)
     available = {
         "tf32": precision in ("tf32", "bfloat16") and devices.has_tf32(device),
@@ -121,12 +121,12 @@ def rungs_of(run: TrainConfig, device: torch.device) -> list[str]:
 
 
 def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
-    """Trains in a plain loop with the changes up to `rung`."""
+    """Train in a plain loop with all changes up to `rung`."""
     device = devices.choose_device(run.device)
     changes = rungs_of(run, device)
     if rung not in changes:
-        remedy = "not on this device, or needs -- --dtype or -- --compile on"
-        raise UserError(f"--rung {rung}: {remedy}")
+        problem = "not available on this device, or needs -- --dtype or -- --compile on"
+        raise UserError(f"--rung {rung}: {problem}")
     changes = changes[: changes.index(rung) + 1]
     precision = "float32"
     if "tf32" in changes:
@@ -138,15 +138,15 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     attention = contextlib.nullcontext()
     if "flash" not in changes:
-        attention = sdpa_kernel(SDPBackend.MATH)  # keeps the (T, T) matrices in memory
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # or they'd be in float32
+        attention = sdpa_kernel(SDPBackend.MATH)  # materializes the (T, T) matrices
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # or it would use float32
     shape = train_gpt2.model_config(run, open_tokenizer(run.data), init_folder=None)
     if "padded" in changes:
         shape = replace(shape, vocab_size=50_304)
     model = GPT(shape).to(device)
 
     def loss_function(x: Tensor, y: Tensor) -> Tensor:
-        logits = model(x)  # (B, T, V): those of all tokens
+        logits = model(x)  # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     compiled = "compile" in changes
@@ -155,7 +155,7 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
     optimizers = train_gpt2.configure_optimizers(model, run, dtype)
     if "fused" not in changes:
         for group in optimizers[-1].param_groups:  # AdamW's
-            group["fused"] = None  # as torch chooses by default
+            group["fused"] = None  # torch's default choice
 
     if "malloc" in changes:
         devices.keep_freed_memory()
@@ -177,17 +177,17 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
             model.zero_grad()
             norm.item()  # waits for the device
             ms.append(1e3 * (time.perf_counter() - began))
-            if len(ms) == 1:  # it may have compiled
+            if len(ms) == 1:  # exclude compilation
                 devices.reset_peak_memory()
     return summary(rung, f"{device}, {precision}", run.total_batch_size, ms)
 
 
 def measure_machine() -> dict[str, str]:
-    """Software, and the machine's ceilings: the fastest matmuls and memory copy."""
+    """Return software versions, and the measured peaks of matmuls and memory bandwidth."""
     gpu = torch.cuda.is_initialized()
     device = torch.device("cuda" if gpu else "cpu")
     machine = {"software": f"torch {torch.__version__}, Python {platform.python_version()}"}
-    torch.set_float32_matmul_precision("highest")  # the run may have chosen TF32
+    torch.set_float32_matmul_precision("highest")  # the run may have enabled TF32
     dtypes, n, size = [torch.float32, torch.bfloat16], 1024, 2**28
     if gpu:
         dtypes, n, size = [*dtypes, torch.float16], 8192, 2**30
@@ -201,7 +201,7 @@ def measure_machine() -> dict[str, str]:
 
 
 def columns(row: Row) -> dict[str, str]:
-    """The figures of a measurement, as text."""
+    """Return the formatted figures of a measurement by name."""
     return {
         "ms per step": f"{row['ms']:,.1f}",
         "quartiles": "{:,.1f} to {:,.1f}".format(*row["ms_quartiles"]),
@@ -210,16 +210,17 @@ def columns(row: Row) -> dict[str, str]:
     }
 
 
-def measure_ladder(run: TrainConfig, given: list[str], steps: int) -> list[Row]:
-    """Measures each rung in a process of its own. Prints a table and draws bench_ladder.png.
+def measure_ladder(run: TrainConfig, train_flags: list[str], steps: int) -> list[Row]:
+    """Measure each rung in its own process. Print a table, and draw bench_ladder.png.
 
-    given: the flags after --. A rung that fails has a row that says why."""
+    `train_flags` are the flags after --. The row of a rung that fails says why."""
     titles = ["rung", "what it adds", "ms per step", "quartiles", "tok/s", "peak memory"]
     print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     rungs = rungs_of(run, devices.choose_device(run.device))
     rows = []
     for rung in rungs:
-        command = [sys.executable, __file__, "--rung", rung, "--steps", str(steps), "--", *given]
+        command = [sys.executable, __file__, "--rung", rung, "--steps", str(steps)]
+        command += ["--", *train_flags]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.splitlines() or [f"status {done.returncode}"])[-1]
@@ -231,7 +232,7 @@ def measure_ladder(run: TrainConfig, given: list[str], steps: int) -> list[Row]:
             print(f"| {' | '.join([rung, RUNGS[rung], *columns(row).values()])} |", flush=True)
     left_out = [rung for rung in RUNGS if rung not in rungs]
     if left_out:
-        print(f"left out, since this chip has none of it or it is off: {', '.join(left_out)}")
+        print(f"left out (unsupported on this device, or off): {', '.join(left_out)}")
     measured = [row for row in rows if "ms" in row]
     if measured:
         draw(measured, Path("bench_ladder.png"))
@@ -239,7 +240,7 @@ def measure_ladder(run: TrainConfig, given: list[str], steps: int) -> list[Row]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draws the milliseconds of each rung as a bar."""
+    """Draw the milliseconds of each rung as a bar."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 1.5 + 0.5 * len(rows)), layout="constrained")
@@ -259,24 +260,24 @@ def draw(rows: list[Row], path: Path) -> None:
 def main(args: list[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else args
     end = args.index("--") if "--" in args else len(args)
-    config, given = parse_args(BenchConfig, args[:end]), args[end + 1 :]
+    config, train_flags = parse_args(BenchConfig, args[:end]), args[end + 1 :]
     if config.steps < 1:
         raise UserError(f"--steps {config.steps}: must be at least 1")
     if (config.ladder or config.rung) and torchrun_ranks()[2] > 1:
-        raise UserError("--ladder and --rung measure one device: start them without torchrun")
+        raise UserError("--ladder and --rung measure one device: run them without torchrun")
     if config.json and not os.access(Path(config.json).parent, os.W_OK):
-        raise UserError(f"--json {config.json}: its folder is not there, or not for writing")
-    asked = read_config(given).device
-    gpu = asked in ("auto", "cuda") and torch.cuda.is_available()
+        raise UserError(f"--json {config.json}: its folder does not exist, or is not writable")
+    requested = read_config(train_flags).device
+    gpu = requested in ("auto", "cuda") and torch.cuda.is_available()
     flags = ["--preset", "gpt2" if gpu else "shakespeare", "--data", str(ROOT / "input.txt"), *OFF]
     if gpu and (config.ladder or config.rung):
         flags += ["--micro-batch-size", "16", "--total-batch-size", str(16 * 1024)]
-    flags += given
+    flags += train_flags
     run = read_config(flags)
     if config.ladder:
-        result = measure_ladder(run, given, config.steps)
+        result = measure_ladder(run, train_flags, config.steps)
     elif config.rung:
-        with contextlib.redirect_stdout(sys.stderr):  # what train_gpt2.py prints
+        with contextlib.redirect_stdout(sys.stderr):  # keep stdout clean for the JSON
             if config.rung == "ours":
                 result = measure_ours(flags, config.steps)
             else:

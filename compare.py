@@ -1,21 +1,21 @@
-"""Compares codes or recipes over several seeds: is the idea better, or was it luck?
+"""Compare scripts or recipes over several seeds: is the idea better, or was it luck?
 
     python compare.py --code train_gpt2.py train_rope.py --seeds 3 -- --preset shakespeare
     python compare.py --seeds 5 -- --preset shakespeare -- -- --max-lr 1e-2 -- --max-lr 2e-2
 
-The first -- is followed by flags for all runs. Each further -- begins a recipe, with flags of its
-own; the first recipe of the second example has none. Each code is trained with each recipe, and the
-first of them is the baseline.
+Flags after the first -- apply to all runs. Each further -- begins a recipe, a list of additional
+flags. The first recipe of the second example is empty. Every script is trained with every recipe,
+and the first combination is the baseline.
 
-A flag that only one code knows is given with that code, in quotes:
+Quote a script together with a flag that only it knows:
 
     python compare.py --code train_gpt2.py "train_ema.py --ema-decay 0.99" -- --preset shakespeare
 
-The runs are folders in --out. The same command goes on where it was stopped, and trains only what
-is missing. At the end it prints the final validation losses, or another stream of log.txt, and the
-differences from the baseline. These are paired by seed: with the same seed two runs read the same
-tokens in the same order, and if their models have the same parameters, they start from the same
-weights."""
+Each run is a folder in --out. Rerunning the command continues where it was stopped, and trains only
+what is missing. It prints the final validation losses, or another stream of log.txt, and the
+differences from the baseline. Differences are paired by seed, because two runs with the same seed
+read the same tokens in the same order, and start from the same weights if their models have the
+same parameters."""
 
 import shlex
 import signal
@@ -33,46 +33,46 @@ from support.run_files import read_log, run_entries
 
 FIRST_SEED = 1337  # the default of train_gpt2.py
 
-Curve = dict[int, float]  # {step: value of a stream of log.txt}
+Curve = dict[int, float]  # {step: value}, of a stream of log.txt
 
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Trains codes or recipes over several seeds and compares their validation losses."""
+    """Train scripts or recipes over several seeds, and compare their validation losses."""
 
-    # train_gpt2.py and forks of it; "fork.py --flag 1", in quotes, has a flag for this code alone
+    # train_gpt2.py and its forks; quote a script with its own flags: "fork.py --flag 1"
     code: tuple[str, ...] = (shlex.quote(str(ROOT / "train_gpt2.py")),)
-    seeds: int = 3  # runs of each; their seeds are 1337, 1338, …
-    stream: str = "val"  # what is compared: a stream of log.txt, such as val, bpb or hella
-    out: Path = Path("compared")  # folder for the runs and the picture
-    nproc_per_node: int = 1  # processes of a run; above 1 they are started by torchrun
+    seeds: int = 3  # runs per variant, with seeds 1337, 1338, …
+    stream: str = "val"  # stream of log.txt to compare, e.g. val, bpb or hella
+    out: Path = Path("compared")  # folder for the runs and curves.png
+    nproc_per_node: int = 1  # processes per run; with more than 1, use torchrun
 
 
 @dataclass
 class Variant:
-    """A code with a recipe."""
+    """A script with a recipe."""
 
     name: str
-    code: Path
-    flags: list[str]  # the common ones, then those of the code, then those of the recipe
-    folder: Path  # the log folders of its runs are in there
-    curves: dict[int, Curve] = field(default_factory=dict)  # {seed: the stream that is compared}
+    code: Path  # the script
+    flags: list[str]  # flags for all runs, then the script's, then the recipe's
+    folder: Path  # contains the log folders of its runs
+    curves: dict[int, Curve] = field(default_factory=dict)  # {seed: curve of the compared stream}
 
     def log_dir(self, seed: int) -> Path:
         return self.folder / f"seed_{seed}"
 
     def command(self, seed: int) -> list[str]:
-        """The script and its flags."""
+        """Return the script and its flags for a run."""
         log_dir = str(self.log_dir(seed))
         return [str(self.code), *self.flags, "--seed", str(seed), "--resume", "--log-dir", log_dir]
 
     def finals(self) -> dict[int, float]:
-        """{seed: the value after the last step}"""
+        """Return {seed: value after the last step}."""
         return {seed: curve[max(curve)] for seed, curve in self.curves.items()}
 
 
 def read_variants(config: CompareConfig, words: list[str]) -> list[Variant]:
-    """Each code with each recipe. `words` follow the first -- on the command line."""
+    """Return every script with every recipe. `words` follow the first -- on the command line."""
     parts: list[list[str]] = [[]]
     for word in words:
         if word == "--":
@@ -85,13 +85,13 @@ def read_variants(config: CompareConfig, words: list[str]) -> list[Variant]:
         file, *own = shlex.split(text)
         code = Path(file)
         for recipe in recipes or [[]]:
-            # The name says what differs: the code with its flags, the recipe, or both.
+            # Name a variant by what distinguishes it: script and flags, recipe, or both.
             differs = [code.stem, *own] if len(config.code) > 1 or not recipe else []
             name = shlex.join(differs + recipe)
             letters = [char if char.isalnum() or char in "_.-" else "_" for char in name]
             folder = config.out / "".join(letters).strip("_-")
             if folder in [variant.folder for variant in variants]:
-                raise UserError(f"{name}: given twice; codes need different names")
+                raise UserError(f"{name}: given twice; scripts and recipes must differ in name")
             variants.append(Variant(name, code, common + own + recipe, folder))
     return variants
 
@@ -101,25 +101,25 @@ def read_variants(config: CompareConfig, words: list[str]) -> list[Variant]:
 
 
 def check(variant: Variant, seeds: range) -> None:
-    """UserError if a code or its flags are wrong, or if a folder has another run."""
+    """Raise UserError if a script or its flags are invalid, or if a folder holds another run."""
     if variant.code.suffix != ".py" or not variant.code.is_file():
         raise UserError(f"--code {variant.code}: not a Python file")
-    given = {word.split("=")[0].replace("_", "-") for word in variant.flags}  # --seed=1 as well
-    for own in ("--seed", "--log-dir", "--resume", "--plan"):
-        if own in given:
-            raise UserError(f"{own}: compare.py sets it; see --seeds and --out")
+    given = {word.split("=")[0].replace("_", "-") for word in variant.flags}  # also --seed=1
+    for reserved in ("--seed", "--log-dir", "--resume", "--plan"):
+        if reserved in given:
+            raise UserError(f"{reserved}: compare.py sets it; see --seeds and --out")
     check_runs(variant, seeds)
 
 
 def check_runs(variant: Variant, seeds: range) -> None:
-    """UserError if a folder has a run with other flags, or of a code that has changed since."""
+    """Raise UserError if a run was trained with other flags, or before its code changed."""
     for seed in seeds:
         log_dir = variant.log_dir(seed)
-        # From another working folder the script and the log folder have other paths.
+        # Ignore the paths of script and log folder, which depend on the working folder.
         _, *flags, _ = (shown(word) for word in variant.command(seed))
         for entry in run_entries(log_dir):
-            theirs = [word for word in entry["command"][1:] if Path(word).name != log_dir.name]
-            if sorted(theirs) != sorted(flags):  # in any order
+            past_flags = [word for word in entry["command"][1:] if Path(word).name != log_dir.name]
+            if sorted(past_flags) != sorted(flags):  # in any order
                 problem = f"was trained with other flags, by `{shlex.join(entry['command'])}`"
                 raise UserError(f"{log_dir}: {problem}; use those, or choose another --out")
         if changed := changed_files(log_dir / "code", variant.code):
@@ -127,12 +127,12 @@ def check_runs(variant: Variant, seeds: range) -> None:
             raise UserError(f"{log_dir}: {problem}; remove it, or choose another --out")
 
 
-def changed_files(kept: Path, code: Path) -> list[str]:
-    """Return the files of a run's code/ that have changed since, or are gone."""
+def changed_files(copies: Path, script: Path) -> list[str]:
+    """Return the files in `copies`, a run's code/, that changed or disappeared since."""
     changed = []
-    for copy in sorted(path for path in kept.rglob("*") if path.is_file()):
-        name = copy.relative_to(kept)
-        file = code.parent / name  # Python looks there first when it imports a module
+    for copy in sorted(path for path in copies.rglob("*") if path.is_file()):
+        name = copy.relative_to(copies)
+        file = script.parent / name  # Python looks for imports next to the script first
         if not file.is_file():
             file = ROOT / name
         if not file.is_file() or file.read_bytes() != copy.read_bytes():
@@ -145,22 +145,22 @@ def changed_files(kept: Path, code: Path) -> list[str]:
 
 
 def train_all(variants: list[Variant], seeds: range, config: CompareConfig) -> int:
-    """Trains what is missing, and enters the curves into the variants.
+    """Train the missing runs, and set the variants' curves.
 
-    Returns how many runs have failed, or lack the stream."""
-    # All variants of a seed are trained before those of the next, since they are compared by seed.
+    Returns the number of runs that failed, or whose log lacks the stream."""
+    # Train all variants with one seed before the next, because comparisons are paired by seed.
     runs = [(variant, seed) for seed in seeds for variant in variants]
-    failed = []  # names of variants
+    failed = []  # names of the variants of failed runs
     for number, (variant, seed) in enumerate(runs, start=1):
         name = f"run {number} of {len(runs)}: {variant.name}, seed {seed}"
         problem = ""
         curves = read_curves(variant.log_dir(seed))
         if not curves:
-            if variant.name in failed:  # it would probably fail with each seed
+            if variant.name in failed:  # it would probably fail with any seed
                 continue
-            check_runs(variant, seeds)  # The code may have been edited during the last run.
+            check_runs(variant, seeds)  # the code may have been edited during the last run
             console = variant.log_dir(seed).with_suffix(".txt")
-            print(f"{name}, whose output goes to {shown(console)} …", flush=True)
+            print(f"{name}, output in {shown(console)} …", flush=True)
             status = train(variant.command(seed), console, config.nproc_per_node)
             if status:
                 problem = f"status {status}; the end of {shown(console)} says why"
@@ -179,9 +179,9 @@ def train_all(variants: list[Variant], seeds: range, config: CompareConfig) -> i
 
 
 def read_curves(log_dir: Path) -> dict[str, Curve]:
-    """{stream: its curve}, of the streams that have a value after the last step of a run.
+    """Return {stream: curve} for the streams with a value after the last step.
 
-    There are none if the run has not finished."""
+    Returns {} if the run has not finished."""
     entries = run_entries(log_dir)
     if not entries:
         return {}
@@ -192,9 +192,9 @@ def read_curves(log_dir: Path) -> dict[str, Curve]:
 
 
 def train(command: list[str], console: Path, processes: int) -> int:
-    """Starts a run, or goes on with it. Returns its exit status.
+    """Start or continue a run. Return its exit status.
 
-    What it prints is appended to the file `console`."""
+    Appends its output to the file `console`."""
     start = [sys.executable]
     if processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone"]
@@ -206,8 +206,8 @@ def train(command: list[str], console: Path, processes: int) -> int:
     ):
         try:
             return process.wait()
-        except BaseException:  # Ctrl-C, which the run receives as well, or a stop signal
-            process.terminate()  # asks the run to save; leaving `with` waits for it
+        except BaseException:  # a stop signal, or Ctrl-C, which the run also receives
+            process.terminate()  # lets the run save and exit, which leaving `with` waits for
             raise
 
 
@@ -215,41 +215,43 @@ def train(command: list[str], console: Path, processes: int) -> int:
 # Results
 
 
-# Student's t that 95 % of the values lie within, on both sides of 0, for 1, 2, … degrees.
+# Two-sided 95 % quantiles of Student's t distribution, for 1, 2, … degrees of freedom.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 
 
 def mean_and_deviation(values: list[float]) -> str:
+    """Format the mean and the sample standard deviation."""
     deviation = f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
     return f"{np.mean(values):.4f}{deviation}"
 
 
 def difference(variant: Variant, baseline: Variant) -> str:
-    """The mean difference of the final values of the same seeds, ± half its 95 % interval."""
-    ours, theirs = variant.finals(), baseline.finals()
-    values = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    """Format the mean paired difference of the final values, ± half its 95 % interval."""
+    finals, baselines = variant.finals(), baseline.finals()
+    values = [finals[seed] - baselines[seed] for seed in finals if seed in baselines]
     n = len(values)
     if n == 0:
         return "no common seed"
     if n == 1:
         return f"{values[0]:+.4f}"
-    t = T_QUANTILES[min(n - 1, len(T_QUANTILES)) - 1]  # with more seeds it is slightly too large
+    t = T_QUANTILES[min(n - 1, len(T_QUANTILES)) - 1]  # slightly too large beyond the table
     half = t * np.std(values, ddof=1) / np.sqrt(n)
     return f"{np.mean(values):+.4f} ± {half:.4f}"
 
 
 def milliseconds(log_dir: Path) -> float:
-    """The median time of a step. The first ten may compile."""
+    """Return the median time of a step, excluding the first ten, which may compile."""
     _, values = read_log(log_dir).get("ms", ((), ()))
     return float(np.median(values[10:] or values or [np.nan]))
 
 
 def quantity(stream: str) -> str:
-    """What a stream is, for a caption."""
+    """Return the name and unit of a stream, for captions."""
     return "validation loss in nats per token" if stream == "val" else stream
 
 
 def print_table(variants: list[Variant], config: CompareConfig) -> None:
+    """Print the results as a Markdown table."""
     baseline = variants[0]
     print(f"\nFinal {quantity(config.stream)}, mean ± standard deviation.")
     print("The difference is the mean over the seeds, ± half of its 95 % interval.\n")
@@ -270,18 +272,18 @@ def print_table(variants: list[Variant], config: CompareConfig) -> None:
 
 
 def warn_of_other_tokens(variants: list[Variant]) -> None:
-    """Warns if the runs have vocabularies of different sizes, by their run.json."""
+    """Warn if vocabulary sizes differ, because losses per token are then not comparable."""
     sizes = {}
     for variant in variants:
         for seed in variant.curves:
             sizes[variant.name] = run_entries(variant.log_dir(seed))[-1]["vocab_size"]
     if len({*sizes.values()}) > 1:
         problem = f"the vocabularies have different sizes ({sizes}), so losses per token"
-        warn(f"{problem} do not compare; --stream bpb compares bits per byte")
+        warn(f"{problem} are not comparable; --stream bpb compares bits per byte")
 
 
 def draw(variants: list[Variant], stream: str, path: Path) -> None:
-    """Draws the mean curve of each variant, with a band of one standard deviation."""
+    """Draw the mean curve of each variant, with a band of one standard deviation."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
@@ -291,7 +293,7 @@ def draw(variants: list[Variant], stream: str, path: Path) -> None:
         if not curves:
             continue
         steps = set.intersection(*(set(curve) for curve in curves))
-        x = sorted(step for step in steps if step >= max(steps) / 20)  # earlier ones are far above
+        x = sorted(step for step in steps if step >= max(steps) / 20)  # drop the steep beginning
         values = np.array([[curve[step] for step in x] for curve in curves])  # (seeds, steps)
         mean = values.mean(axis=0)
         deviation = values.std(axis=0, ddof=1) if len(values) > 1 else 0
@@ -313,10 +315,10 @@ def main(args: list[str] | None = None) -> int:
             raise UserError(f"{flag(name)} {getattr(config, name)}: must be at least 1")
     variants = read_variants(config, args[end + 1 :])
     seeds = range(FIRST_SEED, FIRST_SEED + config.seeds)
-    for name in ("SIGTERM", "SIGUSR1"):  # Slurm can send the second. Windows does not have it.
+    for name in ("SIGTERM", "SIGUSR1"):  # Slurm can send the second, which Windows lacks
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, frame: sys.exit(143))
-    in_use = f"{config.out}: another compare.py uses it; wait for its end, or choose another --out"
+    in_use = f"{config.out}: another compare.py uses it; wait for it, or choose another --out"
     with locked(config.out, in_use):
         for variant in variants:
             check(variant, seeds)

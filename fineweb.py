@@ -1,18 +1,18 @@
-"""Turns text into shards of tokens for train_gpt2.py.
+"""Tokenize text into shards for train_gpt2.py.
 
     python fineweb.py                                # FineWeb-Edu, 10 billion tokens
     python fineweb.py --input books/*.parquet notes.jsonl a.txt --out my_shards
-    python fineweb.py --dataset roneneldan/TinyStories --out tiny    # Parquet files of the Hub
+    python fineweb.py --dataset roneneldan/TinyStories --out tiny    # Parquet files on the Hub
     python fineweb.py --input de/*.txt --vocab-size 8192 --out de_shards   # another language
 
-A document is a row of a table, or a whole .txt or .md file. It becomes the token <|endoftext|>,
-which separates documents, and then the tokens of its text. The tokens are GPT-2's, unless others
-are learned from the text. All documents follow each other in one long row of tokens, and a shard is
-a file with 100 million of them. Shard 0 is for validation.
+A document is a row of a table, or a whole .txt or .md file. It is encoded as <|endoftext|>, which
+separates documents, followed by the tokens of its text. The vocabulary is GPT-2's, unless
+--vocab-size learns one from the text. The tokens of all documents form one stream, split into
+shards of 100 million tokens. Shard 0 is for validation.
 
-This process reads documents and writes shards, and worker processes tokenize. manifest.json lists
-the finished shards, and says at which place in the text the next one begins. So the same command
-goes on after it was stopped. It writes the same bytes with any number of workers."""
+This process reads documents and writes shards, while worker processes tokenize. manifest.json lists
+the finished shards, and the position in the text where the next one begins, so that rerunning the
+command continues an interrupted run. The output is byte-identical for any number of workers."""
 
 import functools
 import itertools
@@ -48,67 +48,67 @@ from support.files_and_locks import atomic_path, locked, remove, sha256, write_t
 from support.shards import SHARD_NAME, open_shard
 from support.tokenizer import encode, get_tokenizer, learn_vocabulary, make_tokenizer
 
-FINEWEB = "HuggingFaceFW/fineweb-edu"  # the name of a dataset on the Hub
-PRETOKENIZED = "kjj0/finewebedu10B-gpt2"  # shards of it that others have made, in llm.c's format
-SHARD_SIZE = 10**8  # tokens in a shard, if --shard-size does not say otherwise
+FINEWEB = "HuggingFaceFW/fineweb-edu"  # a dataset on the Hub
+PRETOKENIZED = "kjj0/finewebedu10B-gpt2"  # third-party shards of it, in llm.c's format
+SHARD_SIZE = 10**8  # default of --shard-size
 
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """Turns FineWeb-Edu, or your own text, into shards of tokens."""
+    """Tokenize FineWeb-Edu, or your own text, into shards."""
 
-    # Each field is a flag, and its comment is the flag's help.
-    name: str = "sample-10BT"  # part of FineWeb-Edu: sample-10BT, sample-100BT, CC-MAIN-2024-10, …
-    # your own .parquet .jsonl .csv .txt .md files (.gz, .zst), folders
+    # Each field is a flag, and its comment is the flag's help text.
+    name: str = "sample-10BT"  # subset of FineWeb-Edu: sample-10BT, sample-100BT, CC-MAIN-2024-10…
+    # your own .parquet .jsonl .csv .txt .md files (also .gz, .zst), or folders of them
     input: tuple[str, ...] | None = None
-    dataset: str | None = None  # another text dataset of the Hub, if its files are Parquet
-    config: str = ""  # the part of --dataset that the Hub calls its configuration; empty: default
-    # split of --dataset; empty: train, and if it has a validation split, that becomes shard 0
+    dataset: str | None = None  # another text dataset on the Hub; its files must be Parquet
+    config: str = ""  # configuration (subset) of --dataset; empty: the default one
+    # split of --dataset; empty: train, with the validation split, if any, as shard 0
     split: str = ""
-    text_column: str = "text"  # the column, or key, of the text
-    out: str = "edu_fineweb10B"  # folder for the shards
-    # learn a vocabulary of so many tokens from the text, from 257, which are bytes, to 65536; 0:
-    # that of the files vocab.json and merges.txt in --out, or else GPT-2's
+    text_column: str = "text"  # column or key of the text
+    out: str = "edu_fineweb10B"  # output folder
+    # learn a vocabulary of this size from the text, 257 (bytes only) to 65536; 0: use vocab.json
+    # and merges.txt in --out, or else GPT-2's
     vocab_size: int = 0
     # tokens per shard; 0: 100 million, but 10 million in shard 0 of --input or --dataset
     shard_size: int = 0
-    workers: int = 0  # tokenizing processes; 0: one for each core that this process may use
-    max_shards: int = 0  # stop after this many, validation included; 0: no limit
-    pretokenized: int = 0  # download this many finished shards of FineWeb-Edu, and tokenize nothing
+    workers: int = 0  # number of tokenizing processes; 0: one per available core
+    max_shards: int = 0  # stop after this many shards, including validation; 0: no limit
+    pretokenized: int = 0  # download this many tokenized shards of FineWeb-Edu instead; 0: none
     verify: bool = False  # only check the shards in --out against its manifest.json
 
 
 # --------------------------------------------------------------------------------------------------
 # From documents to tokens
 
-load_tokenizer = functools.cache(get_tokenizer)  # Each worker reads the vocabulary once.
+load_tokenizer = functools.cache(get_tokenizer)  # load the vocabulary once per worker
 
 
 def tokenize(documents: list[str | None], out: Path) -> np.ndarray:
-    """The tokens of documents, 1-D uint16. The vocabulary is that in the folder `out`."""
+    """Return the tokens of documents, 1-D uint16, in the vocabulary of the folder `out`."""
     tokenizer = load_tokenizer(out)
     parts = [np.empty(0, np.uint16)]
     for text in documents:
         if text:
             parts.append(np.array([tokenizer.eot_token], np.uint16))
-            # encode() tokenizes a long text in pieces, to save memory. A token is below 2**16.
+            # encode() yields a long text in pieces. All tokens fit into uint16.
             parts.extend(piece.astype(np.uint16) for piece in encode(text, tokenizer))
     return np.concatenate(parts)
 
 
-class Place(NamedTuple):
-    """A place in the text, and so in its tokens. It is the beginning by default."""
+class Position(NamedTuple):
+    """A position in the token stream, by default its beginning."""
 
-    file: int = 0
-    row: int = 0  # the row of the file with which a batch of documents begins
-    token: int = 0  # how many tokens of that batch are before this place
+    file: int = 0  # number of the file
+    row: int = 0  # first row of a batch of documents in that file
+    token: int = 0  # offset into the tokens of that batch
 
 
 class Piece(NamedTuple):
-    """Some tokens of a batch of documents, 1-D uint16, and the place of the first one."""
+    """Consecutive tokens of a batch of documents."""
 
-    place: Place
-    tokens: np.ndarray
+    start: Position
+    tokens: np.ndarray  # 1-D uint16
 
 
 def tokenize_in_workers(
@@ -118,26 +118,26 @@ def tokenize_in_workers(
     out: Path,
     bar: tqdm,
 ) -> Iterator[Piece]:
-    """Tokenizes batches of documents in worker processes. Yields each one's tokens, in order."""
-    pending: deque[tuple[Place, Future]] = deque()
+    """Tokenize batches of documents in worker processes. Yield the tokens of each, in order."""
+    pending: deque[tuple[Position, Future]] = deque()
 
     def oldest_result() -> Piece:
-        place, future = pending.popleft()
+        start, future = pending.popleft()
         tokens = future.result()
         bar.update(len(tokens))
-        return Piece(place, tokens)
+        return Piece(start, tokens)
 
     for file, row, documents in batches:
-        pending.append((Place(file, row), pool.submit(tokenize, documents, out)))
-        if len(pending) > 2 * workers:  # This keeps the workers busy. More would fill memory.
+        pending.append((Position(file, row), pool.submit(tokenize, documents, out)))
+        if len(pending) > 2 * workers:  # enough to keep the workers busy, and bounds the memory
             yield oldest_result()
     while pending:
         yield oldest_result()
 
 
 def start_worker() -> None:
-    """Runs first in each worker. Makes the worker end when its parent ends, even if by a kill."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and so the workers.
+    """Initialize a worker, so that it exits when its parent does, even if the parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, follow the parent
 
     def follow_parent() -> None:
         multiprocessing.parent_process().join()
@@ -147,7 +147,7 @@ def start_worker() -> None:
 
 
 def usable_cores() -> int:
-    """How many cores this process may use. `taskset` or a container may allow it only a few."""
+    """Return the number of cores this process may use, e.g. under `taskset` or in a container."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -159,41 +159,42 @@ def usable_cores() -> int:
 
 def cut(
     pieces: Iterator[Piece], number: int, val_size: int, size: int
-) -> Iterator[tuple[np.ndarray, Place | None]]:
-    """Cuts the text into shards, beginning with shard `number`. Yields (the tokens of a shard, the
-    place after them, or None at the end of the text).
+) -> Iterator[tuple[np.ndarray, Position | None]]:
+    """Cut the token stream into shards, starting with shard `number`.
 
-    Shard 0 has val_size tokens, which are at most `size`. The others have `size`, and the last one
-    has what is left. But if the whole text has at most `size` tokens, shard 0 has a tenth of them,
-    and shard 1 the rest."""
-    held: deque[Piece] = deque()  # what is in no shard yet
-    count = 0  # how many tokens are held
+    Yields the tokens of each shard with the position after it, which is None at the end.
+
+    Shard 0 gets val_size tokens, at most `size`. The others get `size`, and the last one the
+    remainder. If the whole text has at most `size` tokens, shard 0 gets a tenth of them, and shard
+    1 the rest."""
+    buffer: deque[Piece] = deque()  # pieces not in any shard yet
+    count = 0  # tokens in the buffer
     for piece in pieces:
-        held.append(piece)
+        buffer.append(piece)
         count += len(piece.tokens)
-        while count > size:  # So some tokens are left for another shard.
-            shard = take(held, val_size if number == 0 else size)
-            yield shard, held[0].place
+        while count > size:  # not >=, so that some tokens remain for another shard
+            shard = take(buffer, val_size if number == 0 else size)
+            yield shard, buffer[0].start
             count -= len(shard)
             number += 1
     if count == 0:
         raise UserError("there is no text to train on: nothing to tokenize")
     if number == 0:
-        # A text has at least two tokens, <|endoftext|> and another one, so shard 1 gets some.
-        shard = take(held, max(count // 10, 1))
-        yield shard, held[0].place
-    yield np.concatenate([piece.tokens for piece in held]), None
+        # A document has at least two tokens, including <|endoftext|>, so shard 1 is not empty.
+        shard = take(buffer, max(count // 10, 1))
+        yield shard, buffer[0].start
+    yield np.concatenate([piece.tokens for piece in buffer]), None
 
 
-def take(held: deque[Piece], n: int) -> np.ndarray:
-    """Removes the first n tokens from pieces that have more, and returns them."""
+def take(buffer: deque[Piece], n: int) -> np.ndarray:
+    """Remove and return the first n tokens of a buffer that contains more than n."""
     taken = []
-    while n >= len(held[0].tokens):
-        tokens = held.popleft().tokens
+    while n >= len(buffer[0].tokens):
+        tokens = buffer.popleft().tokens
         taken.append(tokens)
         n -= len(tokens)
-    place, tokens = held[0]
-    held[0] = Piece(place._replace(token=place.token + n), tokens[n:])
+    start, tokens = buffer[0]
+    buffer[0] = Piece(start._replace(token=start.token + n), tokens[n:])
     return np.concatenate([*taken, tokens[:n]])
 
 
@@ -201,21 +202,21 @@ class Folder:
     """The shards in --out, and manifest.json, which lists them."""
 
     def __init__(self, out: Path, name: str, suffix: str, max_shards: int):
-        """A shard is {name}_train_000001{suffix}. With max_shards 0 there is no limit."""
+        """Shards are named {name}_train_000001{suffix}. max_shards=0 means no limit."""
         self.out = out
         self.name = name
         self.suffix = suffix
         self.max_shards = max_shards
         self.manifest = out / "manifest.json"
-        self.shards: list[dict[str, Any]] = []  # the name, tokens and sha256 of each
-        self.next: Place | None = Place()  # where the next shard begins; None after the last one
-        self.made_from: dict[str, Any] = {}  # the text and the settings that determine the shards
+        self.shards: list[dict[str, Any]] = []  # name, tokens and sha256 of each
+        self.next: Position | None = Position()  # start of the next shard; None after the last one
+        self.made_from: dict[str, Any] = {}  # the text and settings that determine the shards
         if self.manifest.exists():
-            found = json.loads(self.manifest.read_text(encoding="utf-8"))
-            self.shards = found.pop("shards")
-            place = found.pop("next")
-            self.next = None if place is None else Place(*place)
-            self.made_from = found  # what is left of it
+            manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
+            self.shards = manifest.pop("shards")
+            position = manifest.pop("next")
+            self.next = None if position is None else Position(*position)
+            self.made_from = manifest  # the remaining keys
 
     def is_finished(self) -> bool:
         return self.next is None or 0 < self.max_shards <= len(self.shards)
@@ -225,20 +226,20 @@ class Folder:
         return f"{self.name}_{'train' if number else 'val'}_{number:06d}{self.suffix}"
 
     def is_begun(self) -> bool:
-        """True if there are shards, or a vocabulary that was learned for them."""
+        """Return whether there are shards, or a vocabulary learned for them."""
         return bool(self.shards) or "learned" in self.made_from
 
     def check(self, made_from: dict[str, Any]) -> None:
-        """UserError if what is here is damaged, or was made from something else."""
+        """Raise UserError if a shard is damaged, or if the folder was made from something else."""
         changed = [key for key in made_from if self.made_from.get(key) != made_from[key]]
         if self.is_begun() and changed:
             problem = f"{', '.join(changed)} must be as in its manifest.json"
             raise UserError(f"{self.out}: {problem}; use a new --out, or remove this one")
         expected = [shard["name"] for shard in self.shards]
         for name in expected:
-            open_shard(self.out / name)  # raises an error if it is missing or too short
-        # Any other shard in this folder would be trained on by mistake. Only the next shard may be
-        # here, from a fineweb.py that was killed just before it added that shard to the manifest.
+            open_shard(self.out / name)  # raises UserError if it is missing or too short
+        # Reject unknown shards, because train_gpt2.py would read them. The next shard is allowed: a
+        # previous process may have been killed just before listing it in the manifest.
         if self.manifest.exists():
             expected.append(self.next_name())
         for path in self.out.iterdir():
@@ -247,31 +248,32 @@ class Folder:
         if not self.is_begun():
             self.made_from = made_from
 
-    def write(self, tokens: np.ndarray, after: Place | None) -> None:
-        """Writes the next shard. `after` is the place after it, or None at the end of the text."""
+    def write(self, tokens: np.ndarray, end: Position | None) -> None:
+        """Write the next shard. `end` is the position after it, None at the end of the text."""
         name = self.next_name()
         with atomic_path(self.out / name) as partial, open(partial, "wb") as file:
-            # np.save does the same. But if the disk is full, its error does not say so.
+            # Like np.save, whose error hides that the disk is full.
             header = np.lib.format.header_data_from_array_1_0(tokens)
             np.lib.format.write_array_header_1_0(file, header)
             file.write(tokens.data)
-        self.add(name, after)
+        self.add(name, end)
 
-    def add(self, name: str, after: Place | None) -> None:
-        """Lists a shard in the manifest."""
+    def add(self, name: str, end: Position | None) -> None:
+        """List a shard in the manifest. `end` is the position after it."""
         path = self.out / name
         tokens = len(open_shard(path))
         self.shards.append({"name": name, "tokens": tokens, "sha256": sha256(path)})
-        self.next = after
+        self.next = end
         self.save()
         tqdm.write(f"{name}: {tokens:,} tokens")
 
     def save(self) -> None:
+        """Write manifest.json."""
         manifest = self.made_from | {"next": self.next, "shards": self.shards}
         write_text(self.manifest, json.dumps(manifest, indent=1))
 
     def verify(self) -> None:
-        """UserError that names the shards that have changed, are missing, or are not listed."""
+        """Raise UserError unless all shards and the vocabulary match the manifest."""
         if not self.shards:
             raise UserError(f"{self.out}: no manifest.json that lists shards")
         paths = [path for path in self.out.iterdir() if path.suffix in (".npy", ".bin", ".partial")]
@@ -287,11 +289,11 @@ class Folder:
 
 
 # --------------------------------------------------------------------------------------------------
-# All of it
+# Making the shards
 
 
 def make_shards(config: ShardConfig, folder: Folder) -> None:
-    """Makes the shards of --input, of --dataset, or else of FineWeb-Edu."""
+    """Make the shards of --input, --dataset or FineWeb-Edu."""
     out = folder.out
     made_from = {"text_column": config.text_column, "shard_size": config.shard_size}
     validation: list[str] = []  # files that become shard 0
@@ -300,14 +302,14 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         sizes = [[os.path.basename(path), file_size(path)] for path in training]
         made_from |= {"source": "files", "files": sizes}
     else:
-        dataset, part = config.dataset, config.config
+        dataset, subset = config.dataset, config.config
         if dataset is None:
-            dataset, part = FINEWEB, config.name
+            dataset, subset = FINEWEB, config.name
         commit = commit_of(dataset, folder)
-        made_from |= {"source": dataset, "commit": commit, "config": part, "split": config.split}
+        made_from |= {"source": dataset, "commit": commit, "config": subset, "split": config.split}
     learn = config.vocab_size > 0 and not folder.shards and not (out / "vocab.json").exists()
     if not learn:
-        tokenizer = get_tokenizer(out)  # The workers are forked later, and have it then.
+        tokenizer = get_tokenizer(out)  # loaded before the fork, so workers need not load it again
         made_from["vocabulary"] = tokenizer.checksum
     folder.check(made_from)
     if not learn and config.vocab_size not in (0, tokenizer.n_vocab):
@@ -318,34 +320,34 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
 
     workers = config.workers or usable_cores()
     with ProcessPoolExecutor(workers, initializer=start_worker) as pool:
-        # The first task makes the pool start its workers. This one does nothing else. It comes
-        # before anything that starts threads, since a process with threads should not be forked.
+        # Submit a dummy task, so that the pool forks its workers now. Forking is unsafe once a
+        # library has started threads.
         pool.submit(os.getpid)
         if config.input is None:
-            validation, training = find_hub_files(dataset, part, config.split, commit)
+            validation, training = find_hub_files(dataset, subset, config.split, commit)
         if learn:
             texts = texts_to_learn_from(training, config.text_column)
             write_vocabulary(folder, texts, config.vocab_size, bool(validation))
             tokenizer = get_tokenizer(out)
         files = len(validation) + len(training)
         print(f"reading {files} files, with a vocabulary of {tokenizer.n_vocab:,} tokens")
-        folder.save()  # It tells a run that trains on several folders that this one isn't ready.
+        folder.save()  # marks the folder as unfinished for runs that train on its parent folder
         write_shards(config, folder, validation, training, pool, workers)
 
 
 def write_vocabulary(folder: Folder, texts: Iterator[str], size: int, has_validation: bool) -> None:
-    """Learns a vocabulary of `size` tokens from the texts, and writes its two files.
+    """Learn a vocabulary of `size` tokens from the texts, and write its two files.
 
-    Without files for validation it leaves out the first tenth, which is about what shard 0 gets."""
+    Without validation files, skip the first tenth of the text, roughly what shard 0 will hold."""
     pieces = pieces_to_learn_from(progress_bar(texts, "document"))
     if not has_validation:
         pieces = pieces[len(pieces) // 10 :]
     merges, vocab = learn_vocabulary(pieces, size)
-    # The manifest comes first, so that no vocabulary is here without the text that it is from.
+    # Save the manifest first, so that a vocabulary is never without a record of its source.
     folder.made_from |= {"vocabulary": make_tokenizer(merges, vocab).checksum, "learned": True}
     folder.save()
     write_text(folder.out / "merges.txt", merges)
-    write_text(folder.out / "vocab.json", vocab)  # The second file says that both are whole.
+    write_text(folder.out / "vocab.json", vocab)  # last: it marks the vocabulary as complete
 
 
 def write_shards(
@@ -356,44 +358,44 @@ def write_shards(
     pool: ProcessPoolExecutor,
     workers: int,
 ) -> None:
-    """Reads the files, and writes the shards that aren't there yet."""
+    """Tokenize the files, and write the missing shards."""
     files = validation + training
     val_size = size = config.shard_size or SHARD_SIZE
     if not config.shard_size and (config.input or config.dataset):
-        val_size = size // 10  # Else most of a text of one or two shards would be for validation.
+        val_size = size // 10  # do not spend most of a small text on validation
     estimate = estimate_tokens(files)
     if config.max_shards:
         estimate = min(estimate, config.max_shards * size)
-    before = sum(shard["tokens"] for shard in folder.shards)
-    with progress_bar(None, "tok", total=estimate, initial=before, unit_scale=True) as bar:
+    written = sum(shard["tokens"] for shard in folder.shards)
+    with progress_bar(None, "tok", total=estimate, initial=written, unit_scale=True) as bar:
 
-        def read(paths: list[str], start: Place) -> Iterator[Piece]:
+        def read(paths: list[str], start: Position) -> Iterator[Piece]:
             batches = read_batches(paths, config.text_column, start.file, start.row)
             return tokenize_in_workers(pool, workers, batches, folder.out, bar)
 
         start = folder.next
         if validation and not folder.shards:
-            start = Place(file=len(validation))
-            parts = [piece.tokens for piece in read(validation, Place())]
-            if sum(map(len, parts)) > 0:  # Otherwise shard 0 is cut from the training text.
-                folder.write(np.concatenate(parts), after=start)
-            if folder.is_finished():  # as with --max-shards 1
+            start = Position(file=len(validation))
+            parts = [piece.tokens for piece in read(validation, Position())]
+            if sum(map(len, parts)) > 0:  # otherwise cut shard 0 from the training text
+                folder.write(np.concatenate(parts), end=start)
+            if folder.is_finished():  # with --max-shards 1
                 return
         pieces = read(files, start)
         if start.token:
-            _, tokens = next(pieces)  # This batch begins in the shard before.
+            _, tokens = next(pieces)  # this batch begins in the previous shard
             pieces = itertools.chain([Piece(start, tokens[start.token :])], pieces)
-        for shard, after in cut(pieces, len(folder.shards), val_size, size):
-            folder.write(shard, after)
+        for shard, end in cut(pieces, len(folder.shards), val_size, size):
+            folder.write(shard, end)
             if config.input and len(folder.shards) == 1:
-                path = training[after.file]
-                tqdm.write(f"training begins in file {after.file + 1} of {len(training)}, {path}")
+                path = training[end.file]
+                tqdm.write(f"training begins in file {end.file + 1} of {len(training)}, {path}")
             if folder.is_finished():
                 return
 
 
 def commit_of(dataset: str, folder: Folder) -> str:
-    """The commit of the dataset with which a folder was begun, or else the newest."""
+    """Return the commit of the dataset that a folder was begun with, or else the newest."""
     from huggingface_hub import HfApi
 
     if folder.is_begun() and folder.made_from["source"] == dataset:
@@ -403,12 +405,12 @@ def commit_of(dataset: str, folder: Folder) -> str:
 
 
 def fetch_pretokenized(folder: Folder) -> None:
-    """Downloads shards of PRETOKENIZED, until the folder has its max_shards."""
+    """Download shards of PRETOKENIZED, until the folder holds max_shards."""
     from huggingface_hub import hf_hub_download
 
     commit = commit_of(PRETOKENIZED, folder)
-    gpt2s = get_tokenizer().checksum
-    folder.check({"source": PRETOKENIZED, "commit": commit, "vocabulary": gpt2s})
+    vocabulary = get_tokenizer().checksum
+    folder.check({"source": PRETOKENIZED, "commit": commit, "vocabulary": vocabulary})
     if folder.is_finished():
         return
     folder.save()
@@ -420,9 +422,9 @@ def fetch_pretokenized(folder: Folder) -> None:
                 hf_hub_download(
                     PRETOKENIZED, name, repo_type="dataset", revision=commit, local_dir=downloads
                 )
-            open_shard(downloads / name)  # raises an error if it is damaged
+            open_shard(downloads / name)  # raises UserError if it is damaged
             os.replace(downloads / name, folder.out / name)
-            folder.add(name, after=Place())  # No text is read, so any place will do.
+            folder.add(name, end=Position())  # any position but None, because no text is read
     finally:
         remove(downloads)
 
@@ -432,10 +434,10 @@ def fetch_pretokenized(folder: Folder) -> None:
 
 
 def read_config(args: list[str] | None) -> ShardConfig:
-    """Reads the command line. UserError if something is wrong with it."""
+    """Read and check the command line. Raises UserError if it is invalid."""
     for word in sys.argv[1:] if args is None else args:
         if word.encode(errors="ignore").decode() != word:
-            raise UserError(f"{word!a}: not UTF-8; give another name")
+            raise UserError(f"{word!a}: not UTF-8; choose another name")
     config = parse_args(ShardConfig, args=args)
     default = ShardConfig()
     names = ("name", "input", "dataset", "pretokenized")
@@ -463,13 +465,13 @@ def main(args: list[str] | None = None) -> None:
         name, suffix = "edufineweb", ".npy"
     else:
         name, suffix = out.resolve().name, ".npy"
-    # locked() also makes the folder, if it is not there.
+    # locked() also creates the folder.
     with locked(out, f"{out}: another fineweb.py uses it; wait for it or choose another --out"):
         folder = Folder(out, name, suffix, config.pretokenized or config.max_shards)
         if config.verify:
             folder.verify()
             return
-        for path in out.glob(".*.partial"):  # what a killed fineweb.py was writing
+        for path in out.glob(".*.partial"):  # left over from a killed process
             remove(path)
         try:
             if config.pretokenized:

@@ -1,26 +1,26 @@
 """Evaluate a GPT-2 on HellaSwag: which of four endings continues a text?
 
-    python hellaswag.py -m gpt2 -d cuda    # a GPT-2 of the Hub, or a folder
+    python hellaswag.py -m gpt2 -d cuda    # a GPT-2 on the Hub, or a folder
     python hellaswag.py -m log             # the newest checkpoint of a run
     python hellaswag.py -m log/step_019073 --data my_tasks.jsonl --limit 100
 
-HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?") has 10,042
-validation tasks. A task has a context, four endings, and the index of the right one:
+HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sentence?") contains
+10,042 validation tasks. A task is a context, four endings, and the index of the correct one:
 
     {"ctx": "A man is sitting on a roof. He", "label": 3, "endings": ["is using wrap to wrap a pair
      of skis.", "is ripping level tiles off.", "is holding a rubik's cube.", "starts pulling up
      roofing on a roof."]}
 
-The model never sees the four endings side by side. It reads the context followed by one ending, and
-its losses on the tokens of the ending are added up. `acc` is the share of tasks in which the right
-ending has the lowest sum. `acc_norm` is the share in which it has the lowest mean per token. A
-model that guesses gets 0.25. build-nanogpt, the code of Karpathy's lecture, counts in the same
-way, and reports for OpenAI's models:
+This is the completion style: the model never sees the four endings side by side. It reads the
+context followed by one ending, and its losses on the ending's tokens are summed. `acc` is the
+fraction of tasks in which the correct ending has the lowest sum, and `acc_norm` the fraction in
+which it has the lowest mean per token. Guessing scores 0.25. build-nanogpt, the code of Karpathy's
+lecture, computes the same metrics, and reports for OpenAI's models:
 
     GPT-2 (124M)    10042 acc: 0.2859 acc_norm: 0.2955
     GPT-2 XL        10042 acc: 0.3842 acc_norm: 0.4893
 
-While train_gpt2.py trains, it calls load_tasks() and accuracy()."""
+train_gpt2.py calls load_tasks() and accuracy() during training."""
 
 import hashlib
 import json
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from train_gpt2 import GPT
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # of the file there
+SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # of the file at URL
 DOWNLOADED = ROOT / "hellaswag" / "hellaswag_val.jsonl"  # ROOT is the folder of this script
 
 # --------------------------------------------------------------------------------------------------
@@ -61,18 +61,20 @@ DOWNLOADED = ROOT / "hellaswag" / "hellaswag_val.jsonl"  # ROOT is the folder of
 
 @dataclass(frozen=True)
 class Task:
-    context: list[int]  # the tokens before an ending
-    endings: list[list[int]]  # the tokens of each
-    label: int  # index of the right ending
+    """A tokenized HellaSwag task."""
+
+    context: list[int]  # tokens that precede the ending
+    endings: list[list[int]]  # tokens of each of the four endings
+    label: int  # index of the correct ending
 
     @property
     def length(self) -> int:
-        """The number of tokens of the context with the longest ending."""
+        """Number of tokens in the context plus the longest ending."""
         return len(self.context) + max(len(ending) for ending in self.endings)
 
 
 def download() -> Path:
-    """Downloads the official tasks, unless they are here already. Returns their path."""
+    """Download the official tasks, unless cached. Return their path."""
     try:
         if DOWNLOADED.exists() and sha256(DOWNLOADED) == SHA256:
             return DOWNLOADED
@@ -86,14 +88,14 @@ def download() -> Path:
             partial.write_bytes(content)
         return DOWNLOADED
     except (OSError, HTTPException) as error:
-        remedy = "give a local file with --data, or --hellaswag-data in training"
+        remedy = "pass a local file with --data, or --hellaswag-data in training"
         raise UserError(f"{URL}: download failed ({error}); {remedy}") from None
 
 
 def read_examples(path: str | Path = "") -> list[dict[str, Any]]:
-    """The tasks in a .jsonl file, by default the official ones.
+    """Return the tasks in a .jsonl file, by default the official ones.
 
-    UserError if a line is no task. It names the line."""
+    Raises UserError with the line number if a line is not a valid task."""
     path = Path(path or download())
     examples = []
     for number, line in enumerate(path.read_bytes().rstrip().split(b"\n"), start=1):
@@ -115,26 +117,26 @@ def read_examples(path: str | Path = "") -> list[dict[str, Any]]:
 
 
 def tokenize(examples: list[dict[str, Any]], tokenizer: Tokenizer, block_size: int) -> list[Task]:
-    """Tokenize tasks. A context that is too long for the model loses its beginning.
+    """Tokenize tasks, truncating long contexts from the left to fit the model's context window.
 
-    Raises UserError if an ending does not fit into block_size tokens."""
+    Raises UserError if an ending alone does not fit into block_size tokens."""
     tasks = []
     shortened = 0
     for number, example in enumerate(examples, start=1):
         context = tokenizer.encode_ordinary(example["ctx"])
         endings = [tokenizer.encode_ordinary(f" {ending}") for ending in example["endings"]]
         longest = max(len(ending) for ending in endings)
-        room = block_size - (longest - 1)  # The model does not read the last token of an ending.
+        room = block_size - (longest - 1)  # the last token of an ending is only a target
         if room < 1:
-            problem = f"an ending has {longest} tokens, but the model's context {block_size}"
-            remedy = "use a model with a longer context (train_gpt2.py --seq-len)"
+            problem = f"an ending has {longest} tokens, but the context window only {block_size}"
+            remedy = "use a model with a longer one (train_gpt2.py --seq-len)"
             raise UserError(f"HellaSwag task {number}: {problem}; {remedy}")
         if len(context) > room:
             shortened += 1
             context = context[-room:]
         tasks.append(Task(context, endings, example["label"]))
     if shortened:
-        print0(f"HellaSwag: {shortened} contexts cut to fit the model's {block_size} tokens")
+        print0(f"HellaSwag: {shortened} contexts truncated to fit the model's {block_size} tokens")
     return tasks
 
 
@@ -146,34 +148,34 @@ def tokenize(examples: list[dict[str, Any]], tokenizer: Tokenizer, block_size: i
 def score(
     gpt: "GPT", tasks: list[Task], ranks: Ranks, batch_size: int = 8, show_progress: bool = False
 ) -> list[list[float]]:
-    """Return the summed losses of the four endings of each task, in nats.
+    """Return the summed loss of each of the four endings of each task, in nats.
 
-    All ranks call this together. Each scores its share of the tasks, and gets the losses of all."""
-    # Tasks of similar lengths are scored together, so that rows need little padding. The longest
-    # come first, so that a lack of memory shows at once.
+    All ranks must call this. Each scores its share of the tasks, and returns the losses of all."""
+    # Batch tasks of similar length, which minimizes padding. Score the longest first, so that an
+    # out-of-memory error occurs at once.
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].length, reverse=True)
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    rounds = range(0, len(batches), ranks.world_size)  # in each, every rank scores a batch
-    losses_of_tasks = {}  # {index of a task: the losses of its four endings}
+    rounds = range(0, len(batches), ranks.world_size)  # each rank scores one batch per round
+    losses_of_tasks = {}  # {index of a task: losses of its four endings}
     for first in progress_bar(rounds, "batch") if show_progress else rounds:
-        if first + ranks.rank < len(batches):  # The last round may have no batch for this rank.
+        if first + ranks.rank < len(batches):  # in the last round, there may be none left
             batch = batches[first + ranks.rank]
             losses = score_batch(gpt, [tasks[i] for i in batch], ranks.device)
             losses_of_tasks |= dict(zip(batch, losses, strict=True))
-    for of_a_rank in ranks.gather(losses_of_tasks):
-        losses_of_tasks |= of_a_rank
+    for losses_on_rank in ranks.gather(losses_of_tasks):
+        losses_of_tasks |= losses_on_rank
     return [losses_of_tasks[i] for i in range(len(tasks))]
 
 
 def score_batch(gpt: "GPT", tasks: list[Task], device: torch.device) -> list[list[float]]:
-    """Return the summed losses of the four endings of a few tasks, by one forward pass."""
-    T = max(task.length for task in tasks) - 1  # The last token of an ending is not read.
+    """Return the summed loss of each of the four endings of a few tasks, in one forward pass."""
+    T = max(task.length for task in tasks) - 1  # the last token of an ending is only a target
     if device.type == "cuda":
-        # cuDNN plans its attention kernels again for each new length, which takes time. So T is
-        # rounded up to a multiple of 64.
+        # Round T up to a multiple of 64, because cuDNN replans its attention kernels for each new
+        # length, which is slow.
         T = min(64 * math.ceil(T / 64), gpt.config.block_size)
-    # A row has a context and one of its endings. It is padded at its end, which changes nothing,
-    # since attention is causal.
+    # Each row is a context with one of its endings. Padding on the right changes nothing, because
+    # attention is causal.
     rows = [(task.context, ending) for task in tasks for ending in task.endings]
     x = torch.zeros(len(rows), T, dtype=torch.int64)
     predicts_ending = torch.zeros(len(rows), T, dtype=torch.bool)
@@ -182,16 +184,16 @@ def score_batch(gpt: "GPT", tasks: list[Task], device: torch.device) -> list[lis
         x[row, : len(tokens)] = torch.tensor(tokens)
         predicts_ending[row, len(context) - 1 : len(tokens)] = True
     at = predicts_ending.nonzero(as_tuple=True)
-    logits = gpt(x.to(device), at=at).float()  # (n, V), for the n tokens of all endings
+    logits = gpt(x.to(device), at=at).float()  # (n, V), for all n tokens of the endings
     targets = torch.tensor([token for _, ending in rows for token in ending], device=device)  # (n,)
     losses = F.cross_entropy(logits, targets, reduction="none")  # (n,)
-    # The losses of an ending follow each other. They are summed in float64.
+    # Split the losses by ending, and sum them in float64.
     parts = losses.cpu().double().split([len(ending) for _, ending in rows])
     return torch.stack([part.sum() for part in parts]).view(-1, 4).tolist()
 
 
 def choices(task: Task, losses: list[float]) -> tuple[int, int]:
-    """The endings that `acc` and `acc_norm` choose, by the summed losses of the four endings."""
+    """Return the endings chosen by `acc` and by `acc_norm`, given the four summed losses."""
     means = [loss / len(ending) for loss, ending in zip(losses, task.endings, strict=True)]
     return losses.index(min(losses)), means.index(min(means))
 
@@ -201,33 +203,33 @@ def choices(task: Task, losses: list[float]) -> tuple[int, int]:
 
 
 def load_tasks(path: str, tokenizer: Tokenizer, block_size: int, ranks: Ranks) -> list[Task]:
-    """Return the tasks in a .jsonl file, by default the official ones, tokenized.
+    """Return the tokenized tasks of a .jsonl file, by default the official ones.
 
-    If they cannot be downloaded, print a warning and return [] on all ranks. The run then goes on
-    without HellaSwag."""
+    If the download fails on any machine, print a warning and return [] on all ranks, so that the
+    run continues without HellaSwag."""
     problem = ""
-    if not path and ranks.local_rank == 0:  # The first process of each machine downloads.
+    if not path and ranks.local_rank == 0:  # one download per machine
         try:
             download()
         except UserError as error:
             problem = str(error)
-    # gather() gives each rank the problems of all, so all of them wait for the downloads.
+    # gather() also makes all ranks wait for the downloads.
     problems = [problem for problem in ranks.gather(problem) if problem]
     if problems:
         warn(f"training without HellaSwag: {problems[0]}")
         return []
-    examples = read_examples(path)  # finds the file that was downloaded
+    examples = read_examples(path)  # by default the downloaded file
     return tokenize(examples, tokenizer, block_size)
 
 
 def accuracy(gpt: "GPT", tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:
-    """Return the acc_norm of a GPT on at least one task. All ranks call this together."""
+    """Return the acc_norm of a model, or nan if a loss is nan. All ranks must call this."""
     with autocast:
         losses_of_tasks = score(gpt, tasks, ranks)
     right = 0
     for task, losses in zip(tasks, losses_of_tasks, strict=True):
         if any(map(math.isnan, losses)):
-            return math.nan  # choices() would take the first ending, which says nothing
+            return math.nan  # choices() would arbitrarily pick the first ending
         _, chosen = choices(task, losses)
         right += chosen == task.label
     return right / len(tasks)
@@ -239,20 +241,20 @@ def accuracy(gpt: "GPT", tasks: list[Task], ranks: Ranks, autocast: torch.autoca
 
 @dataclass(frozen=True)
 class HellaSwagConfig:
-    """Evaluate a GPT-2, or another model of train_gpt2.py or a fork, on HellaSwag."""
+    """Evaluate a GPT-2, or the model of a fork, on HellaSwag."""
 
-    # Each field is a flag, and its comment is the flag's help.
+    # Each field is a flag, and its comment is the flag's help text.
 
-    # Hub name, folder of a model, or log folder of a run (its newest checkpoint)
+    # name on the Hub, model folder, or log folder of a run (its newest checkpoint)
     model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # auto, cpu, cuda or mps
     data: str = ""  # local .jsonl of tasks; empty: the official validation set, downloaded once
-    limit: int = 0  # number of tasks to evaluate, from the first; 0: all
-    batch_size: int = 8  # tasks per forward pass, of four rows each
-    # precision of matrix products; losses are computed in float32, and added up in float64
+    limit: int = 0  # evaluate only the first tasks; 0: all
+    batch_size: int = 8  # tasks per forward pass, each of four rows
+    # precision of matmuls; losses are computed in float32 and summed in float64
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    json: str = ""  # file for the predictions and losses of every task
-    code: str = str(ROOT / "train_gpt2.py")  # script that has trained the model
+    json: str = ""  # output file for the predictions and losses of every task
+    code: str = str(ROOT / "train_gpt2.py")  # script that trained the model
 
 
 def main(args: list[str] | None = None) -> None:
@@ -264,10 +266,10 @@ def main(args: list[str] | None = None) -> None:
     device = choose_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()  # makes scoring faster
-    precision, device_line = choose_precision(config.dtype, device)  # The line names both.
+    precision, device_line = choose_precision(config.dtype, device)
     dtype = dtype_of(precision)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    folder = find_model(config.model)  # downloads it if it is a name on the Hub
+    folder = find_model(config.model)  # downloads a name on the Hub
     examples = read_examples(config.data)
     if config.limit:
         examples = examples[: config.limit]
@@ -276,7 +278,7 @@ def main(args: list[str] | None = None) -> None:
     gpt = load_gpt_class(config.code).from_pretrained(folder).to(device)
     tasks = tokenize(examples, tokenizer_of(folder), gpt.config.block_size)
     if config.json:
-        # If no file can be written there, this fails now and not after hours of scoring.
+        # Fail now, rather than after hours of scoring, if the file cannot be written.
         with open(config.json, "a"):
             pass
     one_rank = Ranks(rank=0, world_size=1, device=device)
@@ -287,7 +289,7 @@ def main(args: list[str] | None = None) -> None:
     for i, task in enumerate(tasks):
         losses = losses_of_tasks[i]
         if any(map(math.isnan, losses)):
-            raise RunError(f"{folder}: its logits are not numbers, so nothing is chosen")
+            raise RunError(f"{folder}: the model's logits are nan, so it cannot be evaluated")
         prediction, prediction_norm = choices(task, losses)
         row = {
             "task": i,

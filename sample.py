@@ -2,7 +2,7 @@
 
 python sample.py log "Hello, I'm a language model,"          # the newest checkpoint of a run
 python sample.py log/step_000400 "ROMEO:" --num-samples 3
-python sample.py gpt2                                        # a hub name; asks for prompts
+python sample.py gpt2                                        # a name on the Hub; asks for prompts
 """
 
 import os
@@ -33,18 +33,18 @@ from support.tokenizer import Tokenizer, encode_prompt, text_bytes
 if TYPE_CHECKING:
     from train_gpt2 import GPT
 
-SAMPLES_AT_ONCE = 8  # rows of a batch
+SAMPLES_AT_ONCE = 8  # batch size
 
 
 @dataclass(frozen=True)
 class SampleConfig:
     """Continue a prompt with a GPT-2, in float32."""
 
-    model: Positional[str]  # log folder (its newest checkpoint), model folder, or hub name
+    model: Positional[str]  # log folder (its newest checkpoint), model folder, or name on the Hub
     prompt: Positional[str] = ""  # text to continue; empty: each line of standard input
-    max_new_tokens: int = 100  # at most; a sample also ends at <|endoftext|>
-    temperature: float = 1.0  # divides the logits: below 1 favours likely tokens; 0: the likeliest
-    top_k: int = 50  # number of likeliest tokens to sample from; 0: all
+    max_new_tokens: int = 100  # maximum length; a sample also ends at <|endoftext|>
+    temperature: float = 1.0  # divide the logits by this; 0: always take the likeliest token
+    top_k: int = 50  # sample from this many likeliest tokens; 0: the whole vocabulary
     seed: int = 42  # seed of the first sample; incremented per sample
     num_samples: int = 1  # samples per prompt
     device: str = "auto"  # auto, cpu, cuda or mps
@@ -54,7 +54,7 @@ class SampleConfig:
 def print_continuations(
     model: "GPT", tokenizer: Tokenizer, prompt: str, config: SampleConfig
 ) -> None:
-    """Print continuations of the prompt. A single one is printed token by token."""
+    """Print continuations of the prompt. Stream a single one token by token."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
@@ -89,42 +89,44 @@ def append_tokens(texts: "list[Text]", bar: tqdm, new: Tensor) -> bool:
 
 
 class Text:
-    """A text that grows by tokens, up to <|endoftext|>. It is printed at once, or at its end."""
+    """A text that grows by tokens up to <|endoftext|>.
+
+    It is printed as it grows if it `streams`, otherwise by end()."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], streams: bool):
         self.tokenizer = tokenizer
         self.streams = streams
         self.utf8 = getincrementaldecoder("utf-8")("replace")  # a character may span tokens
-        self.held = ""  # not printed yet
+        self.buffer = ""  # text not printed yet
         self.ended = False
         self.write(text_bytes([t for t in prompt if t != tokenizer.eot_token], tokenizer))
 
     def append(self, token: int) -> None:
         self.ended = self.ended or token == self.tokenizer.eot_token
-        if not self.ended:  # Other samples may still go on.
+        if not self.ended:  # generate() continues until all samples have ended
             self.write(text_bytes([token], self.tokenizer))
 
     def write(self, text: bytes) -> None:
-        self.held += self.utf8.decode(text)
+        self.buffer += self.utf8.decode(text)
         if self.streams:
-            print(self.held, end="", flush=True)
-            self.held = ""
+            print(self.buffer, end="", flush=True)
+            self.buffer = ""
 
     def end(self) -> None:
-        print(self.held + self.utf8.decode(b"", final=True))
+        print(self.buffer + self.utf8.decode(b"", final=True))
 
 
 def main(args: list[str] | None = None) -> None:
     config = parse_args(SampleConfig, args=args)
     for name, least in {"max_new_tokens": 1, "num_samples": 1, "top_k": 0, "seed": 0}.items():
         value = getattr(config, name)
-        if not least <= value < 2**63:  # torch's integers
+        if not least <= value < 2**63:  # torch's integers are 64-bit
             raise UserError(f"{flag(name)} {value}: must be at least {least} and below 2**63")
     if config.temperature != 0 and not 1e-6 <= config.temperature <= 1e6:
         raise UserError(f"--temperature {config.temperature}: must be 0, or from 1e-6 to 1e6")
     device = choose_device(config.device)
     gpt_class = load_gpt_class(config.code)
-    folder = find_model(config.model)  # downloads it if it is a name on the Hub
+    folder = find_model(config.model)  # downloads a name on the Hub
     model = gpt_class.from_pretrained(folder).to(device)
     tokenizer = tokenizer_of(folder)
     with kv_cache_for_gpt2(model):
@@ -134,13 +136,13 @@ def main(args: list[str] | None = None) -> None:
 
 def read_prompts() -> Iterator[str]:
     """Yield the lines of standard input. On a terminal, ask for each."""
-    # Bytes that aren't UTF-8 are read as in an argument, where print_continuations() reports them.
+    # Decode bytes that are not UTF-8 as in sys.argv, so that print_continuations() reports them.
     sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         if sys.stdin.isatty():
             print("prompt (Ctrl-C ends)> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
-        if not line:  # end of the input; an empty line is "\n"
+        if not line:  # end of file; an empty line is "\n"
             return
         yield line.rstrip("\r\n")
 

@@ -1,14 +1,13 @@
-"""What the scripts share. Each module has one subject:
+"""Code shared by the scripts, one subject per module.
 
-train_gpt2.py   settings: where a value comes from; ranks: the processes of a run; devices: device
-                and precision; muon: the optimizer; progress: what a run prints
-log/            run_folder: what a run finds, writes and deletes there; run_files: log.txt and
+train_gpt2.py   settings: flags, presets and their precedence; ranks: the processes of a run;
+                devices: device and precision; muon: an optimizer; progress: console output
+log/            run_folder: everything a run reads, writes and deletes there; run_files: log.txt and
                 run.json; checkpoints: step_*/; scripts: code/; plots: curves.png; trackers:
                 TensorBoard and Weights & Biases
-models          huggingface: their files; forks: is a model a GPT-2?; functional_gpt2: what a GPT-2
-                computes; sampling: the logits that are sampled from
-data            documents: what fineweb.py reads; shards: what the data loader reads; tokenizer:
+models          huggingface: loading and saving; forks: is a model a GPT-2?; functional_gpt2: the
+                reference GPT-2; sampling: logits for generate(), and samples of a run
+data            documents: text for fineweb.py; shards: tokens for the data loader; tokenizer:
                 vocabularies (gpt2/: OpenAI's, modified MIT), and bits per byte
-every script    command_line: flags, and lines on the console; errors_and_signals: errors of one
-                line, stop signals, exit status; files_and_locks: files that appear whole or not at
-                all, and a lock"""
+every script    command_line: flags and console output; errors_and_signals: one-line errors, stop
+                signals, exit status; files_and_locks: atomic writes, and a lock"""

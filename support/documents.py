@@ -1,7 +1,7 @@
-"""Reads the documents of fineweb.py, from files of this machine or from a dataset of the Hub.
+"""Reading documents for fineweb.py, from local files or from a dataset on the Hub.
 
-A document is a row of a table, or a whole .txt or .md file. Files of the Hub are read like those of
-this machine. Their paths begin with hf://, and they are all Parquet."""
+A document is a row of a table, or a whole .txt or .md file. Files on the Hub have paths that begin
+with hf://, must be Parquet, and are read like local ones."""
 
 import csv
 import glob
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 256  # documents in a batch
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-TOKENS_PER_BYTE = {".parquet": 0.35, ".gz": 0.8, ".zst": 0.8}  # roughly; other files have 0.25
-LEARN_CHARS = 20_000_000  # a vocabulary is learned from at most so many characters
+TOKENS_PER_BYTE = {".parquet": 0.35, ".gz": 0.8, ".zst": 0.8}  # rough; 0.25 for all other files
+LEARN_CHARS = 20_000_000  # train a vocabulary on at most this many characters
 
 # --------------------------------------------------------------------------------------------------
 # Errors
@@ -33,14 +33,14 @@ HUB_REMEDY = "check the names and the network; if it is private or gated, run `h
 
 
 def as_one_line(where: str, error: Exception, remedy: str) -> UserError:
-    """An exception of a library for the user."""
+    """Turn a library's exception into a one-line UserError."""
     cause = " ".join(f"{type(error).__name__}: {error}".split())
     return UserError(f"{where}: {cause:.400}; {remedy}")
 
 
 @contextmanager
 def hub_errors(where: str) -> Iterator[None]:
-    """Turns any error into one line. Those of the Hub and the network have no common base class."""
+    """Turn any error into a UserError, because Hub and network errors share no base class."""
     try:
         yield
     except Exception as error:
@@ -52,7 +52,7 @@ def hub_errors(where: str) -> Iterator[None]:
 
 
 def find_files(patterns: tuple[str, ...]) -> list[str]:
-    """The files that --input names, in its order. Those of a folder or a pattern are sorted."""
+    """Return the files that --input names, in this order. Sort those of each folder or pattern."""
     paths: list[str] = []
     for pattern in patterns:
         if os.path.isdir(pattern):
@@ -60,15 +60,15 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
             inside = sorted(glob.glob(f"{glob.escape(pattern)}/**", recursive=True))
             found = [path for path in inside if os.path.isfile(path) and SUFFIX.search(path)]
             found = [path for path in found if os.path.basename(path) not in NO_TEXT]
-        elif os.path.isfile(pattern):  # glob() would misread a [ in its name.
+        elif os.path.isfile(pattern):  # glob() would misread a [ in its name
             found = [pattern]
         else:
             found = sorted(glob.glob(pattern, recursive=True))
         if not found or not all(SUFFIX.search(path) for path in found):
-            kinds = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
-            raise UserError(f"--input {pattern}: no such file, or not one of {kinds}")
+            formats = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
+            raise UserError(f"--input {pattern}: no such file, or not one of {formats}")
         paths += found
-    # A vocabulary is no text. It is here if the shards are in the folder of the texts.
+    # Skip the vocabulary, which is in the way if the shards are written next to the text.
     paths = [path for path in paths if os.path.basename(path) != "merges.txt"]
     if not paths:
         raise UserError("--input: names no files of text")
@@ -78,14 +78,14 @@ def find_files(patterns: tuple[str, ...]) -> list[str]:
 def find_hub_files(
     dataset: str, config: str, split: str, commit: str
 ) -> tuple[list[str], list[str]]:
-    """The files of a dataset of the Hub, as (those for validation, those for training).
+    """Return the (validation, training) files of a dataset on the Hub.
 
-    An empty `split` means `train`, or the only split that there is. There are files for validation
-    only if the dataset has both `train` and a validation split."""
+    An empty `split` means "train", or the only split. There are validation files only if the split
+    is "train" and the dataset contains a validation split, too."""
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # Its exceptions say the same.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its exceptions repeat the log
     with hub_errors(dataset):
         builder = datasets.load_dataset_builder(dataset, config or None, revision=commit)
     files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}
@@ -107,7 +107,7 @@ def is_on_hub(path: str) -> bool:
 
 
 def file_size(path: str) -> int:
-    """In bytes."""
+    """Return the size of a local file or one on the Hub, in bytes."""
     if not is_on_hub(path):
         return os.path.getsize(path)
     from huggingface_hub import HfFileSystem
@@ -117,7 +117,7 @@ def file_size(path: str) -> int:
 
 
 def estimate_tokens(paths: list[str]) -> float:
-    """Roughly how many tokens these files have, by their sizes."""
+    """Estimate the number of tokens in these files from their sizes."""
     return sum(file_size(path) * TOKENS_PER_BYTE.get(Path(path).suffix, 0.25) for path in paths)
 
 
@@ -128,9 +128,9 @@ def estimate_tokens(paths: list[str]) -> float:
 def read_batches(
     paths: list[str], column: str, file: int = 0, row: int = 0
 ) -> Iterator[tuple[int, int, list[str | None]]]:
-    """Reads files, beginning with this row of this file. Both are counted from 0.
+    """Yield batches of documents, starting at row `row` of file number `file`, both 0-based.
 
-    Yields each batch of documents as (its file, its first row, the documents)."""
+    Each batch is (file number, first row, documents)."""
     for number in range(file, len(paths)):
         texts = read_texts(paths[number], column, row)
         while batch := list(islice(texts, BATCH_ROWS)):
@@ -140,53 +140,53 @@ def read_batches(
 
 
 def read_texts(path: str, column: str, row: int = 0) -> Iterator[str | None]:
-    """Yields the text of each row of a file, beginning with this row. A row may have no text.
+    """Yield the text of each row of a file, or None, starting at `row` (0-based).
 
-    `column` is the column, or key, of the text. Errors name the row, counted from 1."""
+    `column` is the column or key of the text. Errors name the 1-based row."""
     try:
         for text in read_values(path, column, row):
             if isinstance(text, str):
-                text.encode()  # This fails for half a surrogate pair, which JSON may contain.
+                text.encode()  # raises for a lone surrogate, which JSON may contain
             elif text is not None:
-                problem = f"{text!r:.50} is no text; --text-column names another column"
+                problem = f"{text!r:.50} is not a string; choose another column with --text-column"
                 raise UserError(f"{path}: row {row + 1}: {problem}")
             yield text
             row += 1
     except UserError:
         raise
-    except Exception as error:  # Those of pyarrow, csv and json have no common base class.
+    except Exception as error:  # errors of pyarrow, csv and json share no base class
         packed = path.lower().endswith((".parquet", *COMPRESSION))
         if isinstance(error, UnicodeDecodeError) and not packed:
             raise not_utf8(Path(path)) from None
-        remedy = HUB_REMEDY if is_on_hub(path) else "correct it, or give another --text-column"
+        remedy = HUB_REMEDY if is_on_hub(path) else "fix it, or choose another --text-column"
         raise as_one_line(f"{path}: row {row + 1}", error, remedy) from None
 
 
 def read_values(path: str, column: str, row: int) -> Iterator[Any]:
-    """Yields what each row of a file has in a column, beginning with this row."""
+    """Yield the value of a column in each row of a file, starting at `row` (0-based)."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
-    kind = "parquet" if is_on_hub(path) else SUFFIX.search(path)[1].lower()
+    file_format = "parquet" if is_on_hub(path) else SUFFIX.search(path)[1].lower()
     with open_file(path) as file:
-        if kind == "parquet":
+        if file_format == "parquet":
             table = ParquetFile(file)
             check_column(path, column, table.schema_arrow.names)
             for number, rows in enumerate(row_groups(table)):
-                if row < rows.stop:  # Earlier groups are neither read nor downloaded.
+                if row < rows.stop:  # skip earlier groups, without downloading them
                     values = read_row_group(table, number, column)
                     yield from islice(values, max(row - rows.start, 0), None)
         else:
-            # pyarrow reads both kinds of compression. It raises an error for a truncated file.
+            # pyarrow reads gzip and zstd, and raises an error for a truncated file.
             unpacked = pa.input_stream(file, COMPRESSION.get(Path(path).suffix.lower()))
-            # Line ends become \n, but not within a value of a .csv. Byte order marks are dropped.
-            newline = "" if kind == "csv" else None
+            # Normalize newlines to \n, except within a value of a .csv. Drop byte order marks.
+            newline = "" if file_format == "csv" else None
             with io.TextIOWrapper(unpacked, "utf-8-sig", newline=newline) as text:
-                if kind == "jsonl":
+                if file_format == "jsonl":
                     values = read_json_lines(text, column)
-                elif kind == "csv":
+                elif file_format == "csv":
                     values = read_csv(path, text, column)
-                else:  # A .txt or .md file is one row.
+                else:  # a .txt or .md file is a single row
                     values = iter([text.read()])
                 yield from islice(values, row, None)
 
@@ -196,7 +196,7 @@ def open_file(path: str) -> BinaryIO:
         return open(path, "rb")
     from datasets.utils.file_utils import xopen
 
-    return xopen(path, "rb")  # It repeats requests that fail.
+    return xopen(path, "rb")  # retries failed requests
 
 
 def check_column(path: str, column: str, columns: Iterable[str]) -> None:
@@ -206,7 +206,7 @@ def check_column(path: str, column: str, columns: Iterable[str]) -> None:
 
 
 def row_groups(table: "ParquetFile") -> list[range]:
-    """The rows of each row group of a Parquet file."""
+    """Return the range of rows of each row group of a Parquet file."""
     groups = []
     start = 0
     for number in range(table.num_row_groups):
@@ -230,24 +230,24 @@ def read_json_lines(text: io.TextIOBase, column: str) -> Iterator[Any]:
 
 
 def read_csv(path: str, text: io.TextIOBase, column: str) -> Iterator[str | None]:
-    csv.field_size_limit(2**31 - 1)  # By default a value has at most 131,072 characters.
+    csv.field_size_limit(2**31 - 1)  # the default limit is 131,072 characters per value
     table = csv.DictReader(text, strict=True)
     check_column(path, column, table.fieldnames or [])
     for row in table:
-        if None in row:  # This happens if a text with a comma isn't in quotes.
+        if None in row:  # e.g. an unquoted text that contains a comma
             raise ValueError("there are more values than columns")
         yield row[column]
 
 
 # --------------------------------------------------------------------------------------------------
-# Text from which a vocabulary is learned
+# Training text for a vocabulary
 
 
 def texts_to_learn_from(paths: list[str], column: str) -> Iterator[str]:
-    """Yields texts from all over these files.
+    """Yield the texts of these files, from which to learn a vocabulary.
 
-    Of a dataset of the Hub, which may be large, these are the beginnings of at most 128 row groups
-    in at most 32 files."""
+    A dataset on the Hub may be large, so yield only the beginnings of at most 128 row groups in at
+    most 32 files."""
     from pyarrow.parquet import ParquetFile
 
     if not any(map(is_on_hub, paths)):
@@ -269,16 +269,16 @@ def texts_to_learn_from(paths: list[str], column: str) -> Iterator[str]:
 
 
 def spread_out(items: list[Any], n: int) -> list[Any]:
-    """At most n of the items, evenly spread, beginning with the first."""
+    """Return at most n evenly spaced items, starting with the first."""
     return [items[i * len(items) // n] for i in range(n)] if len(items) > n else items
 
 
 def pieces_to_learn_from(texts: Iterable[str]) -> list[str]:
-    """Pieces of 1,000 characters that are evenly spread over texts, in their order.
+    """Return evenly spaced pieces of 1,000 characters, in the order of the texts.
 
-    Together they have 10 to 20 million characters, or if there are fewer, all."""
+    They total 10 to 20 million characters, or all of the text if it is shorter."""
     kept: list[str] = []
-    every = 1  # every how many pieces one is kept
+    every = 1  # keep every n-th piece
     pieces = (text[i : i + 1000] for text in texts for i in range(0, len(text), 1000))
     for number, piece in enumerate(pieces):
         if number % every == 0:

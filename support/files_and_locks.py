@@ -1,6 +1,6 @@
-"""Atomic writes: files and folders that appear whole or not at all, and stay until replaced.
+"""Atomic writes of files and folders, and a lock for a folder with a single writer.
 
-And a lock, so that only one process at a time writes into a folder, and the root folder."""
+A path written atomically appears whole or not at all, and survives a power cut."""
 
 import contextlib
 import errno
@@ -12,17 +12,18 @@ from pathlib import Path
 
 from support.errors_and_signals import UserError
 
-ROOT = Path(__file__).parents[1]  # the folder of train_gpt2.py
+ROOT = Path(__file__).parents[1]  # the folder that contains train_gpt2.py
 
 
 @contextlib.contextmanager
 def locked(folder: Path, problem: str) -> Iterator[None]:
-    """Makes a folder and locks it, or raises UserError(problem) if another process has.
+    """Create a folder if necessary and lock it within this context.
 
-    Afterwards, removes the folder if it is new and nothing was written."""
+    Raises UserError(problem) if another process holds the lock. On exit, removes the folder if it
+    was created here and is still empty. Locks nothing on Windows or on mounts without flock."""
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    if os.name == "nt":  # no flock, and folders can't be opened
+    if os.name == "nt":  # no flock, and folders cannot be opened
         yield
         return
     import fcntl
@@ -34,12 +35,12 @@ def locked(folder: Path, problem: str) -> Iterator[None]:
         except BlockingIOError:
             new = False
             raise UserError(problem) from None
-        except OSError:  # a network mount without locks
+        except OSError:  # e.g. a network mount without flock
             pass
         yield
     finally:
         if new:
-            with contextlib.suppress(OSError):  # it is not empty
+            with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
         os.close(descriptor)
 
@@ -51,7 +52,7 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def atomic_path(path: Path | str) -> Iterator[Path]:
-    """Yields a temporary path next to `path`, then renames it to `path` after an fsync."""
+    """Yield a temporary path next to `path`. On success, fsync it and rename it to `path`."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -60,25 +61,25 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
         if partial.is_dir():
             for part in partial.iterdir():
                 fsync(part)
-            if path.is_dir():  # os.replace can't replace a folder with files
+            if path.is_dir():  # os.replace cannot replace a non-empty folder
                 remove_folder(path)
         os.replace(partial, path)
-    except BaseException as error:  # Ctrl-C as well
+    except BaseException as error:  # including Ctrl-C
         remove(partial)
         if isinstance(error, OSError) and error.errno and not error.filename:
-            error.filename = str(path)  # which a full disk doesn't name
+            error.filename = str(path)  # write() on a full disk does not set it
         raise
     fsync(path.parent)
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Writes a file atomically, in UTF-8 with \\n as line end."""
+    """Write a file atomically, as UTF-8 with \\n newlines on every platform."""
     with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="\n")
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder (best effort)."""
+    """Remove a file, a symlink or, ignoring errors, a folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -86,14 +87,14 @@ def remove(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder. Its name is free at once, even if NFS keeps a file that is still open."""
+    """Remove a folder. Rename it first, because NFS may keep a file that is still open."""
     doomed = path.with_name(f".{path.name}.{os.getpid()}.removed.partial")
     os.replace(path, doomed)
     remove(doomed)
 
 
 def fsync(path: Path) -> None:
-    """Flushes a file, or the entries of a folder, to disk, so a power cut can't undo a rename."""
+    """Flush a file, or a folder's entries, to disk, so that it survives a power cut."""
     folder = path.is_dir()
     if folder and os.name == "nt":  # Windows cannot open folders
         return
@@ -101,7 +102,7 @@ def fsync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network mounts can't flush folders.
+        # Some network mounts cannot flush folders.
         if not folder or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

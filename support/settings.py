@@ -23,7 +23,7 @@ from support.command_line import (
 from support.errors_and_signals import UserError
 from support.run_files import PATHS
 from support.run_folder import read_run
-from support.shards import holds_shards
+from support.shards import data_folder, holds_shards
 
 if TYPE_CHECKING:
     from train_gpt2 import GPTConfig, TrainConfig
@@ -71,6 +71,7 @@ def read_config(
     # Make existing paths absolute, so that --resume works from any folder. `defaults` too, because
     # the two are compared below.
     for settings in (defaults, config):
+        settings.data = data_folder(settings.data)
         for name in PATHS:
             if getattr(settings, name) != "scratch":
                 setattr(settings, name, absolute(getattr(settings, name)))

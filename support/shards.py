@@ -1,8 +1,8 @@
-"""Shards of tokens, and .txt files, as the data loader reads them. Does not import torch.
+"""Token shards and .txt files, as the data loader reads them.
 
 A shard is a 1-D array of uint16 tokens in which every document begins with <|endoftext|>. It is
-named NAME_train_000001.npy, or .bin in llm.c's format. Its folder has the files of a vocabulary
-(tokenizer.py), unless the tokens are GPT-2's."""
+named NAME_train_000001.npy, or .bin in llm.c's format. Its folder holds the vocabulary's files
+(tokenizer.py), unless the tokens are GPT-2's. Importing this module does not import torch."""
 
 import errno
 import functools
@@ -17,17 +17,20 @@ from support.command_line import print0
 from support.errors_and_signals import UserError
 from support.tokenizer import Tokenizer, encode, get_tokenizer, holds_vocabulary
 
-NO_TEXT = {"README.md", "merges.txt"}  # files of a folder that are not part of its text
-# The files of text that fineweb.py takes. (No .parquet.gz: .parquet is compressed inside.)
+NO_TEXT = {"README.md", "merges.txt"}  # files that are not training text
+# Suffixes of the text files that fineweb.py takes. Parquet is compressed internally, so there is no
+# .parquet.gz.
 SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin)")
-NANOGPT = ("train.bin", "val.bin")  # nanoGPT's files: uint16 tokens without a header
-HALF_WRITTEN = re.compile(rf"\.{SHARD_NAME.pattern}\.\d+\.partial")  # as atomic_path() names it
+NANOGPT_NAME = re.compile(r"(train|val)\.bin")  # uint16 tokens without a header
+HALF_WRITTEN = re.compile(rf"\.{SHARD_NAME.pattern}\.\d+\.partial")  # see atomic_path()
 
 
-@functools.lru_cache(maxsize=1)  # both splits are parts of it
+@functools.lru_cache(maxsize=1)  # both splits are slices of the same tokens
 def encode_file(path: Path, *version: int) -> np.ndarray:
-    """All tokens of a .txt file, 1-D uint16. version: changes with the file."""
+    """Return all tokens of a .txt file, 1-D uint16.
+
+    `version` only invalidates the cache when the file changes."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -38,61 +41,69 @@ def encode_file(path: Path, *version: int) -> np.ndarray:
         print0(f"tokenizing {path}: {len(text) / 1e6:,.0f} million characters")
     tokenizer = get_tokenizer()
     tokens = [[tokenizer.eot_token], *encode(text, tokenizer)]
-    # unsafe: from uint32; all tokens fit into uint16
+    # "unsafe" allows casting from uint32. All tokens fit into uint16.
     return np.concatenate(tokens, dtype=np.uint16, casting="unsafe")
 
 
 def not_utf8(path: Path) -> UserError:
-    """The error for a file of text in another encoding."""
+    """Return the error for a text file that is not UTF-8."""
     name = shlex.quote(str(path))
     command = f"iconv -f ENCODING -t UTF-8 {name} > utf8{path.suffix}"
-    return UserError(f"{path}: not UTF-8; `{command}` converts it, if ENCODING is its encoding")
+    return UserError(f"{path}: not UTF-8; `{command}` converts it from its ENCODING")
 
 
 def tokenize_text(path: Path, split: str) -> np.ndarray:
-    """A split of a .txt file, 1-D uint16: the file is one document, its last tenth for validation.
+    """Return the tokens of a split of a .txt file, 1-D uint16.
 
-    As in fineweb.py, line ends become \\n, and a byte order mark is dropped."""
-    file = path.stat()
-    tokens = encode_file(path, file.st_ino, file.st_size, file.st_mtime_ns)
+    The file is one document, and its last tenth is for validation. As in fineweb.py, newlines are
+    normalized to \\n, and a byte order mark is dropped."""
+    stat = path.stat()
+    tokens = encode_file(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
     boundary = len(tokens) - max(len(tokens) // 10, 1)
     return tokens[:boundary] if split == "train" else tokens[boundary:]
 
 
 def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
-    """The tokens of a shard, 1-D uint16, memory-mapped. Raises an error if it is damaged.
+    """Return the memory-mapped tokens of a shard, 1-D uint16.
 
-    All tokens must be below vocab_size."""
+    Raises UserError if the shard is damaged, or if a token at either end is not below
+    `vocab_size`."""
     try:
         if path.suffix == ".npy":
-            tokens = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and archives
+            tokens = np.lib.format.open_memmap(path, mode="r")  # rejects pickles and archives
+        elif NANOGPT_NAME.fullmatch(path.name):
+            tokens = np.memmap(path, dtype="<u2", mode="r")
         else:  # .bin of llm.c and modded-nanogpt: a header of 256 int32, then the tokens
             magic, version, length = np.fromfile(path, dtype="<i4", count=3)
             tokens = np.memmap(path, dtype="<u2", mode="r", offset=256 * 4)
             if magic != 20240520 or version != 1 or length != len(tokens):
                 header = f"magic {magic}, version {version}, {length} tokens"
-                raise ValueError(f"its header has {header}")
+                raise ValueError(f"its header says {header}")
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"{tokens.size} values, {tokens.ndim}-D {tokens.dtype}")
     except (ValueError, FileNotFoundError) as error:
         remedy = "restore it, or remove its folder and rerun the command that made it"
         raise UserError(f"{path}: not a whole shard of uint16 tokens ({error}); {remedy}") from None
-    # Only a page of 4 KiB at each end: the data loader checks each piece that it reads.
+    # Check only one 4 KiB page at each end, because the data loader checks whatever it reads.
     check_tokens(tokens[:2048], path, vocab_size)
     check_tokens(tokens[-2048:], path, vocab_size)
     return tokens
 
 
 def find_shards(data: Path, split: str) -> list[Path]:
-    """The shards of a split in a folder and its subfolders, sorted by path.
+    """Return the shards of a split in a folder and its subfolders, sorted by path.
 
-    UserError if fineweb.py has not finished one of them, or has only begun a subfolder."""
+    Raises UserError if fineweb.py left a half-written shard, or a subfolder without any shard."""
     shards = []
     unfinished = []
     begun = []  # subfolders with a manifest.json, which fineweb.py writes before the first shard
     with_shards = set()
     for path in [*data.glob("*"), *data.glob("[!.]*/*")]:  # not in hidden subfolders
-        if match := SHARD_NAME.fullmatch(path.name):
+        if match := SHARD_NAME.fullmatch(path.name) or NANOGPT_NAME.fullmatch(path.name):
+            if NANOGPT_NAME.fullmatch(path.name) and path.with_name("meta.pkl").exists():
+                problem = "its tokens are characters (meta.pkl), not GPT-2's"
+                remedy = "`python fineweb.py --input TEXT --out my_shards` tokenizes its text"
+                raise UserError(f"{path}: {problem}; {remedy}")
             with_shards.add(path.parent)
             if match[1] == split:
                 shards.append(path)
@@ -106,8 +117,14 @@ def find_shards(data: Path, split: str) -> list[Path]:
     return sorted(shards)
 
 
+def data_folder(data: str) -> str:
+    """Return the folder of nanoGPT's train.bin or val.bin, and any other path unchanged."""
+    path = Path(data)
+    return str(path.parent) if NANOGPT_NAME.fullmatch(path.name) and path.is_file() else data
+
+
 def holds_shards(folder: Path) -> bool:
-    """True if a folder holds training shards, or shards that are not finished."""
+    """Return whether a folder holds training shards, finished or not."""
     try:
         return bool(find_shards(folder, "train"))
     except UserError:
@@ -115,9 +132,10 @@ def holds_shards(folder: Path) -> bool:
 
 
 def open_tokenizer(data: str | Path) -> Tokenizer:
-    """The tokenizer of the shards in a folder and its subfolders. That of a .txt file is GPT-2's.
+    """Return the tokenizer of the shards in a folder and its subfolders, or of a .txt file.
 
-    A subfolder without a vocabulary has that of `data`."""
+    A subfolder without a vocabulary uses that of `data`. The default is GPT-2's. Raises UserError
+    if the vocabularies differ."""
     data = Path(data)
     folders = {data}
     if data.is_dir():
@@ -132,7 +150,10 @@ def open_tokenizer(data: str | Path) -> Tokenizer:
 def open_split(
     data: str | Path, split: str, vocab_size: int
 ) -> tuple[list[Path], list[np.ndarray]]:
-    """(files, the tokens of each) of a split of a folder of shards, or of a .txt file alone."""
+    """Return the files of a split, and the tokens of each, 1-D uint16.
+
+    `data` is a folder of shards, or a .txt file, which counts as one shard. Raises UserError if
+    there are none."""
     data = Path(data)
     if data.suffix == ".txt" and data.is_file():
         return [data], [tokenize_text(data, split)]
@@ -146,13 +167,13 @@ def open_split(
         folder = shlex.quote(str(data))
         if not data.is_dir() or any(map(SUFFIX.search, names)):
             source = f"--input {folder} --out my_shards"
-        elif any(name.endswith((".npy", ".bin")) for name in names):  # of nanoGPT, for example
+        elif any(name.endswith((".npy", ".bin")) for name in names):  # e.g. nanoGPT's
             source = "--input TEXT --out my_shards"
         else:
             source = f"--out {folder}"
         problem = f"no {split} shards; `python fineweb.py {source}` makes them"
         raise UserError(f"{data}: {problem}")
-    if os.name != "nt":  # each mapped shard counts as an open file, of which Linux allows 1,024
+    if os.name != "nt":  # each memory-mapped shard is an open file, of which Linux allows 1,024
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -167,7 +188,7 @@ def open_split(
 
 
 def check_tokens(tokens: np.ndarray, path: Path, vocab_size: int) -> None:
-    """Checks that every token is in the vocabulary."""
+    """Raise UserError unless every token is in the vocabulary."""
     if tokens.max(initial=0) >= vocab_size:
         problem = f"token {tokens.max()} isn't in the vocabulary (0 to {vocab_size - 1})"
-        raise UserError(f"{path}: {problem}: damaged, or made by another tokenizer")
+        raise UserError(f"{path}: {problem}: damaged, or made with another tokenizer")

@@ -1,8 +1,8 @@
-"""Tokenizers, made from the files of a vocabulary. Does not import torch.
+"""Byte-level BPE tokenizers like GPT-2's, loaded from the files of a vocabulary.
 
-Two files make a tokenizer like GPT-2's: `vocab.json` has the number of each token, and `merges.txt`
-the pairs of tokens that are joined, the first pair first. Both write each byte as one printable
-character. GPT-2's are in support/gpt2/. transformers may save both as one `tokenizer.json`."""
+`vocab.json` maps tokens to ids, and `merges.txt` lists the merges by priority. Both represent each
+byte as one printable character. GPT-2's files are in support/gpt2/. transformers may save both as
+one `tokenizer.json`. Importing this module does not import torch."""
 
 import functools
 import hashlib
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import tiktoken
-from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's split of text into words
+from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's pre-tokenization pattern
 
 from support.errors_and_signals import UserError
 
@@ -24,36 +24,38 @@ GPT2 = Path(__file__).parent / "gpt2"
 VOCAB_SIZE = 50257  # GPT-2's
 END = "<|endoftext|>"  # the token that begins every document
 FILES = ("merges.txt", "vocab.json")
-# The character of each byte. Bytes that are printable in Latin-1 come first, and are their own. The
-# others have the characters from 256 on. This is also the order of GPT-2's first 256 tokens.
+# {character: byte}, in the order of GPT-2's first 256 tokens. Bytes that are printable in Latin-1
+# come first and represent themselves. The others are represented by the characters from 256 on.
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 CHARACTERS = {chr(byte): byte for byte in BYTES}
 CHARACTERS |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*BYTES}))}
-# Where a long text may be cut: before a whitespace character that precedes anything else. GPT-2's
-# pattern always splits there, so the tokens don't change. \x1c-\x1f are whitespace only to Python.
+# Where a long text may be cut: before the last character of a run of whitespace. GPT-2's pattern
+# always splits there, so the tokens do not change. Only Python counts \x1c-\x1f as whitespace.
 CUT = re.compile(r"[^\S\x1c-\x1f](?=\S)")
 PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this length
 
 
 class Tokenizer(tiktoken.Encoding):
-    """tiktoken's Encoding: encode_ordinary(text), decode(tokens), n_vocab, eot_token and others.
+    """A tiktoken.Encoding, with encode_ordinary(text), decode(tokens), n_vocab, eot_token etc.
 
-    It joins two tokens if together they are the text of a token, and begins with the lowest number.
-    That is the same as joining the pairs of merges.txt, if tokens are numbered in their order."""
+    tiktoken merges any two tokens that concatenate to another token, the lowest id first. That
+    equals the merges of merges.txt only if ids are assigned in their order, which is checked."""
 
     def __init__(self, merges: str, vocab: str):
-        """The contents of the two files. ValueError or KeyError if they do not fit each other."""
+        """`merges` and `vocab` are the contents of merges.txt and vocab.json.
+
+        Raises ValueError or KeyError if they do not fit each other."""
         self.files = dict(zip(FILES, (merges, vocab), strict=True))
         numbers = json.loads(vocab)
         pairs = [line for line in merges.split("\n") if line and not line.startswith("#version")]
         both = json.dumps([pairs, numbers], sort_keys=True)
         self.checksum = hashlib.sha256(both.encode()).hexdigest()
-        joined = [numbers[pair.replace(" ", "")] for pair in pairs]
+        merged = [numbers[pair.replace(" ", "")] for pair in pairs]
         size = len(numbers)
-        if sorted(numbers.values()) != [*range(size)] or size != 256 + len(joined) + 1:
-            raise ValueError(f"{size} tokens do not fit 256 bytes, {len(joined)} pairs and {END}")
-        if joined != sorted({*joined}):
-            raise ValueError("its tokens are not numbered in the order of the pairs")
+        if sorted(numbers.values()) != [*range(size)] or size != 256 + len(merged) + 1:
+            raise ValueError(f"{size} tokens do not fit 256 bytes, {len(merged)} merges and {END}")
+        if merged != sorted({*merged}):
+            raise ValueError("its tokens are not numbered in the order of the merges")
         ranks = {
             bytes(CHARACTERS[character] for character in token): number
             for token, number in numbers.items()
@@ -75,16 +77,16 @@ class Tokenizer(tiktoken.Encoding):
         return hash(self.checksum)
 
 
-make_tokenizer = functools.cache(Tokenizer)  # once for each content of the files
+make_tokenizer = functools.cache(Tokenizer)  # keyed by the contents of the files
 
 
 def holds_vocabulary(folder: Path) -> bool:
-    """True if a folder has the files of a vocabulary, or the one that transformers may write."""
+    """Return whether a folder holds vocab.json, merges.txt or transformers' tokenizer.json."""
     return any((folder / name).exists() for name in (*FILES, "tokenizer.json"))
 
 
 def get_tokenizer(folder: str | Path = GPT2) -> Tokenizer:
-    """The tokenizer of the shards or the model in a folder. Without a vocabulary it is GPT-2's."""
+    """Return the tokenizer of the shards or model in a folder, by default GPT-2's."""
     home = Path(folder) if holds_vocabulary(Path(folder)) else GPT2
     merges, vocab, both = (home / name for name in (*FILES, "tokenizer.json"))
     try:
@@ -98,7 +100,7 @@ def get_tokenizer(folder: str | Path = GPT2) -> Tokenizer:
 
 
 def from_tokenizer_json(text: str) -> Tokenizer:
-    """The tokenizer from the one file in which transformers may save it."""
+    """Return the tokenizer for the contents of transformers' tokenizer.json."""
     saved = json.loads(text)
     as_gpt2 = dict(type="ByteLevel", add_prefix_space=False, use_regex=True)
     splits = {key: saved["pre_tokenizer"].get(key) for key in as_gpt2}
@@ -112,31 +114,32 @@ def from_tokenizer_json(text: str) -> Tokenizer:
 
 
 def learn_vocabulary(texts: list[str], size: int) -> tuple[str, str]:
-    """The two files of a vocabulary for texts like these, with `size` tokens.
+    """Train a BPE vocabulary of `size` tokens. Return the contents of merges.txt and vocab.json.
 
-    They are the 256 bytes, then the pairs of tokens that are most frequent when they are joined,
-    and <|endoftext|>."""
+    The tokens are the 256 bytes, the merges, and <|endoftext|>."""
     from tokenizers import ByteLevelBPETokenizer
 
-    learner = ByteLevelBPETokenizer()
-    learner.train_from_iterator(texts, size - 1, show_progress=sys.stderr.isatty())
-    pairs = [" ".join(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(texts, size - 1, show_progress=sys.stderr.isatty())
+    pairs = [" ".join(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
     tokens = [*CHARACTERS, *(pair.replace(" ", "") for pair in pairs), END]
     if len(tokens) < size:
-        problem = f"no pair is left that occurs twice in the text after {len(tokens)} tokens"
+        problem = f"after {len(tokens)} tokens, no pair occurs twice in the text"
         raise UserError(f"--vocab-size {size}: {problem}; lower it")
     numbers = {token: number for number, token in enumerate(tokens)}
     return "\n".join(["#version: 0.2", *pairs, ""]), json.dumps(numbers)
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a prompt. An empty one becomes <|endoftext|>."""
+    """Return the tokens of a prompt, or <|endoftext|> if it is empty."""
     return tokenizer.encode(prompt, allowed_special="all") or [tokenizer.eot_token]
 
 
 def text_bytes(tokens: list[int], tokenizer: Tokenizer) -> bytes:
-    """The text of tokens in UTF-8. A token beyond the vocabulary, which a model with more logits
-    may sample, becomes the character \ufffd."""
+    """Return the text of tokens as bytes, normally UTF-8.
+
+    A model with a padded vocabulary may sample a token that the tokenizer lacks. It becomes
+    \ufffd."""
     unknown = "\ufffd".encode()
     size = tokenizer.n_vocab
     return b"".join(
@@ -145,27 +148,29 @@ def text_bytes(tokens: list[int], tokenizer: Tokenizer) -> bytes:
 
 
 def printable(tokens: list[int], tokenizer: Tokenizer) -> str:
-    """The text of tokens, with control characters replaced by spaces."""
+    """Return the text of tokens, with control characters replaced by spaces."""
     text = "\n".join(text_bytes(tokens, tokenizer).decode(errors="replace").splitlines())
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 
 
 class TextSize(NamedTuple):
-    """The size of a text, to compare losses per token between tokenizers."""
+    """The size of a text, used to make losses comparable between tokenizers."""
 
     tokens: int
     bytes: int
     characters: int
 
-    def bits_per_byte(self, loss: float) -> float:  # loss: nats per token
+    def bits_per_byte(self, loss: float) -> float:
+        """Convert a loss in nats per token."""
         return loss * self.tokens / (self.bytes * math.log(2))
 
     def nats_per_character(self, loss: float) -> float:
+        """Convert a loss in nats per token."""
         return loss * self.tokens / self.characters
 
 
 def measure_text(tokens: np.ndarray, tokenizer: Tokenizer) -> TextSize:
-    """Return the size of the text of `tokens`, 1-D."""
+    """Return the size of the text that `tokens` (1-D) decode to."""
     counts = np.bincount(tokens, minlength=tokenizer.n_vocab)[: tokenizer.n_vocab]
     bytes_per_token, chars_per_token = token_sizes(tokenizer)
     return TextSize(len(tokens), int(counts @ bytes_per_token), int(counts @ chars_per_token))
@@ -173,22 +178,23 @@ def measure_text(tokens: np.ndarray, tokenizer: Tokenizer) -> TextSize:
 
 @functools.cache
 def token_sizes(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return (bytes, characters) of the text of each token. <|endoftext|> has none."""
+    """Return the number of bytes and of characters of each token. <|endoftext|> counts as 0."""
     texts = [tokenizer.decode_single_token_bytes(token) for token in range(tokenizer.n_vocab)]
     texts[tokenizer.eot_token] = b""
-    # In UTF-8 a character is one byte that isn't 0b10…, then any number that are.
+    # Count UTF-8 characters by their first bytes. Only continuation bytes match 0b10xxxxxx.
     chars_per_token = [sum(byte & 0xC0 != 0x80 for byte in text) for text in texts]
     return [len(text) for text in texts], chars_per_token
 
 
 def encode(text: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """tiktoken's encode_ordinary(text) as uint32 arrays, one per piece of a long text.
+    """Yield encode_ordinary(text) as uint32 arrays, one per piece of a long text.
 
-    Pieces bound memory. Without them, a million spaces in a row overflow tiktoken's stack."""
+    Pieces bound the memory, and keep a million consecutive spaces from overflowing tiktoken's
+    stack."""
     start = 0
     while start < len(text):
         match = CUT.search(text, start + PIECE_CHARS)
         end = match.start() if match else len(text)
-        # disallowed_special=(): <|endoftext|> in a text is several ordinary tokens
+        # disallowed_special=() encodes a literal <|endoftext|> as ordinary tokens.
         yield tokenizer.encode_to_numpy(text[start:end], disallowed_special=())
         start = end

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: `train_gpt2.py --tensorboard --wandb`."""
+"""Logging to TensorBoard and Weights & Biases: `train_gpt2.py --tensorboard --wandb`."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Tracker = Callable[[int, dict[str, float]], None]  # called with (step, {stream:
 
 
 def check_trackers(config: "TrainConfig") -> None:
-    """Raises UserError if a tracker that the settings ask for is not installed."""
+    """Raise UserError if an enabled tracker is not installed."""
     for name, module in {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}.items():
         try:
             if getattr(config, name):
@@ -25,9 +25,9 @@ def check_trackers(config: "TrainConfig") -> None:
 
 
 def start_trackers(log_dir: Path, entries: list[dict[str, Any]], step: int) -> dict[str, Tracker]:
-    """{name: tracker} of those that the last entry of run.json asks for.
+    """Start the trackers enabled in the last entry of run.json, and return them by name.
 
-    step: the first one of this start."""
+    `step` is the first step that this process logs."""
     starting = {"wandb": start_wandb, "tensorboard": start_tensorboard}
     trackers = {}
     for name, start in starting.items():
@@ -37,9 +37,10 @@ def start_trackers(log_dir: Path, entries: list[dict[str, Any]], step: int) -> d
 
 
 def start_tensorboard(log_dir: Path, entries: list[dict[str, Any]], step: int) -> Tracker:
+    """Start a tracker that writes to log_dir/tensorboard/."""
     from torch.utils.tensorboard import SummaryWriter
 
-    # purge_step drops what will be logged again.
+    # purge_step drops values that a resumed run logs again.
     writer = SummaryWriter(log_dir / "tensorboard", purge_step=step)
 
     def track(step: int, values: dict[str, float]) -> None:
@@ -50,21 +51,22 @@ def start_tensorboard(log_dir: Path, entries: list[dict[str, Any]], step: int) -
 
 
 def start_wandb(log_dir: Path, entries: list[dict[str, Any]], step: int) -> Tracker:
-    """Continues the W&B run whose id an earlier entry has, or starts one. Notes its id."""
+    """Resume the W&B run of an earlier entry, or start one. Store its id in the last entry."""
     import wandb
 
-    known = [entry["wandb_id"] for entry in entries if "wandb_id" in entry]
+    ids = [entry["wandb_id"] for entry in entries if "wandb_id" in entry]
     try:
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "gpt2-repro"),
-            id=known[-1] if known else None,
+            id=ids[-1] if ids else None,
             name=log_dir.resolve().name,
             resume="allow",
             dir=log_dir,
             config=entries[-1]["config"],
         )
-    except Exception as error:  # no account, no network
+    except Exception as error:  # e.g. no account or no network
         problem = first_line(error)
-        raise UserError(f"--wandb: {problem}; WANDB_MODE=offline needs neither") from None
+        remedy = "WANDB_MODE=offline needs neither an account nor a network"
+        raise UserError(f"--wandb: {problem}; {remedy}") from None
     entries[-1]["wandb_id"] = run.id
     return lambda step, values: run.log(values, step=step)

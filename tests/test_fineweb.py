@@ -252,7 +252,7 @@ damaged = b"PAR1" + b"\xff" * 500 + parquet(DOCUMENTS)[504:]
 UNUSABLE = {  # name: (content, what the line names besides)
     "damaged.parquet": (damaged, "row 1: "),
     "column.parquet": (parquet(["x"], "body"), "body"),
-    "number.parquet": (parquet([1, 2]), "row 1: 1 is no text"),
+    "number.parquet": (parquet([1, 2]), "row 1: 1 is not a string"),
     "column.csv": (b"body,n\na,1\n", "body"),
     "comma.csv": (b"text,n\na,1\nb, c,1\n", "row 2: "),
     "quote.csv": (b'text,n\na,1\n"b,2\n', "row 2: "),
@@ -261,7 +261,7 @@ UNUSABLE = {  # name: (content, what the line names besides)
         b'{"text": "a"}\n\n{"body": "b", "id": 1}',
         "no key 'text', only body, id",
     ),
-    "number.jsonl": (b'{"text": "a"}\n{"text": 5}', "row 2: 5 is no text"),
+    "number.jsonl": (b'{"text": "a"}\n{"text": 5}', "row 2: 5 is not a string"),
     "surrogate.jsonl": (b'{"text": "\\ud83d"}', "row 1: "),
     "a [1].txt.gz": (b"text", "row 1: "),
     "half.txt.gz": (gzip.compress(b"text" * 99)[:-9], "row 1: "),
@@ -469,7 +469,7 @@ configs:
     for args, message in {
         (): "odd, valid",
         ("--split", "odd"): "story",  # the columns
-        ("--split", "odd", "--text-column", "id"): "0 is no text",
+        ("--split", "odd", "--text-column", "id"): "0 is not a string",
         ("--config", "four"): "'two'",
     }.items():
         line = refused(*odd, *args)
