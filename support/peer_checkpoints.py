@@ -49,9 +49,9 @@ def read_peer(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors = {name: t for name, t in tensors.items() if not name.endswith(".attn.bias")}  # masks
     tensors["wte.weight"] = tensors["wte.weight"][:VOCAB_SIZE]
     for name, weight in list(tensors.items()):
-        bias = name.removesuffix("weight") + "bias"
-        if name not in ("wte.weight", "wpe.weight") and bias not in tensors:
-            tensors[bias] = torch.zeros(len(weight))
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and module not in ("wte", "wpe"):
+            tensors.setdefault(f"{module}.bias", torch.zeros(len(weight)))
     if "model_args" in saved:
         # Measured on a nanoGPT of 4 layers and 128 channels; docs/evaluation.md
         note(

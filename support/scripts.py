@@ -17,7 +17,15 @@ from support.files_and_locks import ROOT, atomic_path
 if TYPE_CHECKING:
     from train_gpt2 import GPT
 
-SCRIPTS = ("train_gpt2.py", "fineweb.py", "hellaswag.py", "sample.py", "bench.py", "compare.py")
+SCRIPTS = (
+    "train_gpt2.py",
+    "fineweb.py",
+    "hellaswag.py",
+    "sample.py",
+    "evaluate.py",
+    "bench.py",
+    "compare.py",
+)
 
 
 # --------------------------------------------------------------------------------------------------

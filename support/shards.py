@@ -31,6 +31,12 @@ def encode_file(path: Path, *version: int) -> np.ndarray:
     """Return all tokens of a .txt file, 1-D uint16.
 
     `version` only invalidates the cache when the file changes."""
+    # "unsafe" allows casting from uint32. All tokens fit into uint16.
+    return encode_document(path, get_tokenizer()).astype(np.uint16, casting="unsafe")
+
+
+def encode_document(path: Path, tokenizer: Tokenizer) -> np.ndarray:
+    """Return <|endoftext|> and all tokens of a text file, 1-D uint32."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -39,10 +45,7 @@ def encode_file(path: Path, *version: int) -> np.ndarray:
         raise UserError(f"{path}: an empty text")
     if len(text) > 10**7:  # takes more than a second
         print0(f"tokenizing {path}: {len(text) / 1e6:,.0f} million characters")
-    tokenizer = get_tokenizer()
-    tokens = [[tokenizer.eot_token], *encode(text, tokenizer)]
-    # "unsafe" allows casting from uint32. All tokens fit into uint16.
-    return np.concatenate(tokens, dtype=np.uint16, casting="unsafe")
+    return np.concatenate([np.uint32([tokenizer.eot_token]), *encode(text, tokenizer)])
 
 
 def not_utf8(path: Path) -> UserError:
