@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from support import devices
-from support.command_line import duration, print0, shown, warn
+from support.command_line import display_path, duration, print0, warn
 from support.shards import open_split
 from support.tokenizer import TextSize
 
@@ -59,7 +59,7 @@ def first_lines(
         f"tokens: {tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
         f"batch: {B} x {config.seq_len} tokens{''.join(factors)}",
         f"time: {duration(seconds)} for {flops * tokens:.3g} FLOPs, at {ASSUMED_MFU:.0%} MFU",
-        f"data: {shown(config.data)}",
+        f"data: {display_path(config.data)}",
         f"epochs: {epochs}",
         f"validation: {validation}",
     ]
@@ -99,7 +99,7 @@ class Progress:
         self.flops_per_token = model.flops_per_token(config.seq_len)
         self.peak_flops = world_size * peak[0]  # what counts as 100 % MFU
         self.seconds = 0.0  # duration of the latest step
-        self.seconds_left: float | None = None  # until the end of the run; None after one step
+        self.seconds_left: float | None = None  # until the end; None until two steps ended
         # The estimate starts at the end of the first step, which takes longer than the others.
         self.first_step: int | None = None
         self.first_end = 0.0
