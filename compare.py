@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.command_line import flag, parse_args, shown, warn
+from support.command_line import display_path, flag, parse_args, warn
 from support.errors_and_signals import UserError, run_and_exit
 from support.files_and_locks import ROOT, atomic_path, locked
 from support.run_files import read_log, run_entries
@@ -116,7 +116,7 @@ def check_runs(variant: Variant, seeds: range) -> None:
     for seed in seeds:
         log_dir = variant.log_dir(seed)
         # Ignore the paths of script and log folder, which depend on the working folder.
-        _, *flags, _ = (shown(word) for word in variant.command(seed))
+        _, *flags, _ = (display_path(word) for word in variant.command(seed))
         for entry in run_entries(log_dir):
             past_flags = [word for word in entry["command"][1:] if Path(word).name != log_dir.name]
             if sorted(past_flags) != sorted(flags):  # in any order
@@ -160,10 +160,10 @@ def train_all(variants: list[Variant], seeds: range, config: CompareConfig) -> i
                 continue
             check_runs(variant, seeds)  # the code may have been edited during the last run
             console = variant.log_dir(seed).with_suffix(".txt")
-            print(f"{name}, output in {shown(console)} …", flush=True)
+            print(f"{name}, output in {display_path(console)} …", flush=True)
             status = train(variant.command(seed), console, config.nproc_per_node)
             if status:
-                problem = f"status {status}; the end of {shown(console)} says why"
+                problem = f"status {status}; the end of {display_path(console)} says why"
             curves = read_curves(variant.log_dir(seed))
         if not problem and config.stream not in curves:
             problem = f"{variant.log_dir(seed)}/log.txt has no {config.stream} at the last step"

@@ -58,7 +58,7 @@ class ShardConfig:
     """Tokenize FineWeb-Edu, or your own text, into shards."""
 
     # Each field is a flag, and its comment is the flag's help text.
-    name: str = "sample-10BT"  # subset of FineWeb-Edu: sample-10BT, sample-100BT, CC-MAIN-2024-10…
+    name: str = "sample-10BT"  # subset of FineWeb-Edu, e.g. sample-100BT or CC-MAIN-2024-10
     # your own .parquet .jsonl .csv .txt .md files (also .gz, .zst), or folders of them
     input: tuple[str, ...] | None = None
     dataset: str | None = None  # another text dataset on the Hub; its files must be Parquet

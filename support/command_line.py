@@ -112,7 +112,7 @@ def progress_bar(iterable: Iterable[Any] | None, unit: str, **options: Any) -> t
     return tqdm(iterable, unit=unit, leave=False, **{"disable": None, **options})
 
 
-def shown(value: Any) -> str:
+def display_path(value: Any) -> str:
     """Return `value` as a string. Paths within the working folder become relative to it."""
     with contextlib.suppress(ValueError, TypeError):
         return str(Path(value).relative_to(Path.cwd()))

@@ -90,7 +90,7 @@ def choose_precision(
     """Return the matmul precision, and a line with the device, the precision and the reason.
 
     `dtype` is --dtype, `parameters` the model's parameter count, and `previous` the precision that
-    a resumed run used so far. Smaller models than LARGE stay in float32 on a CPU, so that losses
+    a resumed run used so far. Models below LARGE stay in float32 on a CPU, so that their losses
     are comparable between CPUs."""
     chip = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from support import forks, scripts
 from support.checkpoints import newest_intact
-from support.command_line import restore_fields, shown, warn
+from support.command_line import display_path, restore_fields, warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import atomic_path, write_text
 from support.peer_checkpoints import read_peer
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from train_gpt2 import GPT, GPTConfig, TrainConfig
 
 FORK_TYPE = "gpt2-repro-fork"
-THEIR_NAMES = {"block_size": "n_positions"}  # GPTConfig fields named differently by Hugging Face
+HF_NAMES = {"block_size": "n_positions"}  # GPTConfig fields named differently by Hugging Face
 # Settings that change what Hugging Face's GPT-2 computes, with the values that our GPT implements
 GPT2_SETTINGS = {
     "activation_function": "gelu_new",
@@ -37,8 +37,10 @@ GPT2_SETTINGS = {
     "add_cross_attention": False,
 }
 # What to do with a model of another architecture
-OTHERS = "transformers loads it, and `lm_eval --model hf --model_args pretrained=NAME --tasks "
-OTHERS += "hellaswag` evaluates it (docs/evaluation.md)"
+OTHER_MODELS = (
+    "transformers loads it, and `lm_eval --model hf --model_args pretrained=NAME --tasks "
+)
+OTHER_MODELS += "hellaswag` evaluates it (docs/evaluation.md)"
 
 # Hugging Face's GPT-2 stores these weights as (in, out), while nn.Linear stores (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -65,7 +67,7 @@ def save_model(model: "GPT", folder: str | Path, tokenizer: Tokenizer | None) ->
         "dtype": "float32",
     }
     for name, value in asdict(model.config).items():
-        config[THEIR_NAMES.get(name, name)] = value
+        config[HF_NAMES.get(name, name)] = value
     if is_gpt2:
         config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # no dropout
         # transformers has these as defaults, but other programs, e.g. llama.cpp, need them.
@@ -88,7 +90,9 @@ def save_model(model: "GPT", folder: str | Path, tokenizer: Tokenizer | None) ->
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
-    """Write a tokenizer's files in transformers' format, without importing it, which is slow."""
+    """Write a tokenizer's files in transformers' format.
+
+    transformers could do this itself, but takes seconds to import."""
     for name, text in tokenizer.files.items():
         write_text(folder / name, text)
     config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size}
@@ -159,8 +163,8 @@ def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     script = scripts.script_name(type(model))
     remedy = "it needs the code that trained it"
-    if theirs := read_json(folder).get("script"):  # absent if saved in a notebook
-        code = shlex.quote(f"{shown(folder)}/{theirs}")
+    if saved_script := read_json(folder).get("script"):  # absent if saved in a notebook
+        code = shlex.quote(f"{display_path(folder)}/{saved_script}")
         remedy += f"; sample.py and hellaswag.py take --code {code}"
     if shapes != expected:
         names = shapes.keys() | expected.keys()
@@ -244,8 +248,8 @@ def read_fields(folder: Path, config_class: "type[GPTConfig]") -> dict[str, Any]
 
     A field that a fork added may be missing there."""
     raw = read_gpt2_json(folder)
-    ours = {theirs: name for name, theirs in THEIR_NAMES.items()}
-    return restore_fields(config_class, {ours.get(key, key): raw[key] for key in raw})
+    our_names = {hf_name: name for name, hf_name in HF_NAMES.items()}
+    return restore_fields(config_class, {our_names.get(key, key): raw[key] for key in raw})
 
 
 def is_ours(folder: Path) -> bool:
@@ -259,7 +263,9 @@ def read_gpt2_json(folder: Path) -> dict[str, Any]:
     """Return the config.json of a GPT-2 or a fork's model. Raises UserError for any other model."""
     raw = read_json(folder)
     if raw.get("model_type") not in ("gpt2", FORK_TYPE):
-        raise UserError(f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}; {OTHERS}")
+        raise UserError(
+            f"{folder}: not a GPT-2: model_type is {raw.get('model_type')!r}; {OTHER_MODELS}"
+        )
     return raw
 
 
@@ -282,15 +288,15 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         except safetensors.SafetensorError as error:
             raise UserError(f"{path}: damaged ({first_line(error)})") from None
     # GPT-2 weights come in several formats, and transformers reads them all.
-    theirs = load_by_transformers(folder)
-    others = [key for key, value in GPT2_SETTINGS.items() if getattr(theirs.config, key) != value]
-    tensors = theirs.state_dict()
+    model = load_by_transformers(folder)
+    wrong = [key for key, value in GPT2_SETTINGS.items() if getattr(model.config, key) != value]
+    tensors = model.state_dict()
     head = tensors.pop("lm_head.weight")  # must be tied to wte
     if not torch.equal(head, tensors[f"{PREFIX}wte.weight"]):
-        others.append("tie_word_embeddings")
-    if others:
-        problem = f"does not compute what GPT-2 computes ({', '.join(others)})"
-        raise UserError(f"{folder}: {problem}; {OTHERS}")
+        wrong.append("tie_word_embeddings")
+    if wrong:
+        problem = f"does not compute what GPT-2 computes ({', '.join(wrong)})"
+        raise UserError(f"{folder}: {problem}; {OTHER_MODELS}")
     return tensors
 
 
@@ -311,9 +317,10 @@ def fields_to_start_from(
 
     Raises UserError if the model's tokenizer differs from the data's, or if its context is shorter
     than --seq-len."""
-    theirs = tokenizer_of(folder)
-    if theirs != tokenizer:
-        problem = f"its {theirs.n_vocab} tokens are not the {tokenizer.n_vocab} of {config.data}"
+    model_tokenizer = tokenizer_of(folder)
+    if model_tokenizer != tokenizer:
+        problem = f"its {model_tokenizer.n_vocab} tokens are not the {tokenizer.n_vocab}"
+        problem += f" of {config.data}"
         remedy = "copy its vocab.json and merges.txt into a new folder, and make shards there"
         raise UserError(f"{folder}: {problem}; {remedy}")
     values = read_fields(folder, config_class)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from support import devices
-from support.command_line import duration, note, print0, shown, warn
+from support.command_line import display_path, duration, note, print0, warn
 from support.shards import open_split
 from support.tokenizer import TextSize
 
@@ -61,7 +61,7 @@ def first_lines(
         f"tokens: {tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
         f"batch: {B} x {config.seq_len} tokens{''.join(factors)}",
         f"time: {duration(seconds)} for {flops * tokens:.3g} FLOPs, at {ASSUMED_MFU:.0%} MFU",
-        f"data: {shown(config.data)}",
+        f"data: {display_path(config.data)}",
         f"epochs: {epochs}",
         f"validation: {validation}",
     ]
@@ -101,7 +101,7 @@ class Progress:
         self.flops_per_token = model.flops_per_token(config.seq_len)
         self.peak_flops = world_size * peak[0]  # what counts as 100 % MFU
         self.seconds = 0.0  # duration of the latest step
-        self.seconds_left: float | None = None  # until the end of the run; None after one step
+        self.seconds_left: float | None = None  # until the end; None until two steps ended
         self.ends: deque[float] = deque(maxlen=100)  # when the latest steps ended
         self.fastest = math.inf  # seconds of the fastest step but the first
         self.slow_steps = 0  # in a row, or -1 once they have been reported

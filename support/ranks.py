@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.command_line import note, shown
+from support.command_line import display_path, note
 from support.devices import choose_device
 from support.errors_and_signals import UserError, first_line
 
@@ -37,7 +37,7 @@ class Ranks:
         chosen = choose_device(device, local_rank, world_size)
         gpus = torch.cuda.device_count() if chosen.type == "cuda" else 1
         if gpus > 1 and "RANK" not in os.environ:
-            script = shlex.join(shown(word) for word in sys.argv)
+            script = shlex.join(display_path(word) for word in sys.argv)
             command = f"torchrun --standalone --nproc_per_node={gpus} {script}"
             note(f"this uses one of {gpus} GPUs; `{command}` uses all of them")
         return cls(rank, world_size, chosen, local_rank)

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from support.command_line import shown
+from support.command_line import display_path
 from support.files_and_locks import ROOT, write_text
 
 # --------------------------------------------------------------------------------------------------
@@ -123,10 +123,12 @@ def new_entry(config: dict[str, Any], **details: Any) -> dict[str, Any]:
     versions |= {name: version(name) for name in ("numpy", "tiktoken", "safetensors")}
     # The model card publishes these, so paths within the working folder are relative. "paths" below
     # keeps the absolute ones for --resume.
-    public = {k: shown(value) if isinstance(value, str) else value for k, value in config.items()}
+    public = {
+        k: display_path(value) if isinstance(value, str) else value for k, value in config.items()
+    }
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": [shown(word) for word in sys.argv],
+        "command": [display_path(word) for word in sys.argv],
         "git_commit": git_commit(),
         "versions": versions | {"python": sys.version.split()[0]},
         **details,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from support import checkpoints, forks, huggingface, run_files, scripts
 from support.checkpoints import checkpoint_path, list_checkpoints, step_of
-from support.command_line import note, print0, print_changes, restore_fields, shown, warn
+from support.command_line import display_path, note, print0, print_changes, restore_fields, warn
 from support.errors_and_signals import RunError, UserError, first_line
 from support.files_and_locks import ROOT, fsync, locked, remove
 from support.ranks import Ranks
@@ -135,9 +135,8 @@ class RunFolder:
         if saved != now:
             different = sorted({name for name, _ in {*saved} ^ {*now}}) or ["another order"]
             more = ", …" if len(different) > 3 else ""
-            names = (
-                f" ({', '.join(different[:3])}{more})" if different != ["."] else ""
-            )  # "." is a .txt file
+            # A .txt file is its own only shard, named ".".
+            names = f" ({', '.join(different[:3])}{more})" if different != ["."] else ""
             problem = f"{self.config.data} is not what the run has read so far{names}"
             raise UserError(f"--resume: {problem}; pass the original data with --data")
 
@@ -164,7 +163,10 @@ class RunFolder:
                 print0(f"the final linear decay takes {steps[1]:,} steps instead of {steps[0]:,}")
         self.print_changes_of_code()
         details |= {"step": self.first_step, "vocab_size": model.config.vocab_size}
-        details |= {"init": shown(details["init"]), "script": scripts.script_name(type(model))}
+        details |= {
+            "init": display_path(details["init"]),
+            "script": scripts.script_name(type(model)),
+        }
         self.entries.append(run_files.new_entry(config, **details))
         # Before write_entries(), because this adds the W&B run id to the last entry.
         self.trackers = start_trackers(self.path, self.entries, self.first_step)
@@ -323,7 +325,7 @@ class RunFolder:
 
     def finish(self, model: "GPT", step: int) -> None:
         """Print where the model and the curves are, and how to sample from the model."""
-        if self.ranks.rank > 0 or step == 0:  # --max-steps 0 saves nothing
+        if self.ranks.rank > 0:
             return
         # Again, because the last checkpoint was evaluated after it was saved.
         self.delete_old_checkpoints()
@@ -340,12 +342,20 @@ class RunFolder:
         if best != step:
             path = checkpoint_path(self.path, best)
             print0(f"best: {path}/, with a validation loss of {losses[best]:.4f}")
-        command = ["python", shown(ROOT / "sample.py"), str(self.path)]
+        # --code can load the class only from the file that was started: not from a package, a
+        # notebook, or a program that patches train_gpt2.py.
+        started = sys.modules["__main__"]
+        script = scripts.script_of(type(model))
+        loadable = (
+            script and started.__spec__ is None and script == Path(started.__file__).absolute()
+        )
+        if not self.is_gpt2 and not loadable:
+            return
+        command = ["python", display_path(ROOT / "sample.py"), str(self.path)]
         if self.config.sample_prompt:  # otherwise sample.py reads prompts from stdin
             command.append(self.config.sample_prompt)
-        script = scripts.script_of(type(model))
-        if script and script.resolve() != (ROOT / "train_gpt2.py").resolve():
-            command += ["--code", shown(script)]
+        if loadable and script.resolve() != (ROOT / "train_gpt2.py").resolve():
+            command += ["--code", display_path(script)]
         print0(f"sample: {shlex.join(command)}")
 
 

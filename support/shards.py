@@ -176,7 +176,7 @@ def open_split(
             source = f"--out {folder}"
         problem = f"no {split} shards; `python fineweb.py {source}` makes them"
         raise UserError(f"{data}: {problem}")
-    if os.name != "nt":  # each memory-mapped shard is an open file, of which Linux allows 1,024
+    if os.name != "nt":  # a mapped shard counts as an open file, and the default limit is 1,024
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
