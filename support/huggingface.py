@@ -191,7 +191,8 @@ def find_model(name: str | Path, only_config: bool = False) -> Path:
     """Return the folder of a model.
 
     `name` is a model folder, a run's log folder (for its newest intact checkpoint), a name on the
-    Hub (downloaded once), or a .pt file of build-nanogpt or nanoGPT, which is returned itself. With `only_config`, only config.json is downloaded or verified."""
+    Hub (downloaded once), or a .pt file of build-nanogpt or nanoGPT, which is returned itself. With
+    `only_config`, only config.json is downloaded or verified."""
     folder = Path(name)
     if folder.suffix == ".pt" and folder.is_file():
         return folder
@@ -236,7 +237,7 @@ def read_json(folder: Path) -> dict[str, Any]:
     """Return the config.json of any model."""
     if folder.is_file():
         fields, _ = read_peer(folder)
-        return {"model_type": "gpt2", **{THEIR_NAMES.get(key, key): fields[key] for key in fields}}
+        return {"model_type": "gpt2", **{HF_NAMES.get(key, key): fields[key] for key in fields}}
     try:
         return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -3,14 +3,14 @@
     python bench/fidelity/study.py train PEER SHARDS TASKS ARM SEED [SEED …]
     python bench/fidelity/study.py report
 
-PEER is a copy of build-nanogpt, SHARDS a folder that fineweb.py made with --vocab-size 2000,
-TASKS a .jsonl of HellaSwag. ARM is `peer` for build-nanogpt's script, changed by EDITS; `ours` for train_gpt2.py with --no-shuffle,
-which reads the same tokens in the same order; or `shuffled` for train_gpt2.py as it is. Each run
-draws its initial weights by its own script from SEED. It is written to RESULTS as one JSON file;
-a run whose file is there is skipped. `report` prints a table and draws curves.png."""
+PEER is a copy of build-nanogpt, SHARDS a folder that fineweb.py made with --vocab-size 2000, and
+TASKS a .jsonl of HellaSwag. ARM is `peer` for build-nanogpt's script, changed by EDITS; `ours` for
+train_gpt2.py with --no-shuffle, which reads the same tokens in the same order; or `shuffled` for
+train_gpt2.py as it is. Each run draws its initial weights by its own script from SEED, and is
+written to RESULTS as one JSON file. A run whose file exists is skipped. `report` prints a table and
+draws curves.png."""
 
 import json
-import math
 import os
 import subprocess
 import sys
