@@ -345,10 +345,9 @@ class RunFolder:
         # --code can load the class only from the file that was started: not from a package, a
         # notebook, or a program that patches train_gpt2.py.
         started = sys.modules["__main__"]
+        file = Path(getattr(started, "__file__", None) or "").absolute()
         script = scripts.script_of(type(model))
-        loadable = (
-            script and started.__spec__ is None and script == Path(started.__file__).absolute()
-        )
+        loadable = script == file and started.__spec__ is None
         if not self.is_gpt2 and not loadable:
             return
         command = ["python", display_path(ROOT / "sample.py"), str(self.path)]
