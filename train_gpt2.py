@@ -17,19 +17,20 @@ What to edit, here or in a copy:
     the learning rate     get_lr
     one update            train(), between the two marks
 
-The rest of the program calls GPT(config), model(idx), model(idx, targets), model(idx, at=...),
-model.h, model.head, and model.generate(...). docs/forking.md has tested examples.
+The rest of the program calls GPT(config), model(idx), model(idx, targets), model(idx, at=...) and
+model.generate(...), and reads model.h, model.head and model.config. docs/forking.md has tested
+examples.
 
 At startup, each run checks whether your model still computes the same logits as GPT-2, and prints
-the result. If it does not, Hugging Face cannot load its checkpoints, and sampling is slower without
-a KV cache. If you rename the file, pass it to sample.py and hellaswag.py with --code my_copy.py.
---resume still works as long as parameter names, shapes and optimizers are unchanged.
+the result. If it does not, Hugging Face cannot load its checkpoints, and sampling is slower because
+it cannot use a KV cache. If you rename the file, pass it to sample.py and hellaswag.py with --code
+my_copy.py. --resume still works as long as parameter names, shapes and optimizers are unchanged.
 
 Terms: the training data is a stream of uint16 tokens, split into files called shards. A step is one
-update of the weights, from total_batch_size tokens. Steps count from 0, and the loss of a step is
-computed before its update. Each training process is a rank, usually with its own GPU. Ranks share
-the tokens of a step equally. Each rank accumulates gradients over micro-batches that fit into its
-memory.
+update of the weights, computed from total_batch_size tokens. Steps are numbered from 0, and the
+loss of a step is computed before its update. Each training process is a rank, usually with its own
+GPU. Ranks share the tokens of a step equally. Each rank accumulates gradients over micro-batches
+that fit into its memory.
 
 Shapes: B sequences per micro-batch, T tokens per sequence, C channels (n_embd), nh heads of
 hs = C / nh channels, V tokens in the vocabulary (50,257 in GPT-2).
@@ -49,7 +50,7 @@ from typing import Literal
 
 import numpy as np
 
-if __name__ == "__main__":  # These are read once, when torch is imported.
+if __name__ == "__main__":  # Set these before the import of torch, which reads them only once.
     # Threads wait at a barrier by spinning. The default of 300,000 rounds starves other programs.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # With find_unused_parameters=True, DDP warns if a model has no unused parameters.
@@ -71,14 +72,14 @@ from support.errors_and_signals import (
     StopSignals,
     UserError,
     exit_status,
-    name_smaller_batch,
     run_and_exit,
+    suggest_smaller_batch,
 )
 from support.files_and_locks import ROOT
 from support.forks import warn_if_not_causal
 from support.muon import Muon
-from support.progress import Progress, first_lines, more_lines, warn_of_settings
-from support.ranks import PATIENCE, Ranks, open_store
+from support.progress import Progress, first_lines, more_lines, warn_about_settings
+from support.ranks import COLLECTIVE_TIMEOUT, Ranks, open_store
 from support.run_folder import RunFolder
 from support.sampling import LastLogits, print_samples
 from support.settings import read_config
@@ -91,7 +92,7 @@ from support.tokenizer import Tokenizer, measure_text
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT-2. The defaults are GPT-2 small's, 124,439,808 parameters."""
+    """The shape of a GPT-2. The defaults are those of GPT-2 small (124,439,808 parameters)."""
 
     block_size: int = 1024  # longest context, in tokens
     vocab_size: int = 50257  # 256 bytes, 50,000 merged pairs and <|endoftext|>
@@ -151,16 +152,16 @@ class Block(nn.Module):
 
 
 def next_token_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of targets (B, T) given x (B, T, C), in nats, a scalar.
+    """Return the mean cross-entropy of targets (B, T) given x (B, T, C), as a scalar, in nats.
 
     The logits are x times the transpose of `head` (V, C). Targets of -100 are ignored. In training,
     the result is logged as `train`.
 
-    GPUs multiply matrices faster if V is a multiple of 64, which 50,257 is not. So pad a copy of
-    `head` with zero rows, and mask them with a bias of -inf. In Karpathy's lecture padding made a
-    step on an A100 3% faster. The model itself is not padded, because Hugging Face expects 50,257
-    rows. If your loss touches every logit (e.g. label smoothing), drop the padding first:
-    logits[:, :V]."""
+    GPUs multiply matrices faster if V is a multiple of 64, which 50,257 is not. So this function
+    pads a copy of `head` with zero rows, and masks their logits with a bias of -inf. In Karpathy's
+    lecture, padding made a step on an A100 3% faster. The model itself is not padded, because
+    Hugging Face expects 50,257 rows. If your loss touches every logit (e.g. label smoothing), drop
+    the padding first: logits[:, :V]."""
     V = head.size(0)
     padding = -V % 64  # rows
     padded_head = F.pad(head, (0, 0, 0, padding))  # (V + padding, C)
@@ -203,10 +204,10 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, at: tuple | None = None
     ) -> Tensor:
-        """Return the logits (B, T, V) of tokens (B, T), or with targets (B, T) their mean loss.
+        """Return the logits (B, T, V) of tokens (B, T) or, given targets (B, T), the mean loss.
 
-        Sampling and HellaSwag need the logits of a few tokens only. `at` indexes (B, T) to select
-        the positions whose logits are computed, e.g. (slice(None), -1) for the last ones."""
+        Sampling and HellaSwag need logits at only a few positions. `at` indexes (B, T) to select
+        them, e.g. (slice(None), -1) for the last position of each row."""
         T = idx.size(1)
         if self.config.block_size < T:
             raise UserError(f"{T} tokens exceed the context window of {self.config.block_size}")
@@ -233,7 +234,7 @@ class GPT(nn.Module):
         generators: Sequence[torch.Generator] | None = None,
         on_token: Callable[[Tensor], bool | None] | None = None,
     ) -> Tensor:
-        """Sample max_new_tokens tokens after idx (B, T). Return (B, T + max_new_tokens).
+        """Sample up to max_new_tokens tokens after idx (B, T). Return idx followed by them.
 
         Each token is sampled from the top_k likeliest ones. top_k=0 samples from the whole
         vocabulary, and temperature=0 takes the likeliest token. With one generator per row, a
@@ -241,8 +242,8 @@ class GPT(nn.Module):
         (B,), and ends sampling by returning True.
 
         sample.py and training runs sample with this method. Inside `kv_cache_for_gpt2(model)`, an
-        unmodified GPT-2 uses a KV cache. Otherwise each token takes a forward pass over the
-        context."""
+        unmodified GPT-2 uses a KV cache until the text outgrows the context window. Otherwise each
+        token takes a forward pass over the whole context."""
         k = min(top_k, self.config.vocab_size) or self.config.vocab_size
         if temperature == 0:
             k, temperature = 1, 1.0
@@ -274,12 +275,13 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> "GPT":
-        """Load a model in Hugging Face's format, in eval mode. `name` is a model folder, a run's
-        folder, or a name on the Hub, e.g. gpt2-medium."""
+        """Load a model in Hugging Face's format and put it in eval mode. `name` is a model folder,
+        a run's folder, a name on the Hub (e.g. gpt2-medium), or a .pt file of build-nanogpt or
+        nanoGPT."""
         return huggingface.load_model(cls, GPTConfig, name)
 
     def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-        """Save the model in Hugging Face's format, with the tokenizer's files if it is given."""
+        """Save the model in Hugging Face's format, plus the tokenizer's files if one is given."""
         huggingface.save_model(self, folder, tokenizer)
 
 
@@ -289,7 +291,7 @@ class GPT(nn.Module):
 
 @functools.lru_cache(maxsize=4)
 def permutation(n: int, *seed: int) -> np.ndarray:
-    """Return a random permutation of range(n), (n,), determined by n and the seed."""
+    """Return a random permutation of range(n), shape (n,), determined by n and the seed."""
     # RandomState draws the same numbers in every version of NumPy.
     return np.random.RandomState(seed).permutation(n)
 
@@ -301,17 +303,18 @@ def random_below(n: int, *seed: int) -> int:
 
 
 class DataLoaderLite:
-    """A loader of sequences and their targets, epoch after epoch.
+    """A loader of batches of sequences and their targets, epoch after epoch.
 
-    Every shard is cut into sequences of T tokens. Each epoch visits the shards in random order, and
-    the sequences of each shard in random order. It shifts the cuts by a random offset in [0, T), so
-    that epochs see different sequences. This helps a model that reads a small text often.
+    Every shard is cut into sequences of T tokens. With shuffle=True, each epoch visits the shards
+    in random order, and the sequences of each shard in random order. It also shifts the cuts by a
+    random offset in [0, T), so that epochs see different sequences. This helps a model that reads a
+    small text many times.
 
-    Sequences are numbered in this order through all epochs. Sequence i is a function of i, the seed
+    Sequences are numbered in this order across all epochs. Sequence i is a function of i, the seed
     and the data. Rank 0 reads the first B sequences, rank 1 the next B, and so on. With N sequences
-    per step, step s reads the sequences s * N to (s + 1) * N - 1, for any B and number of ranks. So
-    the step alone tells a resumed run its position in the data. A batch may span two shards or two
-    epochs."""
+    per step, step s reads sequences s * N to (s + 1) * N - 1, whatever B and the number of ranks.
+    So the step alone tells a resumed run its position in the data. A batch may span two shards or
+    two epochs."""
 
     def __init__(
         self,
@@ -327,7 +330,7 @@ class DataLoaderLite:
     ):
         """Open a split, "train" or "val", of a folder of uint16 shards or of a .txt file.
 
-        A .txt file is tokenized by GPT-2's tokenizer, and its last tenth is the validation split.
+        A .txt file is tokenized with GPT-2's tokenizer, and its last tenth is the validation split.
         Batches are moved to `device`. shuffle=False reads everything in order. Raises UserError if
         the data is missing, damaged or too small."""
         self._B = B  # sequences per batch
@@ -348,8 +351,8 @@ class DataLoaderLite:
         self.sequences_per_epoch = int(self.counts.sum())
         if self.sequences_per_epoch == 0:
             problem = f"{self.total_tokens} {split} tokens are too few for sequences of {T}"
-            raise UserError(f"{data}: {problem}; take more text or a smaller --seq-len")
-        # --resume compares these, because `data` may have moved.
+            raise UserError(f"{data}: {problem}; use more text or a smaller --seq-len")
+        # --resume compares names relative to `data`, because `data` itself may have moved.
         names = [path.relative_to(data).as_posix() for path in self.paths]
         self.shard_sizes = list(zip(names, sizes.tolist(), strict=True))
         self.thread = ThreadPoolExecutor(max_workers=1)  # prefetches while the device computes
@@ -417,7 +420,7 @@ Dtype = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
 # Each field is a flag, e.g. --max-steps. tyro takes its help text from the comment.
 @dataclass
 class TrainConfig:
-    """The settings of a run. In order of precedence, the value of each comes from
+    """The settings of a run. Each value comes from the first of these that sets it:
 
     1. the command line,
     2. the run in log_dir, with --resume, or the config.json of the model, with --init,
@@ -430,7 +433,7 @@ class TrainConfig:
     data: str = "edu_fineweb10B"  # folder of token shards, or a .txt file
     init: str = "scratch"  # scratch, a model folder, or a name on the Hub, e.g. gpt2-medium
     log_dir: str = "log"  # output folder; must not hold a run unless --resume is given
-    resume: bool = False  # continue from the newest checkpoint in log_dir, or start a run
+    resume: bool = False  # continue from the newest checkpoint in log_dir; if none, start a run
     plan: bool = False  # print the run's first lines (FLOPs, memory, epochs, time), then exit
     seed: int = 1337  # for the initial weights and the data order
     shuffle: bool = True  # shuffle shards and sequences in every epoch
@@ -443,8 +446,8 @@ class TrainConfig:
 
     # Batches and optimization
 
-    max_steps: int = 19_073  # number of updates; 19,073 are one epoch of 10 billion tokens
-    epochs: float = 0.0  # set max_steps to this number of epochs of the data; 0: use max_steps
+    max_steps: int = 19_073  # number of updates; 19,073 is one epoch of 10 billion tokens
+    epochs: float = 0.0  # train for this many epochs of the data; 0: train for max_steps
     total_batch_size: int = 524_288  # tokens per update, over all ranks and micro-batches
     seq_len: int = 1024  # tokens per sequence (T)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the linear layers inside the blocks
@@ -452,17 +455,17 @@ class TrainConfig:
     min_lr: float = 6e-5  # final learning rate
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warm-up, stable, decay (see get_lr)
     warmup_steps: int = 715  # length of the linear warm-up, in steps; 715 in GPT-3
-    warmdown: float = 0.25  # wsd only: length of the final linear decay, as a share of max_steps
+    warmdown: float = 0.25  # wsd only: length of the final linear decay, as a share of the run
     weight_decay: float = 0.1  # decoupled weight decay of matrices and embeddings
-    beta2: float = 0.95  # AdamW's decay rate of squared gradients
+    beta2: float = 0.95  # decay rate of AdamW's second moment
     grad_clip: float = 1.0  # clip the global gradient norm to this; 0: no clipping
 
     # Speed and memory
 
     device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: Dtype = "auto"  # of matmuls; auto: bfloat16 or float16 on GPUs, usually float32 on CPUs
+    dtype: Dtype = "auto"  # of matmuls; auto: bfloat16 or float16 on CUDA, else usually float32
     micro_batch_size: int = 0  # sequences per forward pass (B); 0: see choose_micro_batch
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a CUDA GPU
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on for CUDA with Triton
     low_memory: bool = False  # activation checkpointing
     deterministic: bool = False  # deterministic GPU kernels, so that resuming is bit-exact
 
@@ -484,13 +487,13 @@ class TrainConfig:
 
     @property
     def warmdown_steps(self) -> int:
-        """The length of the final linear decay of the schedule wsd, in steps."""
+        """The length of the final linear decay of the wsd schedule, in steps."""
         steps_after_warmup = max(self.max_steps - self.warmup_steps, 0)
         return min(round(self.warmdown * self.max_steps), steps_after_warmup)
 
 
-# --resume rejects changes to these settings, which define the experiment. Others may change, e.g.
-# lower max_lr to rescue a diverging run, or raise max_steps to extend it.
+# --resume rejects changes to these settings, which define the experiment. Others may change: for
+# example, lower max_lr to rescue a diverging run, or raise max_steps to extend one.
 # fmt: off
 MUST_NOT_CHANGE = (
     "preset", "init", "seed", "shuffle", "n_layer", "n_head", "n_embd", "total_batch_size",
@@ -531,22 +534,23 @@ PRESETS = {
 def configure_optimizers(
     model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32
 ) -> list[torch.optim.Optimizer]:
-    """Return [AdamW], or with --optimizer muon [Muon, AdamW].
+    """Return [AdamW], or [Muon, AdamW] with --optimizer muon.
 
     Muon (support/muon.py) takes the 2-D weights of the linear layers inside the blocks. `dtype` is
-    the autocast dtype. train() sets the learning rate of every group by get_lr(). To scale the rate
-    of a group that you add, give it a factor: {"params": ..., "lr_scale": 0.1}."""
+    the autocast dtype. train() sets the learning rate of every group from get_lr(). To scale the
+    rate of a group that you add, give it a factor: {"params": ..., "lr_scale": 0.1}. Muon takes
+    matrices only, so a 3-D weight that you add goes to AdamW, and decays."""
     optimizers = []
     parameters = dict(model.named_parameters())
     if config.optimizer == "muon":
         modules = model.h.named_modules()
         names = [f"h.{name}.weight" for name, m in modules if isinstance(m, nn.Linear)]
         matrices = [parameters.pop(name) for name in names]
-        # Muon scales its updates to match AdamW's RMS, so both use the same learning rate. The
-        # range of float16 is too small for it.
+        # Muon scales its updates to match the RMS of AdamW's, so both use the same learning rate.
+        # The range of float16 is too small for Muon, so it then runs in float32.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
-    # Decay matrices, embeddings and any tensor of more dimensions, but no biases and LayerNorms.
+    # Decay matrices, embeddings and tensors with more dimensions, but not biases or LayerNorms.
     decay = [p for p in parameters.values() if p.dim() >= 2]
     no_decay = [p for p in parameters.values() if p.dim() < 2]
     groups = [
@@ -562,8 +566,8 @@ def configure_optimizers(
 def get_lr(step: int, config: TrainConfig) -> float:
     """Return the learning rate of a step: linear warm-up to max_lr, then decay to min_lr.
 
-    The schedule cosine decays right after the warm-up (GPT-3, Brown et al. 2020, appendix B). wsd
-    stays at max_lr and decays linearly in the last warmdown_steps. Until the decay begins,
+    The cosine schedule decays right after the warm-up (GPT-3, Brown et al. 2020, appendix B). wsd
+    stays at max_lr, then decays linearly over the last warmdown_steps. Until the decay begins,
     max_steps can still be raised (Hägele et al. 2024, arXiv:2405.18392)."""
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
@@ -590,7 +594,7 @@ def validation_loss(
     """Return the mean loss of sequences (N, T + 1), in nats per token. Ranks share the work."""
     N = len(sequences)
     firsts = range(0, N, ranks.world_size * B)  # B sequences for each rank
-    # Preallocated: a small tensor per batch fragmented the CPU heap by gigabytes.
+    # Preallocate: with a small tensor per batch, fragmentation grew the CPU heap by gigabytes.
     losses = torch.zeros(len(firsts), device=ranks.device)
     for i, first in enumerate(firsts):
         start = first + ranks.rank * B
@@ -607,12 +611,12 @@ def validation_loss(
         with autocast:
             mean = model(tokens[:, :-1].to(ranks.device), targets.to(ranks.device))
         losses[i] = n * mean
-    total = sum(losses.tolist())  # the only synchronization with the GPU
+    total = sum(losses.tolist())  # read the losses from the GPU once, after the last batch
     return ranks.sum(total) / N
 
 
 def is_due(every: int, step: int, config: TrainConfig) -> bool:
-    """Return True at each multiple of `every` and at the end of the run. Never, if it is 0."""
+    """Return whether `step` is a multiple of `every` or the end of the run. 0 means never."""
     return every > 0 and (step % every == 0 or step == config.max_steps)
 
 
@@ -668,7 +672,7 @@ class Evaluations:
         print0(f"step {step:5d} validation loss {loss:.4f}, {per_character:.4f} per character")
         return {"val": loss, "bpb": self.text_size.bits_per_byte(loss)}
 
-    # HellaSwag and samples run eager, because every new length would trigger a recompile.
+    # HellaSwag and samples run in eager mode, because every new length would trigger a recompile.
 
     def score_hellaswag(self, step: int) -> dict[str, float]:
         self.model.eval()
@@ -693,7 +697,7 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, init_folder: Path | 
     """Return the shape of the model to train.
 
     `init_folder` contains the model to start from, if any. Its context window may exceed seq_len,
-    and its vocabulary the tokenizer's. Raises UserError if one of them is too small."""
+    and its vocabulary the tokenizer's. Raises UserError if either is too small."""
     values = {"block_size": config.seq_len, "vocab_size": tokenizer.n_vocab}
     if init_folder:
         values = huggingface.fields_to_start_from(init_folder, GPTConfig, config, tokenizer)
@@ -704,12 +708,13 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, init_folder: Path | 
 
 
 def choose_micro_batch(config: TrainConfig, ranks: Ranks, compiled: bool) -> tuple[int, int]:
-    """Return B and the number of micro-steps of each rank.
+    """Return B and the number of micro-steps per rank and step.
 
-    B is --micro-batch-size, or with 0 the largest power of two that divides a rank's sequences of a
-    step, with at most 1,024 tokens per micro-batch on CPUs and MPS, and 16,384 on CUDA. If every
-    GPU has 70 GB and the model is compiled, the limit is 65,536, as in Karpathy's lecture. GPT-2
-    (124M) is estimated to fit. Raises UserError if B does not divide the step."""
+    B is --micro-batch-size or, if that is 0, the largest power of two that divides the sequences
+    per rank and step. A micro-batch has at most 1,024 tokens on CPUs and MPS, and 16,384 on CUDA,
+    but at least one sequence. If every GPU has at least 70 GB and the model is compiled, the limit
+    is 65,536, as in Karpathy's lecture. By estimate, GPT-2 (124M) then fits in memory. Raises
+    UserError if total_batch_size is not a multiple of B * T * ranks."""
     T, device = config.seq_len, ranks.device
     tokens = 1024
     if device.type == "cuda":
@@ -721,9 +726,9 @@ def choose_micro_batch(config: TrainConfig, ranks: Ranks, compiled: bool) -> tup
     if config.total_batch_size % divisor:
         problem = f"is not a multiple of {divisor} (sequence x micro-batch x ranks)"
         nearest = max(round(config.total_batch_size / divisor), 1) * divisor
-        remedy = f"the nearest that is: {nearest}"
-        if config.resume:  # which keeps the total
-            remedy = "give --micro-batch-size 0" if B > 1 else "use another number of ranks"
+        remedy = f"the nearest multiple is {nearest}"
+        if config.resume:  # --resume cannot change the total batch size
+            remedy = "use --micro-batch-size 0" if B > 1 else "use a different number of ranks"
         raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
     sequences = config.total_batch_size // (T * ranks.world_size)  # per step and rank
     if config.micro_batch_size == 0:
@@ -732,21 +737,21 @@ def choose_micro_batch(config: TrainConfig, ranks: Ranks, compiled: bool) -> tup
     return B, sequences // B
 
 
-def skips_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScaler) -> bool:
-    """Return whether to skip this update because of non-finite gradients, and print it.
+def should_skip_update(step: int, loss: float, norm: float, scaler: torch.amp.GradScaler) -> bool:
+    """Return whether to skip this update because of non-finite gradients. If so, print a line.
 
-    float16 gradients overflow from time to time. Then the scaler lowers its scale. In other
-    precisions, and in float16 at a scale of 1, the model has diverged, so raise RunError. `norm` is
-    the global gradient norm."""
+    float16 gradients overflow from time to time. The scaler then lowers its scale. In other
+    precisions, in float16 at a scale of 1, and whenever the loss is non-finite, the model has
+    diverged, so this raises RunError. `norm` is the global gradient norm."""
     if math.isfinite(loss) and math.isfinite(norm):
         return False
-    problem = f"non-finite loss {loss} or gradient norm {norm}"
+    problem = f"loss {loss}, gradient norm {norm}: non-finite"
     if math.isfinite(loss) and scaler.get_scale() > 1:  # Without float16 the scale is always 1.
         print0(f"step {step:5d} skipped: {problem}")
         return True
     remedy = "so the model has diverged; lower --max-lr; --resume continues from a checkpoint"
     if step == 0:
-        remedy = "before any update; check --init, and your change of the model or its loss"
+        remedy = "before any update; check --init, and your changes to the model or its loss"
     raise RunError(f"step {step}: {problem}, {remedy}")
 
 
@@ -757,7 +762,7 @@ def steps_per_epoch(config: TrainConfig) -> float:
 
 
 def print_plan(config: TrainConfig, ranks: Ranks) -> None:
-    """Print the first lines of a run without training it. Raises UserError as the run would."""
+    """Print the first lines of a run without training. Raises UserError as the run would."""
     init_folder = None  # contains the model to start from
     if config.resume:
         init_folder = newest_intact(Path(config.log_dir), ("config.json",))
@@ -771,7 +776,7 @@ def print_plan(config: TrainConfig, ranks: Ranks) -> None:
     compiled = devices.wants_compile(config.compile, ranks.device)
     B, micro_steps = choose_micro_batch(config, ranks, compiled)
     loader = None
-    # Only the default folder may be missing, because fineweb.py has yet to make it.
+    # Only the default folder may be missing, because fineweb.py may not have made it yet.
     if Path(config.data).exists() or config.data != TrainConfig.data:
         T = config.seq_len
         loader = DataLoaderLite(config.data, "train", B, T, shuffle=config.shuffle)
@@ -782,7 +787,7 @@ def print_plan(config: TrainConfig, ranks: Ranks) -> None:
     for line in first_lines(config, model, loader, device_line, peak, *sizes):
         print0(line)
     if loader:
-        warn_of_settings(config, loader)
+        warn_about_settings(config, loader)
 
 
 def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
@@ -790,9 +795,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
     T = config.seq_len
 
-    # ---- The model, with the weights of a checkpoint, or those of --init, or random ones
-    # With --resume: the newest intact checkpoint folder and the state written by save() below.
-    # Otherwise None and {}.
+    # ---- The model, with weights from a checkpoint, from --init, or random
+    # The newest intact checkpoint folder and the state written by save() below, or None and {}
+    # without --resume or if there is no checkpoint.
     checkpoint, saved = run.find_checkpoint()
     step = saved.get("step", 0)  # number of updates so far
     init_folder = checkpoint  # contains the model to start from, if any
@@ -803,13 +808,15 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     model = GPT(model_config(config, tokenizer, init_folder))
     model.low_memory = config.low_memory
     if init_folder:
-        # After a resume, a model that is no longer a GPT-2 prints a line. Otherwise it is an error.
+        # Warns if the folder holds a GPT-2 but the model is not one. The reverse is an error, or
+        # after a resume a warning.
         huggingface.load_weights(model, init_folder, resumed=checkpoint is not None)
 
     # ---- Precision, compilation, device
-    # Weights, LayerNorm statistics and losses are float32. Autocast runs matmuls in `dtype`:
-    # bfloat16 on GPUs that support it, float16 on older ones, and otherwise float32, except for
-    # large models on CPUs where bfloat16 is faster. A resumed run keeps the choice.
+    # Weights, LayerNorm statistics and losses are float32. Autocast runs matmuls in `dtype`. By
+    # default that is bfloat16 on GPUs that support it, float16 on older ones, and otherwise
+    # float32, except for large models on CPUs where bfloat16 is faster. There a resumed run keeps
+    # its precision.
     precision, device_line = ranks.on_rank_0(
         devices.choose_precision,
         config.dtype,
@@ -819,7 +826,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     )
     dtype = devices.dtype_of(precision)  # float32 for tf32
     devices.allow_tf32(precision, device)
-    # The cache keeps a copy of the weights in `dtype` during a step.
+    # Autocast's cache keeps a copy of the weights in `dtype` during each forward pass.
     autocast = torch.autocast(
         device.type,
         dtype,
@@ -830,9 +837,9 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         devices.keep_freed_memory()  # makes steps faster
     compiled = devices.wants_compile(config.compile, device)
     if compiled:
-        # Compile block by block. All blocks share their code, so torch compiles it once, or once
+        # Compile block by block. All blocks run the same code, so torch compiles it once, or once
         # per distinct value if blocks differ in an attribute (e.g. window size). A copy of the
-        # model, e.g. for averaged weights, runs eager until you compile its blocks.
+        # model, e.g. for averaged weights, runs in eager mode until you compile its blocks.
         for block in model.h:
             block.compile(dynamic=False)  # all batches share one shape
         model.loss = torch.compile(model.loss, dynamic=False)
@@ -894,7 +901,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     if compiled:
         print0("torch.compile: on; the first step takes longer")
     run.print_header(checkpoint)
-    warn_of_settings(config, loader)
+    warn_about_settings(config, loader)
     warn_if_not_causal(model, autocast)
 
     ddp_model = model
@@ -905,14 +912,14 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # p.grad is a view into DDP's buckets: no second copy
             # Otherwise DDP rebuilds its buckets after the first step. That changes the order of
-            # summation, so that a resumed run would round differently.
+            # summation, so a resumed run would round differently.
             find_unused_parameters=True,
         )
 
     # ---- The loop
-    # From here on Ctrl-C and SIGTERM only set a flag. An all-reduce sums the flags after each
-    # update and each evaluation, so that all ranks stop together.
-    with StopSignals() as signals, name_smaller_batch(B, config.low_memory):
+    # From here on, the first Ctrl-C or SIGTERM only sets a flag. An all-reduce sums the flags in
+    # each update and after each evaluation, so that all ranks stop together.
+    with StopSignals() as signals, suggest_smaller_batch(B, config.low_memory):
         stop = 0.0  # the sum of the flags
         while True:
             due = evaluations.due(step)
@@ -947,17 +954,17 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 scaler.unscale_(optimizer)
             # Each p.grad is now the mean over all micro-steps and ranks, the same on every rank.
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            # A single all-reduce sums the losses and the stop flags. It is the first
-            # synchronization with the GPU in a step.
+            # Sum the losses and the stop flags in a single all-reduce. Reading the sums is the
+            # first synchronization with the GPU in a step.
             total_loss, stop = ranks.sum_all(loss_sum, signals.flag)
             loss = total_loss / (micro_steps * world_size)
             norm = norm.item()
-            if not skips_update(step, loss, norm, scaler):
+            if not should_skip_update(step, loss, norm, scaler):
                 for optimizer in optimizers:
                     optimizer.step()  # scaler.step() would check again for non-finite gradients
-            scaler.update()  # lowers the scale after a skipped update
+            scaler.update()  # lowers the scale after a skipped update, or raises it now and then
             # Free the gradients, so that DDP copies new ones into its buckets in every step, as it
-            # does in the first one. Reused views would round differently from a resumed run.
+            # does in the first one. Accumulating into reused views would round differently.
             model.zero_grad(set_to_none=True)
             # ---- End of the update ---------------------------------------------------------------
 
@@ -985,7 +992,8 @@ def main(args: list[str] | None = None) -> int:
     """Read the command line and train. Return the exit status."""
     # With --init, the fields of GPTConfig come from the loaded model's config.json.
     config = read_config(args, TrainConfig, PRESETS, MUST_NOT_CHANGE, GPTConfig, steps_per_epoch)
-    # Set before the process group starts, because it keeps NCCL from using NVLS, whose sums vary.
+    # Set before the process group starts: deterministic mode keeps NCCL from using NVLS, whose sums
+    # vary from run to run.
     torch.use_deterministic_algorithms(config.deterministic)
     ranks = Ranks.from_environment(config.device)
     if "RANK" in os.environ:  # started by torchrun
@@ -994,7 +1002,7 @@ def main(args: list[str] | None = None) -> int:
             store=open_store(ranks),
             rank=ranks.rank,
             world_size=ranks.world_size,
-            timeout=PATIENCE,
+            timeout=COLLECTIVE_TIMEOUT,
             device_id=ranks.device if ranks.device.type == "cuda" else None,
         )
     status = 0

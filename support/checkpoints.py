@@ -62,24 +62,24 @@ def save_training_state(state: dict[str, Any], path: Path) -> None:
         with open(path, "wb") as file:
             torch.save(state, file)
     except RuntimeError as error:
-        # torch.save may turn the OSError into a RuntimeError.
+        # torch.save may turn an OSError into a RuntimeError.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
-    read_training_state(path.parent, mmap=True)  # raises UnpicklingError
+    read_training_state(path.parent, mmap=True)  # raises UnpicklingError if it cannot be loaded
 
 
 def delete_checkpoints(
-    log_dir: Path, newest: int | None, number: int, keep: set[int | None]
+    log_dir: Path, newest: int | None, count: int, keep: set[int | None]
 ) -> None:
-    """Delete the checkpoints up to step `newest`, except the last `number` and those in `keep`.
+    """Delete the checkpoints up to step `newest`, except the last `count` and those in `keep`.
 
-    `keep` contains steps. number=0 keeps all. Checkpoints after `newest` are left alone: they are
+    `keep` contains steps. count=0 keeps all. Checkpoints after `newest` are left alone: they are
     damaged, and the run overwrites them when it reaches their steps again."""
-    if number == 0 or newest is None:
+    if count == 0 or newest is None:
         return
     steps = [step for step in map(step_of, list_checkpoints(log_dir)) if step <= newest]
-    for step in set(steps[:-number]) - keep:
+    for step in set(steps[:-count]) - keep:
         folder = checkpoint_path(log_dir, step)
         try:
             remove_folder(folder)
@@ -102,9 +102,9 @@ def newest_intact(log_dir: Path, suffixes: tuple[str, ...] = ("",)) -> Path | No
             verify_checksums(checkpoint, suffixes)
             return checkpoint
         except UserError as error:
-            warn(f"{error}; trying the previous one")
+            warn(f"{error}; skipping it")
     if checkpoints:
-        problem = f"all {len(checkpoints)} checkpoints are damaged"
+        problem = f"no intact checkpoint among {len(checkpoints)}"
         raise UserError(f"{log_dir}: {problem}; use another --log-dir")
     return None
 
@@ -157,10 +157,10 @@ def optimizer_states(
 def load_optimizers(
     saved: list[dict[str, Any]], optimizers: list[torch.optim.Optimizer], model: nn.Module
 ) -> None:
-    """Load the moments in `saved`, the result of optimizer_states(), into optimizers.
+    """Load the moments in `saved`, the result of optimizer_states(), into `optimizers`.
 
-    Options such as betas and weight decay keep their current values. Raises UserError if a class or
-    the parameters of an optimizer differ from the saved ones."""
+    Options such as betas and weight decay keep their current values. Raises UserError if an
+    optimizer's class or parameters differ from the saved ones."""
     current = optimizer_states(optimizers, model)
     layout = [(state["class"], state["parameters"]) for state in current]
     if layout != [(state["class"], state["parameters"]) for state in saved]:

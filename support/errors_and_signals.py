@@ -52,7 +52,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def name_smaller_batch(B: int, low_memory: bool) -> Iterator[None]:
+def suggest_smaller_batch(B: int, low_memory: bool) -> Iterator[None]:
     """Turn an out-of-memory error at micro-batch size B into a UserError with a remedy."""
     try:
         yield

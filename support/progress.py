@@ -67,7 +67,7 @@ def first_lines(
     ]
 
 
-def warn_of_settings(config: "TrainConfig", loader: "DataLoaderLite") -> None:
+def warn_about_settings(config: "TrainConfig", loader: "DataLoaderLite") -> None:
     """Warn about valid settings that are probably a mistake. `loader` reads the training data."""
     epochs = config.max_steps * config.total_batch_size / loader.total_tokens
     if epochs > 20:

@@ -1,4 +1,4 @@
-"""The ranks of a run, and their collectives. DDP all-reduces the gradients."""
+"""The ranks of a run, and their collectives. Gradients are all-reduced by DDP, not here."""
 
 import os
 import shlex
@@ -18,7 +18,7 @@ from support.command_line import display_path, note
 from support.devices import choose_device
 from support.errors_and_signals import UserError, first_line
 
-PATIENCE = timedelta(hours=1)  # timeout of collectives; ranks wait while rank 0 writes files
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # long, because ranks wait while rank 0 writes files
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    local_rank: int = 0  # rank among the processes of this machine
+    local_rank: int = 0  # rank among the processes on this machine
 
     @classmethod
     def from_environment(cls, device: str = "auto") -> "Ranks":
@@ -39,7 +39,7 @@ class Ranks:
         if gpus > 1 and "RANK" not in os.environ:
             script = shlex.join(display_path(word) for word in sys.argv)
             command = f"torchrun --standalone --nproc_per_node={gpus} {script}"
-            note(f"this uses one of {gpus} GPUs; `{command}` uses all of them")
+            note(f"this run uses one of {gpus} GPUs; `{command}` uses all of them")
         return cls(rank, world_size, chosen, local_rank)
 
     def gather(self, value: Any) -> list[Any]:
@@ -69,7 +69,8 @@ class Ranks:
 
     def sum_all(self, *values: Tensor | float) -> list[float]:
         """Sum each value, a number or a scalar float32 tensor, over the ranks in one all-reduce."""
-        # Unlike a copy from the CPU, filling a tensor does not synchronize with the GPU.
+        # Unlike a copy from the CPU, filling a tensor does not synchronize with the GPU, so only
+        # tolist() waits for it.
         fill = partial(torch.full, (), device=self.device, dtype=torch.float32)
         sums = torch.stack([v if isinstance(v, Tensor) else fill(float(v)) for v in values])
         if self.world_size > 1:
@@ -94,18 +95,21 @@ def torchrun_ranks() -> tuple[int, int, int]:
 def open_store(ranks: Ranks) -> dist.Store:
     """Connect to torchrun's key-value store, for init_process_group().
 
-    Raises UserError if this rank's device type differs from rank 0's."""
+    Raises UserError if connecting fails, or if this rank's device type differs from rank 0's."""
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+        store, _, _ = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
     except (RuntimeError, ValueError) as error:
         problem = "MASTER_PORT={MASTER_PORT}: ".format_map(os.environ) + first_line(error)
         raise UserError(f"{problem}; choose another port") from None
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # torchrun (2.13) reuses the store across restarts, with stale addresses of lost ranks.
+        # On a single machine, torchrun (2.13) reuses the store across restarts. It then still holds
+        # the addresses of lost ranks.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"restart_{restart}", store)
     store.set(f"device/{ranks.rank}", ranks.device.type)
     first = store.get("device/0").decode()
     if first != ranks.device.type:
-        raise UserError(f"{ranks.device.type} here, {first} on rank 0: set --device on all ranks")
+        raise UserError(
+            f"{ranks.device.type} here, {first} on rank 0: pass the same --device to all ranks"
+        )
     return store

@@ -1,9 +1,10 @@
 """The run folder: log, checkpoints, code and curves.
 
-A folder holds one run, which --resume continues. A run deletes nothing but its own old checkpoints
-and the lines of log.txt that it is about to log again.
+A folder holds one run, which --resume continues. A run deletes only its own files: old checkpoints,
+leftovers of a killed process, modules in code/ that no longer exist, and the lines of log.txt that
+it is about to log again.
 
-All ranks call the same methods, but only rank 0 touches the files. run_files.py, checkpoints.py and
+All ranks call the same methods, but only rank 0 writes files. run_files.py, checkpoints.py and
 scripts.py define their formats."""
 
 import contextlib
@@ -46,9 +47,9 @@ class RunFolder:
         self.newest_step: int | None = None  # step of the newest intact checkpoint
         self.first_step = 0  # number of updates before this process started
         self.saved: dict[str, Any] = {}  # training state of the checkpoint we resume from
-        self.verdict = ""  # console line on whether the model is a GPT-2
+        self.verdict = ""  # console line that says whether the model is a GPT-2
         self.is_gpt2 = True
-        self.warned_of_log = False
+        self.warned_about_log = False
 
     def __enter__(self) -> "RunFolder":
         """Create the folder if necessary, and lock it.
@@ -123,19 +124,19 @@ class RunFolder:
         if due and min(due) > 0:
             trained = any(step >= min(due) for step, _, _ in lines)
         if trained:
-            problem = f"{self.path}: no checkpoint is left of this run"
+            problem = f"{self.path}: this run has no checkpoints left"
             raise UserError(f"{problem}, so --resume cannot continue it; choose another --log-dir")
         if not entries:
-            print0(f"--resume: no run in {self.path}/, starting a new one")
+            print0(f"--resume: no run in {self.path}/; starting a new one")
 
     def check_same_shards(self, saved: list[tuple[str, int]], now: list[tuple[str, int]]) -> None:
-        """Raise UserError if the training data changed since the checkpoint was saved.
+        """Raise UserError if the training data has changed since the checkpoint was saved.
 
         `saved` and `now` are the (name, size) of each shard."""
         if saved != now:
-            different = sorted({name for name, _ in {*saved} ^ {*now}}) or ["another order"]
+            different = sorted({name for name, _ in {*saved} ^ {*now}}) or ["in a different order"]
             more = ", …" if len(different) > 3 else ""
-            # A .txt file is its own only shard, named ".".
+            # A .txt file counts as a single shard, named ".".
             names = f" ({', '.join(different[:3])}{more})" if different != ["."] else ""
             problem = f"{self.config.data} is not what the run has read so far{names}"
             raise UserError(f"--resume: {problem}; pass the original data with --data")
@@ -148,7 +149,7 @@ class RunFolder:
             return
         check_trackers(self.config)
         if self.config.save_every:
-            json.dumps(asdict(model.config))  # fail now rather than in the first save, hours later
+            json.dumps(asdict(model.config))  # fail now rather than at the first save, hours later
         for path in self.path.glob(".*.partial"):  # left over from a killed process
             remove(path)
         config = asdict(self.config)
@@ -161,7 +162,7 @@ class RunFolder:
             steps = [type(self.config)(**s).warmdown_steps for s in (previous, config)]
             if config["schedule"] == "wsd" and steps[0] != steps[1]:
                 print0(f"the final linear decay takes {steps[1]:,} steps instead of {steps[0]:,}")
-        self.print_changes_of_code()
+        self.print_code_changes()
         details |= {"step": self.first_step, "vocab_size": model.config.vocab_size}
         details |= {
             "init": display_path(details["init"]),
@@ -184,15 +185,15 @@ class RunFolder:
         print0(self.verdict)
         print0(f"log and checkpoints: {self.path}/{resumed}")
 
-    def print_changes_of_code(self) -> None:
+    def print_code_changes(self) -> None:
         """Print a line if the code has changed since the run's last start."""
         changes = scripts.changes_since(self.path / "code")
         if self.entries:
             previous, now = (Path(c[0]).name for c in (self.entries[-1]["command"], sys.argv))
             if previous != now:
-                changes += f"{'; ' * bool(changes)}started by {now}, no longer by {previous}"
+                changes += f"{'; ' * bool(changes)}now started by {now} instead of {previous}"
         if changes:
-            note(f"the code is not that of the last start: {changes}")
+            note(f"the code has changed since the last start: {changes}")
 
     def check_in_place(self) -> None:
         """Raise RunError if the folder was renamed, removed or replaced."""
@@ -202,7 +203,7 @@ class RunFolder:
         problem = f"{self.path}/ was renamed, removed or replaced during the run"
         raise RunError(f"{problem}; if it was moved, continue with --resume --log-dir NEW_PATH")
 
-    # ---- While it trains
+    # ---- During training
 
     def log(self, step: int, **values: float) -> None:
         """Append each stream=value to log.txt, and send them to the trackers."""
@@ -214,9 +215,9 @@ class RunFolder:
         try:
             run_files.append_values(self.path, step, values)
         except OSError as error:
-            if not self.warned_of_log:
+            if not self.warned_about_log:
                 warn(f"{self.path}/log.txt: {error.strerror}; lines are lost until this is fixed")
-            self.warned_of_log = True
+            self.warned_about_log = True
         self.track(step, values)
 
     def track(self, step: int, values: dict[str, float]) -> None:
@@ -271,12 +272,12 @@ class RunFolder:
         self.draw_curves()
 
     def note_if_the_model_changed(self, step: int) -> None:
-        """Print a line if the model became a GPT-2, or ceased to be one, since the last check."""
+        """Print a line if the model has become or ceased to be a GPT-2 since the last check."""
         if self.ranks.rank > 0:
             return
         is_gpt2 = huggingface.is_gpt2(checkpoint_path(self.path, step))
         if is_gpt2 != self.is_gpt2:
-            kind = "a GPT-2" if is_gpt2 else "not a GPT-2: its logits differ from a GPT-2's"
+            kind = "a GPT-2" if is_gpt2 else "not a GPT-2: its logits differ from GPT-2's"
             print0(f"step {step:5d} the checkpoint is {kind}")
         self.is_gpt2 = is_gpt2
 
@@ -317,14 +318,16 @@ class RunFolder:
     # ---- The end
 
     def print_stop(self, step: int) -> None:
-        """Print after how many updates a signal stopped the run, and how to continue it."""
+        """Print the number of updates before a signal stopped the run, and how to continue it."""
         hint = "no checkpoint was saved"
         if self.config.save_every:
-            hint = f"--resume --log-dir {shlex.quote(str(self.path))} continues"
+            hint = f"continue with --resume --log-dir {shlex.quote(str(self.path))}"
         print0(f"stopped by a signal after {step} updates; {hint}")
 
     def finish(self, model: "GPT", step: int) -> None:
-        """Print where the model and the curves are, and how to sample from the model."""
+        """Delete old checkpoints, draw the curves, and print where the model and the curves are.
+
+        Also print how to sample from the model."""
         if self.ranks.rank > 0:
             return
         # Again, because the last checkpoint was evaluated after it was saved.

@@ -1,7 +1,8 @@
 """The logits from which GPT.generate samples, and the samples of a training run.
 
-A model that computes what GPT-2 computes uses a KV cache, so it reads each token only once. Any
-other model takes a forward pass over the whole context for each new token."""
+A model that computes what GPT-2 computes uses a KV cache inside kv_cache_for_gpt2(). It then reads
+each token only once, until the text outgrows the context window. Otherwise each new token takes a
+forward pass over the whole context."""
 
 import contextlib
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ LAST = (slice(None), -1)  # indexes (B, T) to select the last token of each row
 def kv_cache_for_gpt2(model: "GPT") -> Iterator[None]:
     """Let `model.generate` use a KV cache within this context, if the model is a GPT-2.
 
-    The check runs once, here, rather than in every call of `generate`."""
+    The check runs once, here, rather than in every call to `generate`."""
     model.use_kv_cache = not why_not_gpt2(model)
     try:
         yield
@@ -64,7 +65,7 @@ def print_samples(
     """Print two continuations of the prompt on each rank."""
     tokens = encode_prompt(prompt or "\n", tokenizer)
     idx = torch.tensor([tokens, tokens], device=ranks.device)
-    seeds = [42 + 2 * ranks.rank, 43 + 2 * ranks.rank]  # distinct over all ranks
+    seeds = [42 + 2 * ranks.rank, 43 + 2 * ranks.rank]  # distinct across all ranks
     generators = [torch.Generator(ranks.device).manual_seed(seed) for seed in seeds]
     with kv_cache_for_gpt2(model), autocast:
         idx = model.generate(idx, 64, generators=generators)
