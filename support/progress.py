@@ -81,7 +81,7 @@ def warn_about_settings(config: "TrainConfig", loader: "DataLoaderLite") -> None
 
 def more_lines(loader: "DataLoaderLite", optimizers: list[torch.optim.Optimizer]) -> list[str]:
     """Return the header lines on the optimizers, and on shards too short to be read."""
-    lines = [f"optimizers: {'; '.join(map(describe_optimizer, optimizers))}"]
+    lines = [f"optimizer: {describe_optimizer(optimizer)}" for optimizer in optimizers]
     short = [len(shard) for shard, n in zip(loader.shards, loader.counts, strict=True) if not n]
     if short:
         size = f"{len(short)} with {sum(short):,} tokens"
@@ -161,12 +161,11 @@ class Progress:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return the numbers of tensors and parameters that an optimizer updates, by weight decay."""
+    """Return the size, the weight decay and any rate scale of each parameter group."""
     shares = []
-    for decays, name in ((True, "decay"), (False, "do not decay")):
-        groups = [g for g in optimizer.param_groups if (g.get("weight_decay", 0) > 0) == decays]
-        tensors = [p for group in groups for p in group["params"]]
-        if tensors:
-            size = sum(p.numel() for p in tensors)
-            shares.append(f"{len(tensors)} tensors with {size:,} parameters {name}")
-    return f"{type(optimizer).__name__}: {', '.join(shares)}"
+    for group in optimizer.param_groups:
+        size = sum(p.numel() for p in group["params"])
+        decay = "decay" if group.get("weight_decay", 0) > 0 else "do not decay"
+        scale = f", learning rate x {group['lr_scale']:g}" if "lr_scale" in group else ""
+        shares.append(f"{len(group['params'])} tensors with {size:,} parameters {decay}{scale}")
+    return f"{type(optimizer).__name__}: {'; '.join(shares)}"

@@ -66,7 +66,7 @@ def test_a_fork_samples_by_its_own_script_only(recorded, fork, text, tmp_path, c
 
 def note_of(capsys):
     """What the note about the code says, or ""."""
-    begin = "note: the code is not that of the last start: "
+    begin = "note: the code has changed since the last start: "
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(begin)]
     assert len(lines) <= 1, lines
     return lines[0].removeprefix(begin) if lines else ""
@@ -153,7 +153,7 @@ def test_a_run_that_another_script_has_started_gets_a_note(
     monkeypatch.setattr(sys, "argv", [str(ROOT / "train_gpt2.py")])
     train(*args, 3)
     note = note_of(capsys)
-    assert note.endswith("gone: patch.py; started by train_gpt2.py, no longer by patch.py")
+    assert note.endswith("gone: patch.py; now started by train_gpt2.py instead of patch.py")
     assert not (log / "code/patch.py").exists() and len(losses(log)) == 3
 
 

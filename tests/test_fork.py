@@ -51,9 +51,11 @@ FLAGS = {
     "Dropout": "--dropout 0.2",
     "Grouped-query attention": "--n-kv-head 2",
     "A window per block": "--window 8",
+    "A mixture of experts": "--n-expert 3",
+    "muP": "--optimizer adamw",
 }
 STAYS_GPT2 = {"Dropout", "Lion", "Another evaluation", "z-loss and label smoothing"}
-STAYS_GPT2 |= {"An average of the weights"}
+STAYS_GPT2 |= {"An average of the weights", "A curriculum of lengths"}
 
 
 @pytest.mark.parametrize("name", CHANGES)
