@@ -14,8 +14,8 @@ HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sen
 This is the completion style: the model never sees the four endings side by side. It reads the
 context followed by one ending, and its losses on the ending's tokens are summed. `acc` is the
 fraction of tasks in which the correct ending has the lowest sum, and `acc_norm` the fraction in
-which it has the lowest mean per token. Guessing scores 0.25. build-nanogpt, the code of Karpathy's
-lecture, computes the same metrics, and reports for OpenAI's models:
+which it has the lowest mean per token. Guessing scores 0.25. build-nanogpt, the code from
+Karpathy's lecture, computes the same metrics, and reports these results for OpenAI's models:
 
     GPT-2 (124M)    10042 acc: 0.2859 acc_norm: 0.2955
     GPT-2 XL        10042 acc: 0.3842 acc_norm: 0.4893
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # of the file at URL
-DOWNLOADED = ROOT / "hellaswag" / "hellaswag_val.jsonl"  # ROOT is the folder of this script
+DOWNLOADED = ROOT / "hellaswag" / "hellaswag_val.jsonl"  # ROOT is this script's folder
 
 # --------------------------------------------------------------------------------------------------
 # Tasks
@@ -128,7 +128,7 @@ def tokenize(examples: list[dict[str, Any]], tokenizer: Tokenizer, block_size: i
         longest = max(len(ending) for ending in endings)
         room = block_size - (longest - 1)  # the last token of an ending is only a target
         if room < 1:
-            problem = f"an ending has {longest} tokens, but the context window only {block_size}"
+            problem = f"an ending has {longest} tokens, but the context window holds {block_size}"
             remedy = "use a model with a longer one (train_gpt2.py --seq-len)"
             raise UserError(f"HellaSwag task {number}: {problem}; {remedy}")
         if len(context) > room:
@@ -148,9 +148,9 @@ def tokenize(examples: list[dict[str, Any]], tokenizer: Tokenizer, block_size: i
 def score(
     gpt: "GPT", tasks: list[Task], ranks: Ranks, batch_size: int = 8, show_progress: bool = False
 ) -> list[list[float]]:
-    """Return the summed loss of each of the four endings of each task, in nats.
+    """Return the summed losses of the four endings of each task, in nats.
 
-    All ranks must call this. Each scores its share of the tasks, and returns the losses of all."""
+    All ranks must call this. Each scores a share of the tasks, and returns all tasks' losses."""
     # Batch tasks of similar length, which minimizes padding. Score the longest first, so that an
     # out-of-memory error occurs at once.
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].length, reverse=True)
@@ -168,7 +168,7 @@ def score(
 
 
 def score_batch(gpt: "GPT", tasks: list[Task], device: torch.device) -> list[list[float]]:
-    """Return the summed loss of each of the four endings of a few tasks, in one forward pass."""
+    """Score a few tasks in one forward pass. Return the four summed losses of each, in nats."""
     T = max(task.length for task in tasks) - 1  # the last token of an ending is only a target
     if device.type == "cuda":
         # Round T up to a multiple of 64, because cuDNN replans its attention kernels for each new
@@ -241,7 +241,7 @@ def accuracy(gpt: "GPT", tasks: list[Task], ranks: Ranks, autocast: torch.autoca
 
 @dataclass(frozen=True)
 class HellaSwagConfig:
-    """Evaluate a GPT-2, or the model of a fork, on HellaSwag."""
+    """Evaluate a GPT-2, or a fork's model, on HellaSwag."""
 
     # Each field is a flag, and its comment is the flag's help text.
 
@@ -249,8 +249,8 @@ class HellaSwagConfig:
     model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # auto, cpu, cuda or mps
     data: str = ""  # local .jsonl of tasks; empty: the official validation set, downloaded once
-    limit: int = 0  # evaluate only the first tasks; 0: all
-    batch_size: int = 8  # tasks per forward pass, each of four rows
+    limit: int = 0  # evaluate only this many tasks, from the start; 0: all
+    batch_size: int = 8  # tasks per forward pass, four rows each
     # precision of matmuls; losses are computed in float32 and summed in float64
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     json: str = ""  # output file for the predictions and losses of every task
@@ -269,7 +269,7 @@ def main(args: list[str] | None = None) -> None:
     precision, device_line = choose_precision(config.dtype, device)
     dtype = dtype_of(precision)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    folder = find_model(config.model)  # downloads a name on the Hub
+    folder = find_model(config.model)  # downloads the model if it is on the Hub
     examples = read_examples(config.data)
     if config.limit:
         examples = examples[: config.limit]

@@ -78,12 +78,14 @@ def read_config(
 
     problems = find_problems(config)
     if first.epochs is not None and first.max_steps is not None:
-        problems.append("--epochs and --max-steps: give one of them")
+        problems.append("--epochs and --max-steps: give only one of them")
     for name in must_not_change if run else ():
         was, now = getattr(defaults, name), getattr(config, name)
         # The weights come from a checkpoint, so the --init folder may have moved.
         if was != now and not (name == "init" and Path(was).name == Path(now).name):
-            problems.append(f"--resume: {flag(name)} was {was} in {first.log_dir}, is {now}")
+            problems.append(
+                f"--resume: {flag(name)} was {was} in {first.log_dir}, but is now {now}"
+            )
     # Flags may override any field of the --init model except its shape.
     problems += [
         f"{flag(name)} {getattr(config, name)}: {config.init} has {of_init[name]}"
@@ -138,7 +140,7 @@ def find_problems(config: "TrainConfig") -> list[str]:
     if config.seed >= 2**32:
         problems.append(f"--seed {config.seed}: must be below 2**32")  # NumPy's RandomState
     if config.warmdown > 1:
-        problems.append(f"--warmdown {config.warmdown}: must be at most 1, a share of the run")
+        problems.append(f"--warmdown {config.warmdown}: must be at most 1, a fraction of the run")
     if config.beta2 >= 1:
         problems.append(f"--beta2 {config.beta2}: must be below 1")
     if config.eval_every and config.eval_tokens < config.seq_len:

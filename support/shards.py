@@ -42,7 +42,7 @@ def encode_document(path: Path, tokenizer: Tokenizer) -> np.ndarray:
     except UnicodeDecodeError:
         raise not_utf8(path) from None
     if not text.strip():
-        raise UserError(f"{path}: an empty text")
+        raise UserError(f"{path}: contains no text")
     if len(text) > 10**7:  # takes more than a second
         print0(f"tokenizing {path}: {len(text) / 1e6:,.0f} million characters")
     return np.concatenate([np.uint32([tokenizer.eot_token]), *encode(text, tokenizer)])
@@ -86,7 +86,7 @@ def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
             raise ValueError(f"{tokens.size} values, {tokens.ndim}-D {tokens.dtype}")
     except (ValueError, FileNotFoundError) as error:
         remedy = "restore it, or remove its folder and rerun the command that made it"
-        raise UserError(f"{path}: not a whole shard of uint16 tokens ({error}); {remedy}") from None
+        raise UserError(f"{path}: not a valid shard of uint16 tokens ({error}); {remedy}") from None
     # Check only one 4 KiB page at each end, because the data loader checks whatever it reads.
     check_tokens(tokens[:2048], path, vocab_size)
     check_tokens(tokens[-2048:], path, vocab_size)
@@ -96,7 +96,7 @@ def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
 def find_shards(data: Path, split: str) -> list[Path]:
     """Return the shards of a split in a folder and its subfolders, sorted by path.
 
-    Raises UserError if fineweb.py left a half-written shard, or a subfolder without any shard."""
+    Raises UserError if fineweb.py left a half-written shard, or a subfolder without shards."""
     shards = []
     unfinished = []
     begun = []  # subfolders with a manifest.json, which fineweb.py writes before the first shard
