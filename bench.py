@@ -6,8 +6,8 @@
     python bench.py -- --micro-batch-size 4  # after --: flags of train_gpt2.py
     torchrun --standalone --nproc_per_node=8 bench.py
 
-Trains on input.txt without evaluations and checkpoints, with the preset gpt2 on a CUDA GPU, and
-shakespeare elsewhere. Figures are medians of --steps steps, after 10 warm-up steps. The rungs below
+Trains on input.txt without evaluations or checkpoints, with the preset gpt2 on a CUDA GPU, and
+shakespeare elsewhere. Figures are medians of --steps steps, after 10 warm-up steps. All rungs but
 `ours` run a plain training loop with the same batches and optimizers. On a GPU, a step of the
 ladder is one micro-batch of 16 sequences, as in Karpathy's lecture."""
 
@@ -87,7 +87,7 @@ def summary(rung: str, device: str, tokens: int, ms: list[float]) -> Row:
 
 
 def measure_ours(flags: list[str], steps: int) -> Row:
-    """Run train_gpt2.py in this process, and read its log. Ranks other than 0 then exit."""
+    """Run train_gpt2.py in this process. Read its log on rank 0. The other ranks exit."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [*flags, "--max-steps", str(WARMUP + steps), "--log-dir", folder, "--no-plan"]
         status = train_gpt2.main(flags)
@@ -183,7 +183,7 @@ def measure_plain(rung: str, run: TrainConfig, steps: int) -> Row:
 
 
 def measure_machine() -> dict[str, str]:
-    """Return software versions, and the measured peaks of matmuls and memory bandwidth."""
+    """Return software versions, and the measured throughput of matmuls and memory copies."""
     gpu = torch.cuda.is_initialized()
     device = torch.device("cuda" if gpu else "cpu")
     machine = {"software": f"torch {torch.__version__}, Python {platform.python_version()}"}

@@ -3,11 +3,11 @@
     python compare.py --code train_gpt2.py train_rope.py --seeds 3 -- --preset shakespeare
     python compare.py --seeds 5 -- --preset shakespeare -- -- --max-lr 1e-2 -- --max-lr 2e-2
 
-Flags after the first -- apply to all runs. Each further -- begins a recipe, a list of additional
+Flags after the first -- apply to all runs. Each later -- begins a recipe, a list of additional
 flags. The first recipe of the second example is empty. Every script is trained with every recipe,
 and the first combination is the baseline.
 
-Quote a script together with a flag that only it knows:
+Quote a script together with flags that only it accepts:
 
     python compare.py --code train_gpt2.py "train_ema.py --ema-decay 0.99" -- --preset shakespeare
 
@@ -33,7 +33,7 @@ from support.run_files import read_log, run_entries
 
 FIRST_SEED = 1337  # the default of train_gpt2.py
 
-Curve = dict[int, float]  # {step: value}, of a stream of log.txt
+Curve = dict[int, float]  # {step: value} of a stream in log.txt
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def check(variant: Variant, seeds: range) -> None:
     given = {word.split("=")[0].replace("_", "-") for word in variant.flags}  # also --seed=1
     for reserved in ("--seed", "--log-dir", "--resume", "--plan"):
         if reserved in given:
-            raise UserError(f"{reserved}: compare.py sets it; see --seeds and --out")
+            raise UserError(f"{reserved}: not allowed here; use compare.py's --seeds and --out")
     check_runs(variant, seeds)
 
 
@@ -115,20 +115,20 @@ def check_runs(variant: Variant, seeds: range) -> None:
     """Raise UserError if a run was trained with other flags, or before its code changed."""
     for seed in seeds:
         log_dir = variant.log_dir(seed)
-        # Ignore the paths of script and log folder, which depend on the working folder.
+        # Ignore the paths of the script and the log folder: they depend on the working directory.
         _, *flags, _ = (display_path(word) for word in variant.command(seed))
         for entry in run_entries(log_dir):
             past_flags = [word for word in entry["command"][1:] if Path(word).name != log_dir.name]
             if sorted(past_flags) != sorted(flags):  # in any order
-                problem = f"was trained with other flags, by `{shlex.join(entry['command'])}`"
+                problem = f"was trained with different flags, by `{shlex.join(entry['command'])}`"
                 raise UserError(f"{log_dir}: {problem}; use those, or choose another --out")
         if changed := changed_files(log_dir / "code", variant.code):
-            problem = f"was trained before a change of {', '.join(changed)}"
+            problem = f"was trained before {', '.join(changed)} changed"
             raise UserError(f"{log_dir}: {problem}; remove it, or choose another --out")
 
 
 def changed_files(copies: Path, script: Path) -> list[str]:
-    """Return the files in `copies`, a run's code/, that changed or disappeared since."""
+    """Return the files in `copies`, a run's code/, that have since changed or disappeared."""
     changed = []
     for copy in sorted(path for path in copies.rglob("*") if path.is_file()):
         name = copy.relative_to(copies)
@@ -163,7 +163,7 @@ def train_all(variants: list[Variant], seeds: range, config: CompareConfig) -> i
             print(f"{name}, output in {display_path(console)} …", flush=True)
             status = train(variant.command(seed), console, config.nproc_per_node)
             if status:
-                problem = f"status {status}; the end of {display_path(console)} says why"
+                problem = f"exit status {status}; see the end of {display_path(console)}"
             curves = read_curves(variant.log_dir(seed))
         if not problem and config.stream not in curves:
             problem = f"{variant.log_dir(seed)}/log.txt has no {config.stream} at the last step"
@@ -207,7 +207,7 @@ def train(command: list[str], console: Path, processes: int) -> int:
         try:
             return process.wait()
         except BaseException:  # a stop signal, or Ctrl-C, which the run also receives
-            process.terminate()  # lets the run save and exit, which leaving `with` waits for
+            process.terminate()  # lets the run save and exit; leaving `with` waits for that
             raise
 
 
@@ -215,7 +215,7 @@ def train(command: list[str], console: Path, processes: int) -> int:
 # Results
 
 
-# Two-sided 95 % quantiles of Student's t distribution, for 1, 2, … degrees of freedom.
+# Two-sided 95% critical values of Student's t distribution, for 1, 2, … degrees of freedom.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 
 
@@ -226,7 +226,7 @@ def mean_and_deviation(values: list[float]) -> str:
 
 
 def difference(variant: Variant, baseline: Variant) -> str:
-    """Format the mean paired difference of the final values, ± half its 95 % interval."""
+    """Format the mean paired difference of final values, ± half the width of its 95% interval."""
     finals, baselines = variant.finals(), baseline.finals()
     values = [finals[seed] - baselines[seed] for seed in finals if seed in baselines]
     n = len(values)
@@ -240,7 +240,7 @@ def difference(variant: Variant, baseline: Variant) -> str:
 
 
 def milliseconds(log_dir: Path) -> float:
-    """Return the median time of a step, excluding the first ten, which may compile."""
+    """Return the median step time, excluding the first ten steps, which may include compilation."""
     _, values = read_log(log_dir).get("ms", ((), ()))
     return float(np.median(values[10:] or values or [np.nan]))
 
@@ -254,7 +254,7 @@ def print_table(variants: list[Variant], config: CompareConfig) -> None:
     """Print the results as a Markdown table."""
     baseline = variants[0]
     print(f"\nFinal {quantity(config.stream)}, mean ± standard deviation.")
-    print("The difference is the mean over the seeds, ± half of its 95 % interval.\n")
+    print("The difference is the mean over the seeds, ± half the width of its 95% interval.\n")
     heading = "loss" if config.stream == "val" else config.stream
     print(f"| | seeds | {heading} | difference from {baseline.name} | ms per step |")
     print("|---|---|---|---|---|")
@@ -268,10 +268,10 @@ def print_table(variants: list[Variant], config: CompareConfig) -> None:
             cells[4] = f"{np.median(speeds):,.0f}"
         print(f"| {' | '.join(cells)} |")
     if config.seeds == 1:
-        print("\nOne seed says nothing about chance: --seeds 3 or more give an interval.")
+        print("\nOne seed says nothing about chance; use --seeds 3 or more to get an interval.")
 
 
-def warn_of_other_tokens(variants: list[Variant]) -> None:
+def warn_if_vocabularies_differ(variants: list[Variant]) -> None:
     """Warn if vocabulary sizes differ, because losses per token are then not comparable."""
     sizes = {}
     for variant in variants:
@@ -318,14 +318,14 @@ def main(args: list[str] | None = None) -> int:
     for name in ("SIGTERM", "SIGUSR1"):  # Slurm can send the second, which Windows lacks
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, frame: sys.exit(143))
-    in_use = f"{config.out}: another compare.py uses it; wait for it, or choose another --out"
+    in_use = f"{config.out}: in use by another compare.py; wait for it, or choose another --out"
     with locked(config.out, in_use):
         for variant in variants:
             check(variant, seeds)
         failed = train_all(variants, seeds, config)
         print_table(variants, config)
         if config.stream == "val":
-            warn_of_other_tokens(variants)
+            warn_if_vocabularies_differ(variants)
         if any(variant.curves for variant in variants):
             picture = config.out / "curves.png"
             draw(variants, config.stream, picture)

@@ -1,14 +1,14 @@
 """Measure how well a GPT-2 predicts a text.
 
     python evaluate.py log --data my.txt                   # the newest checkpoint of a run
-    python evaluate.py gpt2 --data my.txt --stride 512     # a hub name; windows overlap by half
+    python evaluate.py gpt2 --data my.txt --stride 512     # from the Hub; windows overlap by half
     torchrun --standalone --nproc_per_node=8 evaluate.py gpt2 --data edu_fineweb10B
 
-Windows as long as the model's context move over the text by `stride` tokens, and each scores the
-tokens that no earlier window has scored. So every token is scored once, given at least
-context - stride tokens before it, as in https://huggingface.co/docs/transformers/perplexity. A
-smaller stride takes longer and gives a lower loss. Text files begin with <|endoftext|>, as
-documents do in training."""
+A window as long as the model's context slides over the text, `stride` tokens at a time, and at each
+position scores the tokens that have not been scored yet. So every token but the first is scored
+once, and outside the first window it is predicted from more than context - stride tokens, as in
+https://huggingface.co/docs/transformers/perplexity. A smaller stride takes longer and gives a lower
+loss. <|endoftext|> is prepended to a text file, as it is to every document in training."""
 
 import json
 import math
@@ -41,11 +41,10 @@ from support.tokenizer import Tokenizer, measure_text
 class EvaluateConfig:
     """Measure the loss of a GPT-2 on a text, in float32."""
 
-    model: Positional[
-        str
-    ]  # log folder (its newest checkpoint), model folder, .pt file, or hub name
-    data: str  # a text file, or a folder of token shards, of which the validation split is read
-    stride: int = 0  # tokens from one window to the next; 0: the context window, without overlap
+    # log folder (its newest checkpoint), model folder, .pt file, or name on the Hub
+    model: Positional[str]
+    data: str  # a text file, or a folder of token shards (only its validation split is read)
+    stride: int = 0  # tokens between window starts; 0: the context length (no overlap)
     device: str = "auto"  # auto, cpu, cuda or mps
     batch_size: int = 8  # windows per forward pass
     json: str = ""  # file for the results
@@ -53,18 +52,18 @@ class EvaluateConfig:
 
 
 def read_documents(data: str, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Return the tokens of each text or shard, 1-D. Windows do not span two of them."""
+    """Return the tokens of the text file or of each shard, 1-D. No window spans two shards."""
     if Path(data).is_file() and data_folder(data) == data:
         return [encode_document(Path(data), tokenizer)]
     if open_tokenizer(data_folder(data)) != tokenizer:
-        raise UserError(f"{data}: its shards are not in the vocabulary of the model")
+        raise UserError(f"{data}: its vocabulary differs from the model's")
     return open_split(data_folder(data), "val", tokenizer.n_vocab)[1]
 
 
 def windows(n: int, T: int, stride: int) -> list[tuple[int, int, int]]:
-    """Return (start, end, first) of the windows over n tokens.
+    """Return (start, end, first) for each window over n tokens.
 
-    A window reads the tokens start to end - 1, at most T, and scores its predictions of the tokens
+    A window reads tokens start to end - 1, at most T of them, and scores its predictions of tokens
     first to end."""
     found = []
     first = 1
@@ -81,7 +80,7 @@ def windows(n: int, T: int, stride: int) -> list[tuple[int, int, int]]:
 def total_loss(
     model: nn.Module, tokens: np.ndarray, T: int, stride: int, ranks: Ranks, batch_size: int
 ) -> float:
-    """Return the summed loss of the tokens (n,) but the first, in nats. Ranks share the windows."""
+    """Return the summed loss of all tokens (n,) but the first, in nats. Ranks share the windows."""
     total = 0.0
     share = windows(len(tokens), T, stride)[ranks.rank :: ranks.world_size]
     for i in progress_bar(range(0, len(share), batch_size), "batch"):
@@ -116,13 +115,13 @@ def main(args: list[str] | None = None) -> None:
     T = model.config.block_size
     stride = config.stride or T
     if not 1 <= stride <= T:
-        raise UserError(f"--stride {stride}: must be from 1 to {T}, the context window")
+        raise UserError(f"--stride {stride}: must be 0, or from 1 to {T} (the context window)")
     texts = read_documents(config.data, tokenizer)
     predicted = np.concatenate([text[1:] for text in texts]) if len(texts) > 1 else texts[0][1:]
     if not len(predicted):
         raise UserError(f"{config.data}: fewer than two tokens")
     print0(f"model: {folder}; device: {ranks.device}")
-    print0(f"{len(predicted):,} tokens in windows of {T:,}, each {stride:,} after the one before")
+    print0(f"scoring {len(predicted):,} tokens, in windows of {T:,} with a stride of {stride:,}")
     total = sum(total_loss(model, text, T, stride, ranks, config.batch_size) for text in texts)
     loss = total / len(predicted)
     if not math.isfinite(loss):

@@ -50,7 +50,7 @@ from support.tokenizer import encode, get_tokenizer, learn_vocabulary, make_toke
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"  # a dataset on the Hub
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"  # third-party shards of it, in llm.c's format
-SHARD_SIZE = 10**8  # default of --shard-size
+SHARD_SIZE = 10**8  # tokens per shard if --shard-size is 0
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,19 @@ class ShardConfig:
 
     # Each field is a flag, and its comment is the flag's help text.
     name: str = "sample-10BT"  # subset of FineWeb-Edu, e.g. sample-100BT or CC-MAIN-2024-10
-    # your own .parquet .jsonl .csv .txt .md files (also .gz, .zst), or folders of them
+    # your own .parquet, .jsonl, .csv, .txt or .md files, or folders of them; all formats but
+    # .parquet may also be compressed (.gz, .zst)
     input: tuple[str, ...] | None = None
     dataset: str | None = None  # another text dataset on the Hub; its files must be Parquet
     config: str = ""  # configuration (subset) of --dataset; empty: the default one
     # split of --dataset; empty: train, with the validation split, if any, as shard 0
     split: str = ""
-    text_column: str = "text"  # column or key of the text
+    text_column: str = "text"  # column or key that holds the text
     out: str = "edu_fineweb10B"  # output folder
     # learn a vocabulary of this size from the text, 257 (bytes only) to 65536; 0: use vocab.json
     # and merges.txt in --out, or else GPT-2's
     vocab_size: int = 0
-    # tokens per shard; 0: 100 million, but 10 million in shard 0 of --input or --dataset
+    # tokens per shard; 0: 100 million, but 10 million in shard 0 with --input or --dataset
     shard_size: int = 0
     workers: int = 0  # number of tokenizing processes; 0: one per available core
     max_shards: int = 0  # stop after this many shards, including validation; 0: no limit
@@ -81,7 +82,7 @@ class ShardConfig:
 # --------------------------------------------------------------------------------------------------
 # From documents to tokens
 
-load_tokenizer = functools.cache(get_tokenizer)  # load the vocabulary once per worker
+load_tokenizer = functools.cache(get_tokenizer)  # read the vocabulary's files once per worker
 
 
 def tokenize(documents: list[str | None], out: Path) -> np.ndarray:
@@ -91,7 +92,7 @@ def tokenize(documents: list[str | None], out: Path) -> np.ndarray:
     for text in documents:
         if text:
             parts.append(np.array([tokenizer.eot_token], np.uint16))
-            # encode() yields a long text in pieces. All tokens fit into uint16.
+            # encode() yields the tokens of a long text in pieces. All tokens fit in uint16.
             parts.extend(piece.astype(np.uint16) for piece in encode(text, tokenizer))
     return np.concatenate(parts)
 
@@ -129,7 +130,7 @@ def tokenize_in_workers(
 
     for file, row, documents in batches:
         pending.append((Position(file, row), pool.submit(tokenize, documents, out)))
-        if len(pending) > 2 * workers:  # enough to keep the workers busy, and bounds the memory
+        if len(pending) > 2 * workers:  # keeps the workers busy, but bounds memory
             yield oldest_result()
     while pending:
         yield oldest_result()
@@ -137,13 +138,13 @@ def tokenize_in_workers(
 
 def start_worker() -> None:
     """Initialize a worker, so that it exits when its parent does, even if the parent is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, follow the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, exit with the parent
 
-    def follow_parent() -> None:
+    def exit_with_parent() -> None:
         multiprocessing.parent_process().join()
         os._exit(1)
 
-    threading.Thread(target=follow_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
 def usable_cores() -> int:
@@ -164,9 +165,9 @@ def cut(
 
     Yields the tokens of each shard with the position after it, which is None at the end.
 
-    Shard 0 gets val_size tokens, at most `size`. The others get `size`, and the last one the
-    remainder. If the whole text has at most `size` tokens, shard 0 gets a tenth of them, and shard
-    1 the rest."""
+    Shard 0 gets val_size tokens, which must not exceed `size`. The others get `size` tokens each,
+    except the last, which gets the remainder. If the whole text has at most `size` tokens, shard 0
+    gets a tenth of them and shard 1 gets the rest."""
     buffer: deque[Piece] = deque()  # pieces not in any shard yet
     count = 0  # tokens in the buffer
     for piece in pieces:
@@ -178,7 +179,7 @@ def cut(
             count -= len(shard)
             number += 1
     if count == 0:
-        raise UserError("there is no text to train on: nothing to tokenize")
+        raise UserError("nothing to tokenize: the training files contain no text")
     if number == 0:
         # A document has at least two tokens, including <|endoftext|>, so shard 1 is not empty.
         shard = take(buffer, max(count // 10, 1))
@@ -225,15 +226,15 @@ class Folder:
         number = len(self.shards)
         return f"{self.name}_{'train' if number else 'val'}_{number:06d}{self.suffix}"
 
-    def is_begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Return whether there are shards, or a vocabulary learned for them."""
         return bool(self.shards) or "learned" in self.made_from
 
     def check(self, made_from: dict[str, Any]) -> None:
         """Raise UserError if a shard is damaged, or if the folder was made from something else."""
         changed = [key for key in made_from if self.made_from.get(key) != made_from[key]]
-        if self.is_begun() and changed:
-            problem = f"{', '.join(changed)} must be as in its manifest.json"
+        if self.has_begun() and changed:
+            problem = f"{', '.join(changed)} must match its manifest.json"
             raise UserError(f"{self.out}: {problem}; use a new --out, or remove this one")
         expected = [shard["name"] for shard in self.shards]
         for name in expected:
@@ -245,21 +246,21 @@ class Folder:
         for path in self.out.iterdir():
             if SHARD_NAME.fullmatch(path.name) and path.name not in expected:
                 raise UserError(f"{path}: not in manifest.json; remove it or use a new --out")
-        if not self.is_begun():
+        if not self.has_begun():
             self.made_from = made_from
 
     def write(self, tokens: np.ndarray, end: Position | None) -> None:
         """Write the next shard. `end` is the position after it, None at the end of the text."""
         name = self.next_name()
         with atomic_path(self.out / name) as partial, open(partial, "wb") as file:
-            # Like np.save, whose error hides that the disk is full.
+            # Not np.save(), whose error message hides that the disk is full.
             header = np.lib.format.header_data_from_array_1_0(tokens)
             np.lib.format.write_array_header_1_0(file, header)
             file.write(tokens.data)
         self.add(name, end)
 
     def add(self, name: str, end: Position | None) -> None:
-        """List a shard in the manifest. `end` is the position after it."""
+        """Add a shard to the manifest. `end` is the position after it."""
         path = self.out / name
         tokens = len(open_shard(path))
         self.shards.append({"name": name, "tokens": tokens, "sha256": sha256(path)})
@@ -275,7 +276,7 @@ class Folder:
     def verify(self) -> None:
         """Raise UserError unless all shards and the vocabulary match the manifest."""
         if not self.shards:
-            raise UserError(f"{self.out}: no manifest.json that lists shards")
+            raise UserError(f"{self.out}: manifest.json is missing, or lists no shards")
         paths = [path for path in self.out.iterdir() if path.suffix in (".npy", ".bin", ".partial")]
         found = {path.name: sha256(path) for path in progress_bar(paths, "file")}
         listed = {shard["name"]: shard["sha256"] for shard in self.shards}
@@ -284,7 +285,7 @@ class Folder:
         wrong = [name for name in found | listed if found.get(name) != listed.get(name)]
         if wrong:
             names = ", ".join(sorted(wrong))
-            raise UserError(f"{self.out}: does not match manifest.json: {names}")
+            raise UserError(f"{self.out}: these files do not match manifest.json: {names}")
         print(f"{len(paths)} shards: all checksums match")
 
 
@@ -309,7 +310,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
         made_from |= {"source": dataset, "commit": commit, "config": subset, "split": config.split}
     learn = config.vocab_size > 0 and not folder.shards and not (out / "vocab.json").exists()
     if not learn:
-        tokenizer = get_tokenizer(out)  # loaded before the fork, so workers need not load it again
+        tokenizer = get_tokenizer(out)  # built before the fork, so workers need not build it again
         made_from["vocabulary"] = tokenizer.checksum
     folder.check(made_from)
     if not learn and config.vocab_size not in (0, tokenizer.n_vocab):
@@ -338,7 +339,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
 def write_vocabulary(folder: Folder, texts: Iterator[str], size: int, has_validation: bool) -> None:
     """Learn a vocabulary of `size` tokens from the texts, and write its two files.
 
-    Without validation files, skip the first tenth of the text, roughly what shard 0 will hold."""
+    Without validation files, skip the first tenth of the text, because shard 0 comes from there."""
     pieces = pieces_to_learn_from(progress_bar(texts, "document"))
     if not has_validation:
         pieces = pieces[len(pieces) // 10 :]
@@ -395,10 +396,10 @@ def write_shards(
 
 
 def commit_of(dataset: str, folder: Folder) -> str:
-    """Return the commit of the dataset that a folder was begun with, or else the newest."""
+    """Return the dataset's commit from which a folder was started, or else the newest one."""
     from huggingface_hub import HfApi
 
-    if folder.is_begun() and folder.made_from["source"] == dataset:
+    if folder.has_begun() and folder.made_from["source"] == dataset:
         return folder.made_from["commit"]
     with hub_errors(dataset):
         return HfApi().dataset_info(dataset).sha
@@ -443,11 +444,11 @@ def read_config(args: list[str] | None) -> ShardConfig:
     names = ("name", "input", "dataset", "pretokenized")
     given = [flag(name) for name in names if getattr(config, name) != getattr(default, name)]
     if len(given) > 1:
-        raise UserError(f"{' and '.join(given)}: choose one of them")
+        raise UserError(f"{' and '.join(given)}: give only one of them")
     if (config.config or config.split) and config.dataset is None:
         raise UserError("--config and --split need --dataset")
     if config.pretokenized and config.vocab_size:
-        raise UserError("--pretokenized: these shards have GPT-2's tokens; leave out --vocab-size")
+        raise UserError("--pretokenized: these shards use GPT-2's vocabulary; omit --vocab-size")
     if config.vocab_size and not 257 <= config.vocab_size <= 2**16:
         raise UserError(f"--vocab-size {config.vocab_size}: must be 0, or from 257 to 65536")
     for name in ("shard_size", "workers", "max_shards", "pretokenized"):
@@ -466,7 +467,7 @@ def main(args: list[str] | None = None) -> None:
     else:
         name, suffix = out.resolve().name, ".npy"
     # locked() also creates the folder.
-    with locked(out, f"{out}: another fineweb.py uses it; wait for it or choose another --out"):
+    with locked(out, f"{out}: in use by another fineweb.py; wait for it or use another --out"):
         folder = Folder(out, name, suffix, config.pretokenized or config.max_shards)
         if config.verify:
             folder.verify()

@@ -14,8 +14,8 @@ HellaSwag (Zellers et al. 2019, "HellaSwag: Can a Machine Really Finish Your Sen
 This is the completion style: the model never sees the four endings side by side. It reads the
 context followed by one ending, and its losses on the ending's tokens are summed. `acc` is the
 fraction of tasks in which the correct ending has the lowest sum, and `acc_norm` the fraction in
-which it has the lowest mean per token. Guessing scores 0.25. build-nanogpt, the code of Karpathy's
-lecture, computes the same metrics, and reports for OpenAI's models:
+which it has the lowest mean per token. Guessing scores 0.25. build-nanogpt, the code from
+Karpathy's lecture, computes the same metrics, and reports these results for OpenAI's models:
 
     GPT-2 (124M)    10042 acc: 0.2859 acc_norm: 0.2955
     GPT-2 XL        10042 acc: 0.3842 acc_norm: 0.4893
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # of the file at URL
-DOWNLOADED = ROOT / "hellaswag" / "hellaswag_val.jsonl"  # ROOT is the folder of this script
+DOWNLOADED = ROOT / "hellaswag" / "hellaswag_val.jsonl"  # ROOT is this script's folder
 
 # --------------------------------------------------------------------------------------------------
 # Tasks
@@ -128,7 +128,7 @@ def tokenize(examples: list[dict[str, Any]], tokenizer: Tokenizer, block_size: i
         longest = max(len(ending) for ending in endings)
         room = block_size - (longest - 1)  # the last token of an ending is only a target
         if room < 1:
-            problem = f"an ending has {longest} tokens, but the context window only {block_size}"
+            problem = f"an ending has {longest} tokens, but the context window holds {block_size}"
             remedy = "use a model with a longer one (train_gpt2.py --seq-len)"
             raise UserError(f"HellaSwag task {number}: {problem}; {remedy}")
         if len(context) > room:
@@ -148,27 +148,27 @@ def tokenize(examples: list[dict[str, Any]], tokenizer: Tokenizer, block_size: i
 def score(
     gpt: "GPT", tasks: list[Task], ranks: Ranks, batch_size: int = 8, show_progress: bool = False
 ) -> list[list[float]]:
-    """Return the summed loss of each of the four endings of each task, in nats.
+    """Return the summed losses of the four endings of each task, in nats.
 
-    All ranks must call this. Each scores its share of the tasks, and returns the losses of all."""
+    All ranks must call this. Each scores a share of the tasks, and returns all tasks' losses."""
     # Batch tasks of similar length, which minimizes padding. Score the longest first, so that an
     # out-of-memory error occurs at once.
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].length, reverse=True)
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     rounds = range(0, len(batches), ranks.world_size)  # each rank scores one batch per round
-    losses_of_tasks = {}  # {index of a task: losses of its four endings}
+    task_losses = {}  # {index of a task: losses of its four endings}
     for first in progress_bar(rounds, "batch") if show_progress else rounds:
         if first + ranks.rank < len(batches):  # in the last round, there may be none left
             batch = batches[first + ranks.rank]
             losses = score_batch(gpt, [tasks[i] for i in batch], ranks.device)
-            losses_of_tasks |= dict(zip(batch, losses, strict=True))
-    for losses_on_rank in ranks.gather(losses_of_tasks):
-        losses_of_tasks |= losses_on_rank
-    return [losses_of_tasks[i] for i in range(len(tasks))]
+            task_losses |= dict(zip(batch, losses, strict=True))
+    for losses_on_rank in ranks.gather(task_losses):
+        task_losses |= losses_on_rank
+    return [task_losses[i] for i in range(len(tasks))]
 
 
 def score_batch(gpt: "GPT", tasks: list[Task], device: torch.device) -> list[list[float]]:
-    """Return the summed loss of each of the four endings of a few tasks, in one forward pass."""
+    """Score a few tasks in one forward pass. Return the four summed losses of each, in nats."""
     T = max(task.length for task in tasks) - 1  # the last token of an ending is only a target
     if device.type == "cuda":
         # Round T up to a multiple of 64, because cuDNN replans its attention kernels for each new
@@ -225,9 +225,9 @@ def load_tasks(path: str, tokenizer: Tokenizer, block_size: int, ranks: Ranks) -
 def accuracy(gpt: "GPT", tasks: list[Task], ranks: Ranks, autocast: torch.autocast) -> float:
     """Return the acc_norm of a model, or nan if a loss is nan. All ranks must call this."""
     with autocast:
-        losses_of_tasks = score(gpt, tasks, ranks)
+        task_losses = score(gpt, tasks, ranks)
     right = 0
-    for task, losses in zip(tasks, losses_of_tasks, strict=True):
+    for task, losses in zip(tasks, task_losses, strict=True):
         if any(map(math.isnan, losses)):
             return math.nan  # choices() would arbitrarily pick the first ending
         _, chosen = choices(task, losses)
@@ -241,7 +241,7 @@ def accuracy(gpt: "GPT", tasks: list[Task], ranks: Ranks, autocast: torch.autoca
 
 @dataclass(frozen=True)
 class HellaSwagConfig:
-    """Evaluate a GPT-2, or the model of a fork, on HellaSwag."""
+    """Evaluate a GPT-2, or a fork's model, on HellaSwag."""
 
     # Each field is a flag, and its comment is the flag's help text.
 
@@ -249,8 +249,8 @@ class HellaSwagConfig:
     model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # auto, cpu, cuda or mps
     data: str = ""  # local .jsonl of tasks; empty: the official validation set, downloaded once
-    limit: int = 0  # evaluate only the first tasks; 0: all
-    batch_size: int = 8  # tasks per forward pass, each of four rows
+    limit: int = 0  # evaluate only this many tasks, from the start; 0: all
+    batch_size: int = 8  # tasks per forward pass, four rows each
     # precision of matmuls; losses are computed in float32 and summed in float64
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     json: str = ""  # output file for the predictions and losses of every task
@@ -269,7 +269,7 @@ def main(args: list[str] | None = None) -> None:
     precision, device_line = choose_precision(config.dtype, device)
     dtype = dtype_of(precision)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    folder = find_model(config.model)  # downloads a name on the Hub
+    folder = find_model(config.model)  # downloads the model if it is on the Hub
     examples = read_examples(config.data)
     if config.limit:
         examples = examples[: config.limit]
@@ -283,11 +283,11 @@ def main(args: list[str] | None = None) -> None:
             pass
     one_rank = Ranks(rank=0, world_size=1, device=device)
     with autocast:
-        losses_of_tasks = score(gpt, tasks, one_rank, config.batch_size, show_progress=True)
+        task_losses = score(gpt, tasks, one_rank, config.batch_size, show_progress=True)
 
     rows = []
     for i, task in enumerate(tasks):
-        losses = losses_of_tasks[i]
+        losses = task_losses[i]
         if any(map(math.isnan, losses)):
             raise RunError(f"{folder}: the model's logits are nan, so it cannot be evaluated")
         prediction, prediction_norm = choices(task, losses)

@@ -44,7 +44,7 @@ class SampleConfig:
     prompt: Positional[str] = ""  # text to continue; empty: each line of standard input
     max_new_tokens: int = 100  # maximum length; a sample also ends at <|endoftext|>
     temperature: float = 1.0  # divide the logits by this; 0: always take the likeliest token
-    top_k: int = 50  # sample from this many likeliest tokens; 0: the whole vocabulary
+    top_k: int = 50  # sample from this many of the likeliest tokens; 0: the whole vocabulary
     seed: int = 42  # seed of the first sample; incremented per sample
     num_samples: int = 1  # samples per prompt
     device: str = "auto"  # auto, cpu, cuda or mps
@@ -54,7 +54,7 @@ class SampleConfig:
 def print_continuations(
     model: "GPT", tokenizer: Tokenizer, prompt: str, config: SampleConfig
 ) -> None:
-    """Print continuations of the prompt. Stream a single one token by token."""
+    """Print continuations of the prompt. If there is only one, stream it token by token."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
@@ -89,9 +89,9 @@ def append_tokens(texts: "list[Text]", bar: tqdm, new: Tensor) -> bool:
 
 
 class Text:
-    """A text that grows by tokens up to <|endoftext|>.
+    """Text that grows token by token until <|endoftext|>.
 
-    It is printed as it grows if it `streams`, otherwise by end()."""
+    If it `streams`, it is printed as it grows. Otherwise end() prints it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], streams: bool):
         self.tokenizer = tokenizer
@@ -126,7 +126,7 @@ def main(args: list[str] | None = None) -> None:
         raise UserError(f"--temperature {config.temperature}: must be 0, or from 1e-6 to 1e6")
     device = choose_device(config.device)
     gpt_class = load_gpt_class(config.code)
-    folder = find_model(config.model)  # downloads a name on the Hub
+    folder = find_model(config.model)  # downloads the model if it is on the Hub
     model = gpt_class.from_pretrained(folder).to(device)
     tokenizer = tokenizer_of(folder)
     with kv_cache_for_gpt2(model):
@@ -140,7 +140,7 @@ def read_prompts() -> Iterator[str]:
     sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         if sys.stdin.isatty():
-            print("prompt (Ctrl-C ends)> ", end="", file=sys.stderr, flush=True)
+            print("prompt (Ctrl-C to quit)> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:  # end of file; an empty line is "\n"
             return

@@ -5,8 +5,9 @@ train_gpt2.py   settings: flags, presets and their precedence; ranks: the proces
 log/            run_folder: everything a run reads, writes and deletes there; run_files: log.txt and
                 run.json; checkpoints: step_*/; scripts: code/; plots: curves.png; trackers:
                 TensorBoard and Weights & Biases
-models          huggingface: loading and saving; forks: is a model a GPT-2?; functional_gpt2: the
-                reference GPT-2; sampling: logits for generate(), and samples of a run
+models          huggingface: loading and saving; peer_checkpoints: .pt files of build-nanogpt and
+                nanoGPT; forks: is a model a GPT-2?; functional_gpt2: the reference GPT-2; sampling:
+                logits for generate(), and samples of a run
 data            documents: text for fineweb.py; shards: tokens for the data loader; tokenizer:
                 vocabularies (gpt2/: OpenAI's, modified MIT), and bits per byte
 every script    command_line: flags and console output; errors_and_signals: one-line errors, stop

@@ -32,7 +32,7 @@ def range_problems(config: "TrainConfig", above_0: set[str]) -> list[str]:
         # A fork may add a setting whose default is None or negative; leave that one alone.
         if isinstance(value, int | float) and isinstance(default, int | float) and default >= 0:
             if not 0 <= value < 2**63:  # also catches nan
-                problems.append(f"{flag(name)} {value}: must be at least 0, below 2**63")
+                problems.append(f"{flag(name)} {value}: must be at least 0 and below 2**63")
             elif value == 0 and name in above_0:
                 problems.append(f"{flag(name)} {value}: must be above 0")
     return problems
@@ -86,7 +86,7 @@ def parse_args(config_class: type, args: Sequence[str] | None = None, **options:
 def print_line(message: str) -> None:
     """Print a line on this rank. Ignore errors, so that a run survives a closed terminal."""
     with contextlib.suppress(OSError):
-        # A single write, so that lines of several ranks do not mix
+        # A single write, so that lines from different ranks are not interleaved
         print(f"{message}\n", end="", flush=True)
 
 
@@ -113,7 +113,7 @@ def progress_bar(iterable: Iterable[Any] | None, unit: str, **options: Any) -> t
 
 
 def display_path(value: Any) -> str:
-    """Return `value` as a string. Paths within the working folder become relative to it."""
+    """Return `value` as a string. Paths in the working directory become relative to it."""
     with contextlib.suppress(ValueError, TypeError):
         return str(Path(value).relative_to(Path.cwd()))
     return str(value)

@@ -23,14 +23,15 @@ def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torc
         available.insert(0, "cuda")
     kind = available[0] if device == "auto" else device
     if kind not in available:
-        problem = f"not available for {world_size} processes; choose {', '.join(available)}"
+        ranks = f" with {world_size} processes" if world_size > 1 else ""
+        problem = f"not available{ranks}; choose from {', '.join(available)}"
         raise UserError(f"--device {device}: {problem}")
     if kind != "cuda":
         return torch.device(kind)
     count = torch.cuda.device_count()
     if local_rank >= count:
-        problem = f"process {local_rank} of this machine has no GPU: it sees only {count}"
-        remedy = "lower --nproc_per_node; under Slurm, replace --gpus-per-task by"
+        problem = f"process {local_rank} on this machine has no GPU: it sees only {count}"
+        remedy = "lower --nproc_per_node; under Slurm, replace --gpus-per-task with"
         raise UserError(f"{problem}; {remedy} --gpus-per-node, so that each task sees all GPUs")
     chosen = torch.device("cuda", local_rank)
     torch.cuda.set_device(chosen)
@@ -38,7 +39,7 @@ def choose_device(device: str, local_rank: int = 0, world_size: int = 1) -> torc
         (torch.zeros(1, device=chosen) + 1).item()
     except RuntimeError as error:  # e.g. this torch has no kernels for the GPU's architecture
         problem = f"{torch.cuda.get_device_name(chosen)}: {first_line(error)} (docs/questions.md)"
-        raise UserError(f"{problem}; --device cpu trains without it") from None
+        raise UserError(f"{problem}; --device cpu runs without it") from None
     return chosen
 
 
@@ -52,9 +53,9 @@ def keep_freed_memory() -> None:
     """Make malloc reuse the memory of freed tensors instead of returning it (glibc only).
 
     By default glibc returns large buffers to the kernel, and the next step faults them in again
-    page by page. On a CPU that took a third of a step of GPT-2 (124M), and more than half of a
-    small model's. The price is fragmentation, because larger tensors do not fit into the gaps
-    (bench/memory)."""
+    page by page. On a CPU, that took a third of the time of a step for GPT-2 (124M), and more than
+    half for a small model. The price is fragmentation, because larger tensors do not fit into the
+    gaps (bench/memory)."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):  # musl lacks it
         libc.mallopt(-4, 0)  # M_MMAP_MAX: never mmap a buffer separately
@@ -81,7 +82,7 @@ def reset_peak_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-LARGE = 50_000_000  # parameter count from which a CPU may train in bfloat16
+LARGE = 50_000_000  # minimum parameter count for training in bfloat16 on a CPU
 
 
 def choose_precision(
@@ -90,8 +91,8 @@ def choose_precision(
     """Return the matmul precision, and a line with the device, the precision and the reason.
 
     `dtype` is --dtype, `parameters` the model's parameter count, and `previous` the precision that
-    a resumed run used so far. Models below LARGE stay in float32 on a CPU, so that their losses
-    are comparable between CPUs."""
+    a resumed run has used so far. By default, models below LARGE stay in float32 on a CPU, so that
+    their losses are comparable across CPUs."""
     chip = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
@@ -105,11 +106,11 @@ def choose_precision(
         if torch.cuda.get_device_capability(device) >= (8, 0):
             name, reason = "bfloat16", "supported by the chip"
         else:
-            name, reason = "float16", "the chip has no bfloat16; the loss is scaled"
+            name, reason = "float16", "the chip has no bfloat16; training scales the loss"
     elif device.type == "mps":
         name, reason = "float32", "the safe choice on MPS"
     elif parameters < LARGE:
-        name, reason = "float32", "comparable between CPUs"
+        name, reason = "float32", "comparable across CPUs"
     elif previous:
         name, reason = previous, "as in the checkpoint"
     else:
@@ -119,7 +120,7 @@ def choose_precision(
     if name == "tf32" and not has_tf32(device):
         name, reason = "float32", "the chip has no TF32"
     if previous not in (None, name):
-        reason += f"; {previous} so far"
+        reason += f"; previously {previous}"
     return name, f"{device} ({chip}), {name}: {reason}"
 
 
@@ -128,7 +129,7 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Return the tensor dtype of a precision: float32 for tf32, otherwise the one of that name."""
+    """Return a precision's tensor dtype: float32 for tf32, otherwise the dtype of that name."""
     return torch.float32 if precision == "tf32" else getattr(torch, precision)
 
 
@@ -138,10 +139,10 @@ def allow_tf32(precision: str, device: torch.device) -> None:
         torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
 
 
-# Dense 16-bit TFLOP/s with float32 accumulation; TF32 runs at half of it. Keys are the exact device
-# names without the vendor, because variants differ (H100 NVL, H100 SXM). GPUs not listed here are
-# measured. Sources: NVIDIA's data sheets (half of "with sparsity") and AMD's; for GeForce, NVIDIA's
-# white papers ("FP16 Tensor TFLOPS with FP32 Accumulate").
+# Dense 16-bit TFLOP/s with float32 accumulation; TF32 runs at half that rate. Keys are the exact
+# device names without "NVIDIA" or "Tesla", because variants differ (H100 NVL, H100 SXM). GPUs not
+# listed here are measured. Sources: NVIDIA's data sheets (half of "with sparsity") and AMD's; for
+# GeForce, NVIDIA's white papers ("FP16 Tensor TFLOPS with FP32 Accumulate").
 # fmt: off
 PEAK_TFLOPS = {
     "B200": 2250, "GH200 480GB": 990, "H200": 989, "H100 80GB HBM3": 989, "H100 NVL": 836,
@@ -156,7 +157,7 @@ PEAK_TFLOPS = {
 
 @functools.cache
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """Return the FLOP/s that count as 100 % MFU in this precision, and the figure's source."""
+    """Return the FLOP/s that count as 100% MFU in this precision, and the figure's source."""
     if device.type == "cuda" and precision != "float32":
         name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ").removeprefix("Tesla ")
         if name in PEAK_TFLOPS:

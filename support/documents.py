@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from support.errors_and_signals import UserError
-from support.shards import NO_TEXT, SUFFIX, not_utf8
+from support.shards import NOT_TEXT, SUFFIX, not_utf8
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -29,7 +29,7 @@ LEARN_CHARS = 20_000_000  # train a vocabulary on at most this many characters
 # --------------------------------------------------------------------------------------------------
 # Errors
 
-HUB_REMEDY = "check the names and the network; if it is private or gated, run `hf auth login`"
+HUB_REMEDY = "check the names and the network; if private or gated, run `hf auth login`"
 
 
 def as_one_line(where: str, error: Exception, remedy: str) -> UserError:
@@ -52,26 +52,26 @@ def hub_errors(where: str) -> Iterator[None]:
 
 
 def find_files(patterns: tuple[str, ...]) -> list[str]:
-    """Return the files that --input names, in this order. Sort those of each folder or pattern."""
+    """Return the files named by --input, in the given order, sorted within a folder or pattern."""
     paths: list[str] = []
     for pattern in patterns:
         if os.path.isdir(pattern):
             # glob() skips hidden files and folders.
             inside = sorted(glob.glob(f"{glob.escape(pattern)}/**", recursive=True))
             found = [path for path in inside if os.path.isfile(path) and SUFFIX.search(path)]
-            found = [path for path in found if os.path.basename(path) not in NO_TEXT]
+            found = [path for path in found if os.path.basename(path) not in NOT_TEXT]
         elif os.path.isfile(pattern):  # glob() would misread a [ in its name
             found = [pattern]
         else:
             found = sorted(glob.glob(pattern, recursive=True))
         if not found or not all(SUFFIX.search(path) for path in found):
-            formats = ".parquet, .jsonl, .csv, .txt or .md (all but the first also .gz, .zst)"
+            formats = ".parquet, .jsonl, .csv, .txt or .md (all but .parquet also as .gz or .zst)"
             raise UserError(f"--input {pattern}: no such file, or not one of {formats}")
         paths += found
-    # Skip the vocabulary, which is in the way if the shards are written next to the text.
+    # Skip the vocabulary, which is in the same folder if the shards are written next to the text.
     paths = [path for path in paths if os.path.basename(path) != "merges.txt"]
     if not paths:
-        raise UserError("--input: names no files of text")
+        raise UserError("--input: no text files found")
     return paths
 
 
@@ -142,7 +142,7 @@ def read_batches(
 def read_texts(path: str, column: str, row: int = 0) -> Iterator[str | None]:
     """Yield the text of each row of a file, or None, starting at `row` (0-based).
 
-    `column` is the column or key of the text. Errors name the 1-based row."""
+    `column` is the column or key that holds the text. Errors name the 1-based row."""
     try:
         for text in read_values(path, column, row):
             if isinstance(text, str):
@@ -234,7 +234,7 @@ def read_csv(path: str, text: io.TextIOBase, column: str) -> Iterator[str | None
     table = csv.DictReader(text, strict=True)
     check_column(path, column, table.fieldnames or [])
     for row in table:
-        if None in row:  # e.g. an unquoted text that contains a comma
+        if None in row:  # e.g. unquoted text that contains a comma
             raise ValueError("there are more values than columns")
         yield row[column]
 
@@ -244,7 +244,7 @@ def read_csv(path: str, text: io.TextIOBase, column: str) -> Iterator[str | None
 
 
 def texts_to_learn_from(paths: list[str], column: str) -> Iterator[str]:
-    """Yield the texts of these files, from which to learn a vocabulary.
+    """Yield texts from these files, to learn a vocabulary from.
 
     A dataset on the Hub may be large, so yield only the beginnings of at most 128 row groups in at
     most 32 files."""
@@ -274,9 +274,9 @@ def spread_out(items: list[Any], n: int) -> list[Any]:
 
 
 def pieces_to_learn_from(texts: Iterable[str]) -> list[str]:
-    """Return evenly spaced pieces of 1,000 characters, in the order of the texts.
+    """Return evenly spaced pieces of up to 1,000 characters, in the order of the texts.
 
-    They total 10 to 20 million characters, or all of the text if it is shorter."""
+    There are 10,000 to 20,000 of them, or fewer if they already cover all of the text."""
     kept: list[str] = []
     every = 1  # keep every n-th piece
     pieces = (text[i : i + 1000] for text in texts for i in range(0, len(text), 1000))

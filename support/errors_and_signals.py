@@ -63,24 +63,22 @@ def suggest_smaller_batch(B: int, low_memory: bool) -> Iterator[None]:
         if B == 1:
             remedy = "a smaller --seq-len" if low_memory else "--low-memory, or a smaller --seq-len"
         problem = f"out of memory with --micro-batch-size {B} ({first_line(error)})"
-        raise UserError(f"{problem}; {remedy} takes less") from None
+        raise UserError(f"{problem}; {remedy} needs less memory") from None
 
 
 def explain(error: Exception) -> Exception:
     """Return a UserError or RunError for an anticipated error, and any other error unchanged."""
-    of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
-    if isinstance(error, FILE_ERRORS) or of_disk:
+    is_disk_error = isinstance(error, OSError) and error.errno in DISK_ERRORS
+    if isinstance(error, FILE_ERRORS) or is_disk_error:
         name = f"{error.filename}: " if error.filename else ""
-        remedy = "; free some space" if of_disk and error.errno != errno.EROFS else ""
+        remedy = "; free some space" if is_disk_error and error.errno != errno.EROFS else ""
         return UserError(f"{name}{error.strerror}{remedy}")
     text = str(error)
     if isinstance(error, RuntimeError) and COLLECTIVE.search(text):
         remedy = "probably because another rank exited: see its error, or torchrun's report"
         return LostRank(f"a collective operation failed, {remedy}. {text.strip()}")
     if is_out_of_memory(error):
-        return UserError(
-            f"out of memory ({first_line(error)}); a smaller batch or model takes less"
-        )
+        return UserError(f"out of memory ({first_line(error)}); use a smaller batch or model")
     if is_compiler_error(error):
         error.add_note("--compile off trains without torch.compile.")
     return error
@@ -105,7 +103,7 @@ class StopSignals:
 
     The flag is 0 until then, 1 if the first signal is SIGINT, and 1,000 if it is another one, so
     that the sum of up to 999 flags determines the exit status. A second SIGINT raises
-    KeyboardInterrupt in a single process. With several ranks it ends the process at once, because
+    KeyboardInterrupt in a single process. With multiple ranks, it ends the process at once, because
     one rank cannot unwind alone. A single process restores the previous handlers on exit."""
 
     def __init__(self) -> None:
@@ -123,8 +121,8 @@ class StopSignals:
     def receive(self, number: int, frame: Any) -> None:
         """Handle a signal: set the flag, and say so on rank 0."""
         if number == signal.SIGINT:
-            several_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
-            again = (lambda *_: os._exit(130)) if several_ranks else signal.default_int_handler
+            multiple_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
+            again = (lambda *_: os._exit(130)) if multiple_ranks else signal.default_int_handler
             signal.signal(signal.SIGINT, again)
         if self.flag == 0:
             self.flag = AFTER_SIGINT if number == signal.SIGINT else AFTER_OTHERS
@@ -138,7 +136,7 @@ class StopSignals:
                 os.write(2, f"{line}\n".encode())
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
-        # With several ranks, keep the handlers until the process exits, because torchrun sends
+        # With multiple ranks, keep the handlers until the process exits, because torchrun sends
         # SIGTERM to the others once the first rank has exited.
         if os.environ.get("WORLD_SIZE", "1") == "1":
             for number, handler in self.previous.items():
@@ -164,24 +162,24 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
     # Line buffering makes `> file` readable while the process runs.
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     atexit.register(flush_stdout)
-    several_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
+    multiple_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         status = main() or 0
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever reads our output closed it, e.g. `head`
+    except BrokenPipeError:  # the reader of our output, e.g. `head`, has exited
         sys.exit(1)
     except Exception as raised:
         error = explain(raised)
         status = 2 if isinstance(error, UserError) else 1
         rank = os.environ.get("RANK", "0")
         if not isinstance(error, UserError | RunError):
-            if not several_ranks:
+            if not multiple_ranks:
                 raise
             traceback.print_exc()
         elif rank == "0" or "TORCHELASTIC_ERROR_FILE" not in os.environ:
             print_error(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}")
-        if several_ranks:
+        if multiple_ranks:
             report_to_torchrun(error)
             os._exit(status)  # a normal exit would wait for collectives that never complete
         sys.exit(status)
@@ -194,8 +192,8 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
 def report_to_torchrun(error: Exception) -> None:
     """Write the error to the file from which torchrun reports the first rank that failed.
 
-    One-line errors are written without a traceback. A rank that only lost another one waits and
-    writes nothing, so that torchrun blames the rank that failed first."""
+    One-line errors are written without a traceback. A rank that failed only because another one did
+    waits and writes nothing, so that torchrun blames the rank that failed first."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if isinstance(error, LostRank):
@@ -211,7 +209,7 @@ def report_to_torchrun(error: Exception) -> None:
 
 
 def print_error(line: str) -> None:
-    """Print a line to stderr in a single write, so that lines of several ranks do not mix."""
+    """Print a line to stderr in one write, so that lines from different ranks do not interleave."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

@@ -1,6 +1,6 @@
 """Atomic writes of files and folders, and a lock for a folder with a single writer.
 
-A path written atomically appears whole or not at all, and survives a power cut."""
+A path written atomically appears whole or not at all, and survives a power failure."""
 
 import contextlib
 import errno
@@ -20,7 +20,8 @@ def locked(folder: Path, problem: str) -> Iterator[None]:
     """Create a folder if necessary and lock it within this context.
 
     Raises UserError(problem) if another process holds the lock. On exit, removes the folder if it
-    was created here and is still empty. Locks nothing on Windows or on mounts without flock."""
+    was created here and is still empty. Mounts without flock are not locked. On Windows, this only
+    creates the folder."""
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     if os.name == "nt":  # no flock, and folders cannot be opened
@@ -94,7 +95,7 @@ def remove_folder(path: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk, so that it survives a power cut."""
+    """Flush a file, or a folder's entries, to disk, so that it survives a power failure."""
     folder = path.is_dir()
     if folder and os.name == "nt":  # Windows cannot open folders
         return

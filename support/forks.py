@@ -16,11 +16,12 @@ from support.tokenizer import VOCAB_SIZE
 if TYPE_CHECKING:
     from train_gpt2 import GPT, GPTConfig
 
-# Differences up to this count as rounding, as a fraction of the largest logit. At 3 to 124 million
-# parameters, hand-written attention differed by at most 2.9e-6. With some weights a real change
-# stays below it and passes, because GPT-2 then computes the same to this precision. Examples are
-# the exact GELU in the first steps of a small model (2e-6; 1e-5 before and 6e-5 after training), a
-# soft cap before training, and the epsilon of a late LayerNorm after training.
+# Differences up to this fraction of the largest logit count as rounding. At 3 to 124 million
+# parameters, hand-written attention differed by at most 2.9e-6. With some weights, a real change
+# stays below the tolerance and passes, because GPT-2 then computes the same logits to this
+# precision. Examples are the exact GELU in the first steps of a small model (2e-6; 1e-5 before and
+# 6e-5 after training), a soft cap before training, and the epsilon of a late LayerNorm after
+# training.
 TOLERANCE = 5e-6
 
 
@@ -42,7 +43,7 @@ def verdict(why_not: str) -> str:
     """Return the console line for the result of why_not_gpt2()."""
     if why_not:
         return f"not a GPT-2: {why_not}"
-    return "a GPT-2: Hugging Face can load it (changes that act only in training are not checked)"
+    return "a GPT-2: Hugging Face can load it (changes that affect only training are not checked)"
 
 
 @torch.no_grad()
@@ -50,7 +51,7 @@ def why_not_gpt2(model: "GPT") -> str:
     """Return why a model is not a GPT-2, or "" if GPT-2 computes the same logits with its weights.
 
     Compares a sequence of full context length and a short one in eager float32, in eval mode, so
-    changes that act only in training go unnoticed. Restores buffers and RNG states."""
+    changes that affect only training go unnoticed. Restores buffers and RNG states."""
     config, w = model.config, model.state_dict()
     if {name: tuple(tensor.shape) for name, tensor in w.items()} != gpt2_shapes(config):
         return "its tensors are not those of a GPT-2"
@@ -72,11 +73,11 @@ def why_not_gpt2(model: "GPT") -> str:
                 logits = model(idx)
                 expected = gpt2(w, idx, config.n_layer, config.n_head)
                 if not isinstance(logits, Tensor) or logits.shape != expected.shape:
-                    return "it returns something else than logits"
+                    return "it returns something other than logits"
                 largest = expected.abs().nan_to_num().max().item() or 1.0
                 if not torch.allclose(logits, expected, 0, TOLERANCE * largest, equal_nan=True):
                     difference = (logits - expected).abs().max().item() / largest
-                    return f"its logits differ from a GPT-2's by {difference:.1g} of the largest"
+                    return f"its logits differ from a GPT-2's by {difference:.1g} times the largest"
     finally:
         torch.set_float32_matmul_precision(precision)
         for module, training in modes:

@@ -1,8 +1,8 @@
 """Loading and saving models in Hugging Face's format.
 
 Other programs must not load a model as a GPT-2 if it computes something else. Its config.json then
-says FORK_TYPE as model_type, so that only the script that trained it can load it. forks.py decides
-whether a model is a GPT-2."""
+has FORK_TYPE as its model_type, so that only the script that trained it can load it. forks.py
+decides whether a model is a GPT-2."""
 
 import json
 import shlex
@@ -103,8 +103,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None
 CARD = """---
 pipeline_tag: text-generation
 {library}---
-{kind} after {step:,} steps and {tokens:,} tokens of `{data}`, from {init}, trained by `{script}` of
-gpt2-repro at commit {commit}: `{command}`
+{kind} after {step:,} steps and {tokens:,} tokens of `{data}`, starting from {init}, trained with
+`{script}` from gpt2-repro at commit {commit}: `{command}`
 
 It continues text. It does not follow instructions, and what it writes may be false. The prompt and
 the continuation together may have up to {context:,} tokens.
@@ -112,18 +112,18 @@ the continuation together may have up to {context:,} tokens.
 
 
 def model_card(folder: Path, entries: list[dict[str, Any]], step: int) -> str:
-    """Return the README.md of the checkpoint in a folder, as a model card of the Hub.
+    """Return the README.md of the checkpoint in a folder, as a model card for the Hub.
 
     `entries` are those of run.json."""
     this_start = entries[-1]
     config = this_start["config"]
-    # Quote the first start, because the command of a resumed run may be only `--resume`.
+    # Quote the command of the first start, because that of a resumed run may be only `--resume`.
     command = entries[0]["command"]
     model = read_json(folder)
     is_gpt2 = model["model_type"] == "gpt2"
     return CARD.format(
         library="library_name: transformers\n" if is_gpt2 else "",
-        kind="A GPT-2" if is_gpt2 else "A changed GPT-2, which needs its own code,",
+        kind="A GPT-2" if is_gpt2 else "A modified GPT-2, which needs its own code,",
         step=step,
         tokens=step * config["total_batch_size"],
         data=Path(config["data"]).name,
@@ -170,7 +170,7 @@ def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
         names = shapes.keys() | expected.keys()
         different = sorted(name for name in names if shapes.get(name) != expected.get(name))
         more = ", …" if len(different) > 3 else ""
-        problem = f"these tensors do not fit the model of {script}"
+        problem = f"these tensors do not match the model in {script}"
         problem = f"{folder}: {problem}: {', '.join(different[:3])}{more}"
         raise UserError(problem if is_gpt2(folder) else f"{problem}; {remedy}")
     model.load_state_dict(tensors)
@@ -178,7 +178,7 @@ def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
     if is_gpt2(folder) and difference:
         warn(f"{folder}: a GPT-2's weights, but {script} computes something else ({difference})")
     elif not is_gpt2(folder) and not difference:
-        problem = f"{folder}: not a GPT-2, but {script} computes one"
+        problem = f"{folder}: not a GPT-2, but {script} defines one"
         if not resumed:
             raise UserError(f"{problem}; {remedy}")
         warn(problem)
@@ -191,7 +191,7 @@ def find_model(name: str | Path, only_config: bool = False) -> Path:
     """Return the folder of a model.
 
     `name` is a model folder, a run's log folder (for its newest intact checkpoint), a name on the
-    Hub (downloaded once), or a .pt file of build-nanogpt or nanoGPT, which is returned itself. With
+    Hub (downloaded once), or a .pt file of build-nanogpt or nanoGPT, which is returned as is. With
     `only_config`, only config.json is downloaded or verified."""
     folder = Path(name)
     if folder.suffix == ".pt" and folder.is_file():
@@ -230,7 +230,7 @@ def download(name: str, only_config: bool) -> Path:
         return folder
     except Exception as error:  # errors of the Hub, HTTP and sockets share no base class
         problem = f"neither a folder nor found on the Hub ({first_line(error)})"
-        raise UserError(f"{name}: {problem}; offline, give a folder with the model") from None
+        raise UserError(f"{name}: {problem}; if offline, pass a model folder") from None
 
 
 def read_json(folder: Path) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         except safetensors.SafetensorError as error:
             raise UserError(f"{path}: damaged ({first_line(error)})") from None
     # GPT-2 weights come in several formats, and transformers reads them all.
-    model = load_by_transformers(folder)
+    model = load_with_transformers(folder)
     wrong = [key for key, value in GPT2_SETTINGS.items() if getattr(model.config, key) != value]
     tensors = model.state_dict()
     head = tensors.pop("lm_head.weight")  # must be tied to wte
@@ -320,8 +320,8 @@ def fields_to_start_from(
     than --seq-len."""
     model_tokenizer = tokenizer_of(folder)
     if model_tokenizer != tokenizer:
-        problem = f"its {model_tokenizer.n_vocab} tokens are not the {tokenizer.n_vocab}"
-        problem += f" of {config.data}"
+        problem = f"its vocabulary ({model_tokenizer.n_vocab} tokens) differs from that of"
+        problem += f" {config.data} ({tokenizer.n_vocab} tokens)"
         remedy = "copy its vocab.json and merges.txt into a new folder, and make shards there"
         raise UserError(f"{folder}: {problem}; {remedy}")
     values = read_fields(folder, config_class)
@@ -331,7 +331,7 @@ def fields_to_start_from(
     return values
 
 
-def load_by_transformers(folder: Path) -> Any:
+def load_with_transformers(folder: Path) -> Any:
     """Load a causal language model in float32 with transformers."""
     import transformers
 

@@ -18,9 +18,9 @@ class Muon(torch.optim.Optimizer):
     Updates are scaled to match AdamW's RMS, so both optimizers share a learning rate and a weight
     decay (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2).
 
-    torch.optim.Muon with adjust_lr_fn="match_rms_adamw" computes the same, but one matrix at a
-    time, always in bfloat16, and redundantly on each rank. On a CPU, a run of the preset
-    shakespeare takes 4 % longer with it, and a third longer if the CPU lacks bfloat16."""
+    torch.optim.Muon with adjust_lr_fn="match_rms_adamw" computes the same updates, but one matrix
+    at a time, always in bfloat16, and redundantly on each rank. On a CPU, a run of the preset
+    shakespeare takes 4% longer with it, and a third longer if the CPU lacks bfloat16."""
 
     def __init__(self, matrices: list[Tensor], lr: float, weight_decay: float, dtype: torch.dtype):
         """`dtype` is the dtype of the update's matmuls, e.g. torch.bfloat16."""
@@ -45,7 +45,8 @@ class Muon(torch.optim.Optimizer):
                 momentum = state["momentum_buffer"].lerp_(p.grad, 0.05)
                 updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov momentum
             x = torch.stack(updates).to(self.dtype)  # (L, rows, columns)
-            # Match AdamW's RMS of about 0.2. An orthogonal matrix has 1 / sqrt(max(rows, columns)).
+            # Match AdamW's RMS of about 0.2. That of an orthogonal matrix is
+            # 1 / sqrt(max(rows, columns)).
             scale = 0.2 * math.sqrt(max(x.shape[1:]))
             lr = group["lr"]
             for p, update in zip(matrices, orthogonalize_on_all_ranks(x), strict=True):

@@ -1,7 +1,7 @@
 """GPT-2 checkpoints of build-nanogpt (log/model_19072.pt) and nanoGPT (out/ckpt.pt).
 
 Both pad the vocabulary to 50,304 rows, of which GPT-2's 50,257 are kept. nanoGPT may leave out the
-biases, which are zeros then, and computes the exact GELU instead of the tanh approximation."""
+biases, which are then zero, and computes the exact GELU instead of the tanh approximation."""
 
 import functools
 import pickle

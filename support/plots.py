@@ -14,7 +14,7 @@ from support.run_files import read_log, run_entries
 
 TITLES = {
     "loss": "Loss, nats per token",
-    "late": "Loss after the first twentieth",
+    "late": "Loss after the first 5%",
     "hella": "HellaSwag, acc_norm",
     "lr": "Learning rate",
     "norm": "Gradient norm before clipping",
@@ -30,9 +30,9 @@ BASELINES = {
     },
 }
 
-NOT_DRAWN = ("bpb", "mfu", "ms")  # the same curves as val and tok_per_sec, in other units
+NOT_DRAWN = ("bpb", "mfu", "ms")  # equivalent to val and tok_per_sec
 
-BUILD_NANOGPTS = 524_288  # build-nanogpt's tokens per step
+BUILD_NANOGPT_TOKENS = 524_288  # build-nanogpt's tokens per step
 
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # stream -> (tokens or hours, values)
 
@@ -43,7 +43,7 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
     if not streams:
         raise UserError(f"{folder}: no log.txt with values; name the log folder of a run")
     entries = run_entries(folder)  # build-nanogpt writes no run.json
-    tokens_per_step = entries[-1]["config"]["total_batch_size"] if entries else BUILD_NANOGPTS
+    tokens_per_step = entries[-1]["config"]["total_batch_size"] if entries else BUILD_NANOGPT_TOKENS
     timed_steps, milliseconds = streams.get("ms", ([], []))
     elapsed = np.append(0.0, np.cumsum(milliseconds) / 3.6e6)  # hours after 0, 1, … timed steps
     curves = {}
@@ -55,7 +55,7 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
 
 
 def run_name(folder: str | Path) -> str:
-    """Return a log folder with the remaining flags of its starts, e.g. "log_2 --n-embd 32"."""
+    """Return a label for a run: its log folder and most flags, e.g. "log_2 --n-embd 32"."""
     flags = {}  # an ordered set
     for entry in run_entries(folder):
         command = " ".join(entry.get("command", [])[1:])
@@ -68,7 +68,7 @@ def run_name(folder: str | Path) -> str:
 def on_fineweb(folder: str | Path) -> bool:
     """Return whether a run trained on FineWeb-Edu, judging by the name of its data folder.
 
-    Without run.json it is build-nanogpt's, which does."""
+    A run without run.json is build-nanogpt's, which trained on it."""
     entries = run_entries(folder)
     return not entries or Path(entries[-1]["config"]["data"]).name.startswith("edu_fineweb")
 

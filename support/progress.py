@@ -56,8 +56,8 @@ def first_lines(
         f"device: {device_line}",
         f"model: {N:,} parameters, {flops:,} FLOPs per token",
         f"shape: {', '.join(f'{name} {x}' for name, x in asdict(model.config).items())}",
-        f"memory: {16 * N / 1e9:.2f} GB for weights, gradients and two moments, plus activations",
-        f"MFU 100 %: {peak_flops / 1e12:,.3g} TFLOP/s per device ({source})",
+        f"memory: {16 * N / 1e9:.2f} GB for weights, gradients and AdamW state, plus activations",
+        f"100% MFU: {peak_flops / 1e12:,.3g} TFLOP/s per device ({source})",
         f"tokens: {tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
         f"batch: {B} x {config.seq_len} tokens{''.join(factors)}",
         f"time: {duration(seconds)} for {flops * tokens:.3g} FLOPs, at {ASSUMED_MFU:.0%} MFU",
@@ -73,7 +73,7 @@ def warn_about_settings(config: "TrainConfig", loader: "DataLoaderLite") -> None
     if epochs > 20:
         steps = max(round(10 * loader.total_tokens / config.total_batch_size), 1)
         problem = f"the model sees the data {epochs:,.0f} times and may memorize it"
-        warn(f"{problem}; --max-steps {steps} makes 10 epochs")
+        warn(f"{problem}; --max-steps {steps} is 10 epochs")
     if 0 < config.max_steps <= config.warmup_steps:
         problem = f"the run has {config.max_steps:,} steps, so the learning rate never decays"
         warn(f"--warmup-steps {config.warmup_steps}: {problem}")
@@ -99,11 +99,11 @@ class Progress:
         self.tokens_per_step = config.total_batch_size
         self.max_steps = config.max_steps
         self.flops_per_token = model.flops_per_token(config.seq_len)
-        self.peak_flops = world_size * peak[0]  # what counts as 100 % MFU
+        self.peak_flops = world_size * peak[0]  # what counts as 100% MFU
         self.seconds = 0.0  # duration of the latest step
-        self.seconds_left: float | None = None  # until the end; None until two steps ended
+        self.seconds_left: float | None = None  # until the end; None until two steps have ended
         self.ends: deque[float] = deque(maxlen=100)  # when the latest steps ended
-        self.fastest = math.inf  # seconds of the fastest step but the first
+        self.fastest = math.inf  # duration of the fastest step, ignoring the first
         self.slow_steps = 0  # in a row, or -1 once they have been reported
 
     def end_step(self, step: int, began: float) -> None:
@@ -137,7 +137,7 @@ class Progress:
     def line(self, loss: float, lr: float, norm: float) -> str:
         """Format the latest step as a console line."""
         values = self.speed
-        # An MFU above 100 % means that the measured peak is too low.
+        # An MFU above 100% means that the measured peak is too low.
         mfu = f"{values['mfu']:.1%}" if values["mfu"] <= 1 else "–"
         line = f"loss {loss:.4f} lr {lr:.2e} norm {norm:.3f} "
         line += f"{values['ms']:.0f} ms {values['tok_per_sec']:,.0f} tok/s mfu {mfu}"
@@ -165,7 +165,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     shares = []
     for group in optimizer.param_groups:
         size = sum(p.numel() for p in group["params"])
-        decay = "decay" if group.get("weight_decay", 0) > 0 else "do not decay"
+        decay = "with decay" if group.get("weight_decay", 0) > 0 else "without decay"
         scale = f", learning rate x {group['lr_scale']:g}" if "lr_scale" in group else ""
-        shares.append(f"{len(group['params'])} tensors with {size:,} parameters {decay}{scale}")
+        shares.append(f"{len(group['params'])} tensors ({size:,} parameters) {decay}{scale}")
     return f"{type(optimizer).__name__}: {'; '.join(shares)}"

@@ -19,8 +19,8 @@ from support.files_and_locks import ROOT, write_text
 # --------------------------------------------------------------------------------------------------
 # log.txt
 
-# Number format of each stream. One such as val_average uses the format of val. Unknown streams get
-# six significant digits.
+# Number format of each stream. A stream such as val_average uses the format of val. Unknown streams
+# get six significant digits.
 FORMATS = {"train": ".6f", "val": ".6f", "bpb": ".6f", "norm": ".6f", "hella": ".4f"}
 FORMATS |= {"lr": ".6e", "tok_per_sec": ".1f", "mfu": ".4f", "ms": ".2f"}
 
@@ -36,7 +36,9 @@ def read_log(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def log_lines(path: Path) -> list[tuple[int, str, str]]:
-    """Return (step, stream, value) of each line. Skips malformed ones, e.g. cut off by a kill."""
+    """Return (step, stream, value) for each line.
+
+    Skips malformed lines, e.g. one cut off when the process was killed."""
     lines = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.split("\n")[:-1]:
@@ -121,7 +123,7 @@ def new_entry(config: dict[str, Any], **details: Any) -> dict[str, Any]:
 
     versions = {"torch": torch.__version__}  # includes the build, e.g. +cu130
     versions |= {name: version(name) for name in ("numpy", "tiktoken", "safetensors")}
-    # The model card publishes these, so paths within the working folder are relative. "paths" below
+    # The model card publishes these, so paths in the working directory are relative. "paths" below
     # keeps the absolute ones for --resume.
     public = {
         k: display_path(value) if isinstance(value, str) else value for k, value in config.items()

@@ -39,7 +39,7 @@ def script_of(model_class: "type[GPT]") -> Path | None:
 
 
 def path_in_code(model_class: "type[GPT]") -> Path | None:
-    """Return the path relative to log/code/ of the file that defines a class, or None."""
+    """Return the path of the file that defines a class, relative to log/code/, or None."""
     script = script_of(model_class)
     return next((Path(name) for name, path in program().items() if path == script), None)
 
@@ -50,7 +50,7 @@ def script_name(model_class: "type[GPT]") -> str:
 
 
 def load_gpt_class(code: str) -> "type[GPT]":
-    """Import the file of --code, and return its class GPT."""
+    """Import the file given by --code, and return its GPT class."""
     path = Path(code)
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"--code {path}: not a Python file")

@@ -50,7 +50,7 @@ def read_config(
     default = config_class()
     first = first_flags(words, default, presets)
     run = read_run(first.log_dir) if first.resume else {}
-    of_init: dict[str, Any] = {}  # settings taken from the --init model
+    init_fields: dict[str, Any] = {}  # settings taken from the --init model
     preset = run.get("preset", first.preset)
     if preset == "auto":
         large = holds_shards(Path(first.data)) and has_gpu(first.device)
@@ -61,9 +61,11 @@ def read_config(
         values |= {name: getattr(default, name) for name in ("log_dir", "resume", "plan")}
     elif first.init != "scratch" and not {"-h", "--help"} & {*words}:
         folder = huggingface.find_model(first.init, only_config=True)
-        of_init = huggingface.read_fields(folder, gpt_config_class)
-        of_init = {name: of_init[name] for name in vars(default).keys() & of_init.keys()}
-        values |= of_init
+        init_fields = huggingface.read_fields(folder, gpt_config_class)
+        init_fields = {
+            name: init_fields[name] for name in vars(default).keys() & init_fields.keys()
+        }
+        values |= init_fields
     defaults = config_class(**values)
     config = parse_args(config_class, words, default=defaults)
     if config.preset == "auto":  # an explicit --preset auto
@@ -78,17 +80,19 @@ def read_config(
 
     problems = find_problems(config)
     if first.epochs is not None and first.max_steps is not None:
-        problems.append("--epochs and --max-steps: give one of them")
+        problems.append("--epochs and --max-steps: give only one of them")
     for name in must_not_change if run else ():
         was, now = getattr(defaults, name), getattr(config, name)
         # The weights come from a checkpoint, so the --init folder may have moved.
         if was != now and not (name == "init" and Path(was).name == Path(now).name):
-            problems.append(f"--resume: {flag(name)} was {was} in {first.log_dir}, is {now}")
+            problems.append(
+                f"--resume: {flag(name)} was {was} in {first.log_dir}, but is now {now}"
+            )
     # Flags may override any field of the --init model except its shape.
     problems += [
-        f"{flag(name)} {getattr(config, name)}: {config.init} has {of_init[name]}"
+        f"{flag(name)} {getattr(config, name)}: {config.init} has {init_fields[name]}"
         for name in SHAPE
-        if name in of_init and getattr(config, name) != of_init[name]
+        if name in init_fields and getattr(config, name) != init_fields[name]
     ]
     if problems:
         raise UserError("; ".join(problems))
@@ -101,7 +105,7 @@ def read_config(
             raise UserError(f"--epochs {config.epochs}: {steps:.2g} of a step; use a larger number")
         config.max_steps = int(steps)
     print0(preset_line(config))
-    print_changes(of_init, asdict(config))
+    print_changes(init_fields, asdict(config))
     return config
 
 
@@ -138,7 +142,7 @@ def find_problems(config: "TrainConfig") -> list[str]:
     if config.seed >= 2**32:
         problems.append(f"--seed {config.seed}: must be below 2**32")  # NumPy's RandomState
     if config.warmdown > 1:
-        problems.append(f"--warmdown {config.warmdown}: must be at most 1, a share of the run")
+        problems.append(f"--warmdown {config.warmdown}: must be at most 1, a fraction of the run")
     if config.beta2 >= 1:
         problems.append(f"--beta2 {config.beta2}: must be below 1")
     if config.eval_every and config.eval_tokens < config.seq_len:

@@ -17,7 +17,7 @@ from support.command_line import print0
 from support.errors_and_signals import UserError
 from support.tokenizer import Tokenizer, encode, get_tokenizer, holds_vocabulary
 
-NO_TEXT = {"README.md", "merges.txt"}  # files that are not training text
+NOT_TEXT = {"README.md", "merges.txt"}  # files that are not training text
 # Suffixes of the text files that fineweb.py takes. Parquet is compressed internally, so there is no
 # .parquet.gz.
 SUFFIX = re.compile(r"\.(parquet$|jsonl|csv|txt|md)(\.gz|\.zst)?$", re.IGNORECASE)
@@ -42,7 +42,7 @@ def encode_document(path: Path, tokenizer: Tokenizer) -> np.ndarray:
     except UnicodeDecodeError:
         raise not_utf8(path) from None
     if not text.strip():
-        raise UserError(f"{path}: an empty text")
+        raise UserError(f"{path}: contains no text")
     if len(text) > 10**7:  # takes more than a second
         print0(f"tokenizing {path}: {len(text) / 1e6:,.0f} million characters")
     return np.concatenate([np.uint32([tokenizer.eot_token]), *encode(text, tokenizer)])
@@ -86,7 +86,7 @@ def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
             raise ValueError(f"{tokens.size} values, {tokens.ndim}-D {tokens.dtype}")
     except (ValueError, FileNotFoundError) as error:
         remedy = "restore it, or remove its folder and rerun the command that made it"
-        raise UserError(f"{path}: not a whole shard of uint16 tokens ({error}); {remedy}") from None
+        raise UserError(f"{path}: not a valid shard of uint16 tokens ({error}); {remedy}") from None
     # Check only one 4 KiB page at each end, because the data loader checks whatever it reads.
     check_tokens(tokens[:2048], path, vocab_size)
     check_tokens(tokens[-2048:], path, vocab_size)
@@ -96,7 +96,7 @@ def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
 def find_shards(data: Path, split: str) -> list[Path]:
     """Return the shards of a split in a folder and its subfolders, sorted by path.
 
-    Raises UserError if fineweb.py left a half-written shard, or a subfolder without any shard."""
+    Raises UserError if fineweb.py left a half-written shard, or a subfolder without shards."""
     shards = []
     unfinished = []
     begun = []  # subfolders with a manifest.json, which fineweb.py writes before the first shard
@@ -166,7 +166,7 @@ def open_split(
         raise UserError(f"{data}: no such file or folder; {remedy}")
     paths = find_shards(data, split) if data.is_dir() else []
     if not paths:
-        names = {path.name for path in data.rglob("*")} - NO_TEXT
+        names = {path.name for path in data.rglob("*")} - NOT_TEXT
         folder = shlex.quote(str(data))
         if not data.is_dir() or any(map(SUFFIX.search, names)):
             source = f"--input {folder} --out my_shards"

@@ -38,13 +38,13 @@ PIECE_CHARS = 1 << 18  # longer texts are tokenized in pieces of about this leng
 class Tokenizer(tiktoken.Encoding):
     """A tiktoken.Encoding, with encode_ordinary(text), decode(tokens), n_vocab, eot_token etc.
 
-    tiktoken merges any two tokens that concatenate to another token, the lowest id first. That
-    equals the merges of merges.txt only if ids are assigned in their order, which is checked."""
+    tiktoken merges any two tokens that concatenate to another token, the lowest id first. This
+    matches merges.txt only if ids are assigned in the order of its merges, which is checked."""
 
     def __init__(self, merges: str, vocab: str):
         """`merges` and `vocab` are the contents of merges.txt and vocab.json.
 
-        Raises ValueError or KeyError if they do not fit each other."""
+        Raises ValueError or KeyError if they do not match."""
         self.files = dict(zip(FILES, (merges, vocab), strict=True))
         numbers = json.loads(vocab)
         pairs = [line for line in merges.split("\n") if line and not line.startswith("#version")]
@@ -53,7 +53,9 @@ class Tokenizer(tiktoken.Encoding):
         merged = [numbers[pair.replace(" ", "")] for pair in pairs]
         size = len(numbers)
         if sorted(numbers.values()) != [*range(size)] or size != 256 + len(merged) + 1:
-            raise ValueError(f"{size} tokens do not fit 256 bytes, {len(merged)} merges and {END}")
+            raise ValueError(
+                f"{size} tokens do not match 256 bytes, {len(merged)} merges and {END}"
+            )
         if merged != sorted({*merged}):
             raise ValueError("its tokens are not numbered in the order of the merges")
         ranks = {
@@ -96,7 +98,7 @@ def get_tokenizer(folder: str | Path = GPT2) -> Tokenizer:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         problem = "vocab.json, merges.txt or tokenizer.json is not like GPT-2's"
-        raise UserError(f"{home}: {problem} ({cause}); restore it, or take another") from None
+        raise UserError(f"{home}: {problem} ({cause}); restore it, or use another") from None
 
 
 def from_tokenizer_json(text: str) -> Tokenizer:
@@ -105,7 +107,7 @@ def from_tokenizer_json(text: str) -> Tokenizer:
     as_gpt2 = dict(type="ByteLevel", add_prefix_space=False, use_regex=True)
     splits = {key: saved["pre_tokenizer"].get(key) for key in as_gpt2}
     if splits != as_gpt2 or saved["normalizer"]:
-        raise ValueError("tokenizer.json does not split a text as GPT-2 does")
+        raise ValueError("tokenizer.json does not split text as GPT-2 does")
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in saved["model"]["merges"]]
     added = {token["content"]: token["id"] for token in saved["added_tokens"]}
     if more := ", ".join(added.keys() - {END}):
@@ -161,11 +163,11 @@ class TextSize(NamedTuple):
     characters: int
 
     def bits_per_byte(self, loss: float) -> float:
-        """Convert a loss in nats per token."""
+        """Convert a loss in nats per token to bits per byte."""
         return loss * self.tokens / (self.bytes * math.log(2))
 
     def nats_per_character(self, loss: float) -> float:
-        """Convert a loss in nats per token."""
+        """Convert a loss in nats per token to nats per character."""
         return loss * self.tokens / self.characters
 
 
