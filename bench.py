@@ -192,7 +192,7 @@ def measure_machine() -> dict[str, str]:
     if gpu:
         dtypes, n, size = [*dtypes, torch.float16], 8192, 2**30
     for dtype in dtypes:
-        rate = devices.matmul_flops(device, dtype, n) / 1e12
+        rate = devices.matmul_flops(device, dtype, n=n)[0] / 1e12
         machine[f"{dtype} matmul"] = f"{rate:,.3g} TFLOP/s, {n} x {n}"
     a, b = torch.zeros(2, size // 4, device=device)
     timer = Timer("b.copy_(a)", globals=dict(a=a, b=b), num_threads=torch.get_num_threads())

@@ -114,7 +114,8 @@ def choose_precision(
     elif previous:
         name, reason = previous, "as in the checkpoint"
     else:
-        speedup = matmul_flops(device, torch.bfloat16) / matmul_flops(device, torch.float32)
+        rates = matmul_flops(device, torch.bfloat16, torch.float32)
+        speedup = rates[0] / rates[1]
         name = "bfloat16" if speedup >= 1.3 else "float32"
         reason = f"bfloat16 matmuls run at {speedup:.2g}x the speed of float32"
     if name == "tf32" and not has_tf32(device):
@@ -165,20 +166,27 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
             return peak / 2 if precision == "tf32" else peak, "data sheet"
     n = 4096 if device.type == "cuda" else 1024
     allow_tf32(precision, device)
-    return matmul_flops(device, dtype_of(precision), n), f"measured, {n} x {n} product"
+    (rate,) = matmul_flops(device, dtype_of(precision), n=n)
+    return rate, f"measured, {n} x {n} product"
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype, n: int = 1024) -> float:
-    """Return the best FLOP/s of up to 20 n x n matmuls, measured within about a second.
+def matmul_flops(device: torch.device, *dtypes: torch.dtype, n: int = 1024) -> list[float]:
+    """Return the best FLOP/s of up to 20 n x n matmuls in each dtype, measured in about a second.
 
-    The inputs are random, because a GPU draws less power and clocks higher on zeros."""
+    The dtypes take turns, so that other programs disturb all of them. The inputs are random, because
+    a GPU draws less power and clocks higher on zeros."""
     generator = torch.Generator(device).manual_seed(0)  # leave the global RNG alone
-    a = torch.randn(n, n, device=device, generator=generator).to(dtype)
+    a = torch.randn(n, n, device=device, generator=generator)
+    matrices = [a.to(dtype) for dtype in dtypes]
     synchronize = getattr(torch, device.type).synchronize  # exists for torch.cpu, too
-    seconds = []
-    while len(seconds) < 20 and sum(seconds) < 1:
-        began = time.perf_counter()
-        a @ a
-        synchronize()
-        seconds.append(time.perf_counter() - began)
-    return 2 * n**3 / min(seconds)
+    rounds = []
+    start = time.perf_counter()
+    while len(rounds) < 20 and (not rounds or time.perf_counter() - start < 1):
+        seconds = []
+        for matrix in matrices:
+            began = time.perf_counter()
+            matrix @ matrix
+            synchronize()
+            seconds.append(time.perf_counter() - began)
+        rounds.append(seconds)
+    return [2 * n**3 / min(times) for times in zip(*rounds, strict=True)]

@@ -104,7 +104,7 @@ CARD = """---
 pipeline_tag: text-generation
 {library}---
 {kind} after {step:,} steps and {tokens:,} tokens of `{data}`, starting from {init}, trained with
-`{script}` from gpt2-repro at commit {commit}: `{command}`
+`{script}` from gpt2-repro{commit}: `{command}`
 
 It continues text. It does not follow instructions, and what it writes may be false. The prompt and
 the continuation together may have up to {context:,} tokens.
@@ -129,7 +129,7 @@ def model_card(folder: Path, entries: list[dict[str, Any]], step: int) -> str:
         data=Path(config["data"]).name,
         init=config["init"],
         script=model.get("script", "a notebook"),
-        commit=this_start["git_commit"],
+        commit=f" at commit {commit}" if (commit := this_start["git_commit"]) else "",
         command=shlex.join(["python", *command]),
         context=model["n_positions"],
     )

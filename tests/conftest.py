@@ -80,7 +80,7 @@ def nothing_remembered():
 
 
 CHEAP = {  # what takes a tenth of a second or more in each run, and what stands for it
-    "support.devices.matmul_flops": lambda device, dtype, n=0: 1e12,
+    "support.devices.matmul_flops": lambda device, *dtypes, n=0: [1e12 for _ in dtypes],
     "support.scripts.write_code": lambda folder, overwrite=True: None,
     "support.scripts.changes_since": lambda folder: "",
     "support.run_files.git_commit": lambda: "0123456789" * 4,

@@ -31,7 +31,9 @@ def test_precision_on_a_cpu(monkeypatch, text, tmp_path):
     def precision(large, speedup, steps, log):
         rates = {torch.bfloat16: speedup, torch.float32: 1.0}
         monkeypatch.setattr(devices, "LARGE", 10**5 if large else 10**9)
-        monkeypatch.setattr(devices, "matmul_flops", lambda device, dtype, n=0: rates[dtype])
+        monkeypatch.setattr(
+            devices, "matmul_flops", lambda device, *dtypes, n=0: [rates[d] for d in dtypes]
+        )
         train(*args, tmp_path / log, "--max-steps", steps)
         return re.search(r"\w+(?=:)", run_entries(tmp_path / log)[-1]["device"])[0]
 
@@ -80,5 +82,5 @@ def test_the_measured_peak_is_what_a_product_reaches():
     timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
     for _ in range(5):
         seconds += [timer.timeit(1).mean for _ in range(20)]  # as many as it makes
-        rates.append(matmul_flops(CPU, torch.float32, n))
+        rates += matmul_flops(CPU, torch.float32, n=n)
     assert max(rates) * min(seconds) == pytest.approx(2 * n**3, rel=0.4)
