@@ -173,8 +173,8 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
 def matmul_flops(device: torch.device, *dtypes: torch.dtype, n: int = 1024) -> list[float]:
     """Return the best FLOP/s of up to 20 n x n matmuls in each dtype, measured in about a second.
 
-    The dtypes take turns, so that other programs disturb all of them. The inputs are random, because
-    a GPU draws less power and clocks higher on zeros."""
+    The dtypes take turns, so that other programs disturb all of them. The inputs are random,
+    because a GPU draws less power and clocks higher on zeros."""
     generator = torch.Generator(device).manual_seed(0)  # leave the global RNG alone
     a = torch.randn(n, n, device=device, generator=generator)
     matrices = [a.to(dtype) for dtype in dtypes]

@@ -128,7 +128,8 @@ def test_a_checkpoint_adds_what_was_imported_later_and_overwrites_nothing(
 PATCH = """
 import support.devices, support.plots, train_gpt2
 
-support.devices.matmul_flops = lambda device, *dtypes, n=0: [1e12 for _ in dtypes]  # it takes a second
+# It takes a second.
+support.devices.matmul_flops = lambda device, *dtypes, n=0: [1e12 for _ in dtypes]
 support.plots.save_curves = lambda *args: None
 if __name__ == "__main__":
     train_gpt2.run_and_exit(train_gpt2.main)

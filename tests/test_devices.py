@@ -49,7 +49,7 @@ def test_an_apple_gpu_is_for_one_process_and_trains_in_float32(monkeypatch):
     assert devices.choose_device("auto") == mps
     assert devices.choose_precision("auto", mps, 10**9)[0] == "float32"
     assert devices.choose_device("auto", world_size=2) == CPU
-    with pytest.raises(UserError, match="--device mps: not available for 2 processes"):
+    with pytest.raises(UserError, match="--device mps: not available with 2 processes"):
         devices.choose_device("mps", world_size=2)
 
 

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import tyro
 
+import evaluate
 import sample
 import train_gpt2
 from reference import check
@@ -32,7 +33,8 @@ NOT_RUN = {  # how a command begins -> why it is not run
     "python hellaswag.py": "downloads; tests/test_hellaswag.py has local tasks",
     "python bench": "takes minutes; tests/test_bench.py has a small run",
     "python log/code/": "tests/test_fresh.py runs the program that a run has kept",
-    "python loss.py": "is a block of Python on that page, which another test runs",
+    "python train_gpt2.py --init log/model_19072.pt": "needs a file of build-nanogpt; "
+    "tests/test_peer_checkpoints.py has one",
     "python compare.py": "takes minutes; tests/test_compare.py has a stand-in for the training",
     "sed -n ": "changes train_gpt2.py; tests/test_fork.py applies the same sections",
     "python train_dropout.py": "is a fork; tests/test_fresh.py trains one of another name",
@@ -101,7 +103,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     pq.write_table(pa.table({"text": [content]}), "books/one.parquet")
     shutil.copytree(ROOT / "reference", "reference")
     shutil.copytree(ROOT / "reference/shakespeare", "log")
-    model = GPT(GPTConfig(64, 50257, 1, 1, 8))
+    model = GPT(GPTConfig(512, 50257, 1, 1, 8))
     save_checkpoint(model, Path("log/step_000600"))
     model.save_pretrained("gpt2", get_tokenizer())  # a folder comes before the Hub
     for name in ("pairs", "gpt2", "mine", "tiny", "german", "small", "2"):
@@ -117,12 +119,15 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
         capsys.readouterr()
         if script == "train_gpt2.py":
             small = tiny("--init")[:-1] if "--init" in args else TINY
-            small = [*small, *words(f"--dtype auto --max-steps 2 --log-dir run_{i}")]
+            steps = "--epochs 0.11" if "--epochs" in args else "--max-steps 2"
+            small = [*small, *words(f"--dtype auto {steps} --log-dir run_{i}")]
             if "--plan" in args:
                 small = ["--device", "cpu"]
             assert train_gpt2.main([*args, *small]) == 0, command
         elif script == "fineweb.py":
             fineweb.main([*args, "--workers", "1"])
+        elif script == "evaluate.py":
+            evaluate.main([*args, "--device", "cpu"])
         elif script == "sample.py":
             sample.main([*args, "--max-new-tokens", "4", "--device", "cpu"])
         else:

@@ -610,7 +610,8 @@ DYING = """
 import os
 import support.devices, support.plots
 
-support.devices.matmul_flops = lambda device, *dtypes, n=0: [1e12 for _ in dtypes]  # it takes a second
+# It takes a second.
+support.devices.matmul_flops = lambda device, *dtypes, n=0: [1e12 for _ in dtypes]
 support.plots.save_curves = lambda *args: None
 ordinary_lr = get_lr
 
