@@ -147,9 +147,14 @@ class RunFolder:
         `details` are recorded in run.json."""
         if self.ranks.rank > 0:
             return
+        # Fail now rather than at the first save, hours later.
+        for name, value in {**asdict(model.config), **asdict(self.config)}.items():
+            try:
+                json.dumps(value)
+            except TypeError as error:
+                error.add_note(f"The setting `{name}` cannot be stored.")
+                raise
         check_trackers(self.config)
-        if self.config.save_every:
-            json.dumps(asdict(model.config))  # fail now rather than at the first save, hours later
         for path in self.path.glob(".*.partial"):  # left over from a killed process
             remove(path)
         config = asdict(self.config)

@@ -279,15 +279,19 @@ def test_a_config_that_is_not_frozen_or_no_json_is_no_surprise(text, tmp_path, m
     assert thawed.main(tiny(*args, tmp_path / "thawed")) == 0
     kind = (field, f"{field}    kind: torch.dtype = torch.float32\n")
     other = import_file(edited(tmp_path / "train_kind.py", kind), monkeypatch)
-    with pytest.raises(TypeError, match="JSON"):
+    with pytest.raises(TypeError, match="JSON") as raised:
         other.main(tiny(*args, tmp_path / "other"))
-    assert not (tmp_path / "other/log.txt").exists()
+    assert "kind" in raised.value.__notes__[0]
+    assert not (tmp_path / "other").exists()
 
 
 SETTINGS = """    maybe: float | None = None
     sizes: tuple[int, ...] = (1, 2)
     negative: float = -1.0
     flag: bool = True
+    nested: tuple[tuple[int, float], ...] = ((1, 0.5),)
+    numbers: list[int] = field(default_factory=lambda: [1])
+    lists: list[list[str]] = field(default_factory=lambda: [["a"], ["b", "c"]])
 """
 LIST = "    words: list[str] = field(default_factory=list)\n"  # of the run alone
 
@@ -302,17 +306,29 @@ def test_settings_of_any_kind_reach_the_model_and_a_resumed_run(
     ]
     changes = [(line, f"{line}{SETTINGS}{LIST if '(C)' in what else ''}") for line, what in fields]
     changes += [("import dataclass, fields", "import dataclass, field, fields")]
-    changes += [('    "seq_len", "optimizer"', '    "words", "seq_len", "optimizer"')]
+    fixed = '"words", "nested", "numbers", "lists", "sizes", "maybe"'
+    changes += [('    "seq_len", "optimizer"', f'    {fixed}, "seq_len", "optimizer"')]
     changed = import_file(edited(tmp_path / "train_settings.py", *changes), monkeypatch)
     args = ["--save-every 1 --data", text, "--log-dir", tmp_path / "log"]
-    given = "--maybe 0.5 --sizes 3 4 5 --negative -2 --no-flag --words a b"
+    given = "--maybe 0.5 --sizes 3 4 5 --negative -2 --no-flag --words a b --numbers 7 8"
+    given += " --nested 2 0.25 3 1"
     assert changed.main(tiny(*args, "--max-steps 1", given)) == 0
     capsys.readouterr()
     assert changed.main(words(*args, "--resume --max-steps 2 --words a b")) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if " -> " in line]
     assert lines == ["--max-steps: 1 -> 2"]
+    flags = tiny("--data", text, "--save-every 1 --max-steps 1 --warmup-steps 0", given)
+    same = [*flags, "--log-dir", str(tmp_path / "same")]
+    assert changed.main(same) == 0
+    capsys.readouterr()
+    assert changed.main([*same, "--resume"]) == 0
+    out, err = capsys.readouterr()
+    assert " -> " not in out and "warning" not in err.lower()
+    sample.main(words(tmp_path / "log", "To be --max-new-tokens 1 --code", changed.__file__))
     for name in ("log", "log/step_000002"):
         found = changed.GPT.from_pretrained(tmp_path / name).config
+        assert found.nested == ((2, 0.25), (3, 1.0)) and found.numbers == [7, 8]
+        assert found.lists == [["a"], ["b", "c"]]
         assert (found.maybe, found.sizes, found.negative, found.flag) == (0.5, (3, 4, 5), -2, False)
     init = ["--init", tmp_path / "log", "--max-steps 1 --save-every 1 --data", text]
     assert changed.main(tiny(*init, "--log-dir", tmp_path / "tuned")) == 0
