@@ -324,7 +324,9 @@ def test_settings_of_any_kind_reach_the_model_and_a_resumed_run(
     assert changed.main([*same, "--resume"]) == 0
     out, err = capsys.readouterr()
     assert " -> " not in out and "warning" not in err.lower()
-    sample.main(words(tmp_path / "log", "To be --max-new-tokens 1 --code", changed.__file__))
+    sample.main(
+        words(tmp_path / "log", "ROMEO: --max-new-tokens 1 --device cpu --code", changed.__file__)
+    )
     for name in ("log", "log/step_000002"):
         found = changed.GPT.from_pretrained(tmp_path / name).config
         assert found.nested == ((2, 0.25), (3, 1.0)) and found.numbers == [7, 8]
