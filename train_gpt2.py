@@ -23,8 +23,9 @@ examples.
 
 At startup, each run checks whether your model still computes the same logits as GPT-2, and prints
 the result. If it does not, Hugging Face cannot load its checkpoints, and sampling is slower because
-it cannot use a KV cache. If you rename the file, pass it to sample.py and hellaswag.py with --code
-my_copy.py. --resume still works as long as parameter names, shapes and optimizers are unchanged.
+it cannot use a KV cache. If you rename the file, pass it to sample.py, hellaswag.py and evaluate.py
+with --code my_copy.py. --resume still works as long as parameter names, shapes and optimizers are
+unchanged.
 
 Terms: the training data is a stream of uint16 tokens, split into files called shards. A step is one
 update of the weights, computed from total_batch_size tokens. Steps are numbered from 0, and the
@@ -50,8 +51,8 @@ from typing import Literal
 
 import numpy as np
 
-if __name__ == "__main__":  # Set these before the import of torch, which reads them only once.
-    # Threads wait at a barrier by spinning. The default of 300,000 rounds starves other programs.
+if __name__ == "__main__":  # Set these before importing torch, which reads them only once.
+    # Threads wait at a barrier by spinning. The default of 300,000 spins starves other programs.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # With find_unused_parameters=True, DDP warns if a model has no unused parameters.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -276,7 +277,7 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, name: str | Path) -> "GPT":
         """Load a model in Hugging Face's format and put it in eval mode. `name` is a model folder,
-        a run's folder, a name on the Hub (e.g. gpt2-medium), or a .pt file of build-nanogpt or
+        a run's folder, a name on the Hub (e.g. gpt2-medium), or a .pt file from build-nanogpt or
         nanoGPT."""
         return huggingface.load_model(cls, GPTConfig, name)
 
@@ -303,7 +304,7 @@ def random_below(n: int, *seed: int) -> int:
 
 
 class DataLoaderLite:
-    """A loader of batches of sequences and their targets, epoch after epoch.
+    """Loads batches of sequences and their targets, epoch after epoch.
 
     Every shard is cut into sequences of T tokens. With shuffle=True, each epoch visits the shards
     in random order, and the sequences of each shard in random order. It also shifts the cuts by a
@@ -312,9 +313,9 @@ class DataLoaderLite:
 
     Sequences are numbered in this order across all epochs. Sequence i is a function of i, the seed
     and the data. Rank 0 reads the first B sequences, rank 1 the next B, and so on. With N sequences
-    per step, step s reads sequences s * N to (s + 1) * N - 1, whatever B and the number of ranks.
-    So the step alone tells a resumed run its position in the data. A batch may span two shards or
-    two epochs."""
+    per step, step s reads sequences s * N to (s + 1) * N - 1, regardless of B and the number of
+    ranks. So the step alone tells a resumed run its position in the data. A batch may span two
+    shards or two epochs."""
 
     def __init__(
         self,
@@ -492,8 +493,9 @@ class TrainConfig:
         return min(round(self.warmdown * self.max_steps), steps_after_warmup)
 
 
-# --resume rejects changes to these settings, which define the experiment. Others may change: for
-# example, lower max_lr to rescue a diverging run, or raise max_steps to extend one.
+# --resume rejects changes to these settings, which define the experiment, and to the training data.
+# Other settings may change: for example, lower max_lr to rescue a diverging run, or raise max_steps
+# to extend one.
 # fmt: off
 MUST_NOT_CHANGE = (
     "preset", "init", "seed", "shuffle", "n_layer", "n_head", "n_embd", "total_batch_size",
@@ -539,7 +541,7 @@ def configure_optimizers(
     Muon (support/muon.py) takes the 2-D weights of the linear layers inside the blocks. `dtype` is
     the autocast dtype. train() sets the learning rate of every group from get_lr(). To scale the
     rate of a group that you add, give it a factor: {"params": ..., "lr_scale": 0.1}. Muon takes
-    matrices only, so a 3-D weight that you add goes to AdamW, and decays."""
+    matrices only, so a 3-D weight that you add goes to AdamW, with weight decay."""
     optimizers = []
     parameters = dict(model.named_parameters())
     if config.optimizer == "muon":
@@ -547,7 +549,7 @@ def configure_optimizers(
         names = [f"h.{name}.weight" for name, m in modules if isinstance(m, nn.Linear)]
         matrices = [parameters.pop(name) for name in names]
         # Muon scales its updates to match the RMS of AdamW's, so both use the same learning rate.
-        # The range of float16 is too small for Muon, so it then runs in float32.
+        # The range of float16 is too small for Muon, so it runs in float32 instead.
         muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         optimizers.append(Muon(matrices, config.max_lr, config.weight_decay, muon_dtype))
     # Decay matrices, embeddings and tensors with more dimensions, but not biases or LayerNorms.
@@ -558,7 +560,7 @@ def configure_optimizers(
         {"params": no_decay, "weight_decay": 0.0},
     ]
     betas = (0.9, config.beta2)
-    # fused=True updates all parameters in one kernel, on any device.
+    # fused=True updates each parameter group with a single fused call, on any device.
     optimizers.append(torch.optim.AdamW(groups, config.max_lr, betas, eps=1e-8, fused=True))
     return optimizers
 
@@ -708,13 +710,13 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer, init_folder: Path | 
 
 
 def choose_micro_batch(config: TrainConfig, ranks: Ranks, compiled: bool) -> tuple[int, int]:
-    """Return B and the number of micro-steps per rank and step.
+    """Return B and the number of micro-steps per rank per step.
 
-    B is --micro-batch-size or, if that is 0, the largest power of two that divides the sequences
-    per rank and step. A micro-batch has at most 1,024 tokens on CPUs and MPS, and 16,384 on CUDA,
-    but at least one sequence. If every GPU has at least 70 GB and the model is compiled, the limit
-    is 65,536, as in Karpathy's lecture. By estimate, GPT-2 (124M) then fits in memory. Raises
-    UserError if total_batch_size is not a multiple of B * T * ranks."""
+    B is --micro-batch-size or, if that is 0, the largest power of two that divides the number of
+    sequences per rank per step and keeps a micro-batch within 1,024 tokens on CPUs and MPS, or
+    16,384 on CUDA, but at least 1. If every GPU has at least 70 GB and the model is compiled, the
+    limit is 65,536, as in Karpathy's lecture. GPT-2 (124M) should then fit in memory, by our
+    estimate. Raises UserError if total_batch_size is not a multiple of B * T * ranks."""
     T, device = config.seq_len, ranks.device
     tokens = 1024
     if device.type == "cuda":
@@ -724,13 +726,13 @@ def choose_micro_batch(config: TrainConfig, ranks: Ranks, compiled: bool) -> tup
     B = config.micro_batch_size or 1
     divisor = B * T * ranks.world_size  # tokens per micro-step
     if config.total_batch_size % divisor:
-        problem = f"is not a multiple of {divisor} (sequence x micro-batch x ranks)"
+        problem = f"is not a multiple of {divisor} (sequence length x micro-batch size x ranks)"
         nearest = max(round(config.total_batch_size / divisor), 1) * divisor
         remedy = f"the nearest multiple is {nearest}"
         if config.resume:  # --resume cannot change the total batch size
             remedy = "use --micro-batch-size 0" if B > 1 else "use a different number of ranks"
         raise UserError(f"--total-batch-size {config.total_batch_size} {problem}; {remedy}")
-    sequences = config.total_batch_size // (T * ranks.world_size)  # per step and rank
+    sequences = config.total_batch_size // (T * ranks.world_size)  # per rank per step
     if config.micro_batch_size == 0:
         largest = 2 ** int(math.log2(max(tokens // T, 1)))
         B = math.gcd(sequences, largest)
@@ -795,7 +797,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
     T = config.seq_len
 
-    # ---- The model, with weights from a checkpoint, from --init, or random
+    # ---- The model, with random weights or those of a checkpoint or --init
     # The newest intact checkpoint folder and the state written by save() below, or None and {}
     # without --resume or if there is no checkpoint.
     checkpoint, saved = run.find_checkpoint()
@@ -808,15 +810,15 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     model = GPT(model_config(config, tokenizer, init_folder))
     model.low_memory = config.low_memory
     if init_folder:
-        # Warns if the folder holds a GPT-2 but the model is not one. The reverse is an error, or
-        # after a resume a warning.
+        # Warns if the folder holds a GPT-2 but the model is not one. The reverse is an error or,
+        # after a resume, a warning.
         huggingface.load_weights(model, init_folder, resumed=checkpoint is not None)
 
     # ---- Precision, compilation, device
     # Weights, LayerNorm statistics and losses are float32. Autocast runs matmuls in `dtype`. By
     # default that is bfloat16 on GPUs that support it, float16 on older ones, and otherwise
-    # float32, except for large models on CPUs where bfloat16 is faster. There a resumed run keeps
-    # its precision.
+    # float32, except for large models on CPUs where bfloat16 is faster. On a CPU, a resumed run of
+    # a large model keeps its precision.
     precision, device_line = ranks.on_rank_0(
         devices.choose_precision,
         config.dtype,
@@ -906,7 +908,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 
     ddp_model = model
     if world_size > 1:
-        torch._dynamo.config.optimize_ddp = False  # or it would split the compiled blocks
+        torch._dynamo.config.optimize_ddp = False  # otherwise it would split the compiled blocks
         ddp_model = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -996,7 +998,7 @@ def main(args: list[str] | None = None) -> int:
     # vary from run to run.
     torch.use_deterministic_algorithms(config.deterministic)
     ranks = Ranks.from_environment(config.device)
-    if "RANK" in os.environ:  # started by torchrun
+    if "RANK" in os.environ:  # started by torchrun or examples/slurm.sh
         dist.init_process_group(
             "nccl" if ranks.device.type == "cuda" else "gloo",
             store=open_store(ranks),

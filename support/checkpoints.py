@@ -104,7 +104,7 @@ def newest_intact(log_dir: Path, suffixes: tuple[str, ...] = ("",)) -> Path | No
         except UserError as error:
             warn(f"{error}; skipping it")
     if checkpoints:
-        problem = f"no intact checkpoint among {len(checkpoints)}"
+        problem = f"no intact checkpoint ({len(checkpoints)} damaged)"
         raise UserError(f"{log_dir}: {problem}; use another --log-dir")
     return None
 

@@ -23,7 +23,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)  # long, because ranks wait while rank 0
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank and device. Without torchrun, it is rank 0 of 1."""
+    """This process's rank and device. Without torchrun or Slurm, it is rank 0 of 1."""
 
     rank: int
     world_size: int
@@ -93,7 +93,7 @@ def torchrun_ranks() -> tuple[int, int, int]:
 
 
 def open_store(ranks: Ranks) -> dist.Store:
-    """Connect to torchrun's key-value store, for init_process_group().
+    """Return a key-value store for init_process_group(), shared by all ranks.
 
     Raises UserError if connecting fails, or if this rank's device type differs from rank 0's."""
     try:

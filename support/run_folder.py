@@ -1,8 +1,8 @@
 """The run folder: log, checkpoints, code and curves.
 
-A folder holds one run, which --resume continues. A run deletes only its own files: old checkpoints,
-leftovers of a killed process, modules in code/ that no longer exist, and the lines of log.txt that
-it is about to log again.
+A folder holds one run, which --resume continues. A run deletes only what it wrote: old checkpoints,
+leftovers from a killed process, modules in code/ that no longer exist, and the lines of log.txt
+that it is about to log again.
 
 All ranks call the same methods, but only rank 0 writes files. run_files.py, checkpoints.py and
 scripts.py define their formats."""
@@ -58,7 +58,7 @@ class RunFolder:
         folder."""
         if self.ranks.rank > 0:
             return self
-        problem = f"{self.path}: another run uses it; choose another --log-dir"
+        problem = f"{self.path}: in use by another run; choose another --log-dir"
         self.locks.enter_context(locked(self.path, problem))
         try:
             self.check_content()
@@ -77,9 +77,9 @@ class RunFolder:
         foreign = [name for name in ("config.json", "training_state.pt", "code")]
         foreign = [name for name in foreign if (self.path / name).exists()]
         if foreign and not (self.path / "run.json").exists():
-            problem = f"holds no run, but {foreign[0]}"
+            problem = f"holds {foreign[0]}, but no run"
             if foreign != ["code"]:
-                problem = "the folder of a model, not of a run"
+                problem = "this is a model folder, not a run folder"
             raise UserError(f"--log-dir {self.path}: {problem}; choose another")
         if self.config.resume:
             return
@@ -124,7 +124,7 @@ class RunFolder:
         if due and min(due) > 0:
             trained = any(step >= min(due) for step, _, _ in lines)
         if trained:
-            problem = f"{self.path}: this run has no checkpoints left"
+            problem = f"{self.path}: this run has no checkpoints"
             raise UserError(f"{problem}, so --resume cannot continue it; choose another --log-dir")
         if not entries:
             print0(f"--resume: no run in {self.path}/; starting a new one")
@@ -259,8 +259,8 @@ class RunFolder:
         def write() -> str:
             """Write the checkpoint on rank 0. Return what went wrong, or ""."""
             self.check_in_place()
-            # Flush the log first. A resumed run does not log earlier steps again, so a power cut
-            # must not lose their lines.
+            # Flush the log first. A resumed run does not log earlier steps again, so their lines
+            # must survive a power failure.
             with contextlib.suppress(OSError):
                 fsync(self.path / "log.txt")
             return checkpoints.write_checkpoint(checkpoint_path(self.path, step), save_model, state)
@@ -314,7 +314,7 @@ class RunFolder:
         if self.ranks.rank > 0 or not run_files.read_log(self.path):
             return
         try:
-            from support.plots import save_curves  # here, because matplotlib takes a second
+            from support.plots import save_curves  # here, as matplotlib takes a second to import
 
             save_curves(self.path)
         except Exception as error:
@@ -343,7 +343,7 @@ class RunFolder:
         kind = "in Hugging Face format"
         if not self.is_gpt2:
             name = scripts.script_name(type(model))
-            kind = f"no longer a GPT-2 (gpt2-repro-fork), so only {name} can load it"
+            kind = f"not a GPT-2 (gpt2-repro-fork), so only {name} can load it"
         print0(f"model: {checkpoint_path(self.path, step)}/, {kind}")
         losses = self.validation_losses()
         best = best_of(losses) if losses else step

@@ -109,7 +109,7 @@ def test_a_run_that_was_killed_in_its_first_save_starts_again(start, log, monkey
     for folder in (log, Path(f"{log}_unsaved")):
         before = contents(folder)
         with pytest.raises(
-            UserError, match=rf"{folder}: this run has no checkpoints left.*--log-dir"
+            UserError, match=rf"{folder}: this run has no checkpoints.*--log-dir"
         ):
             start(f"{flags} --log-dir {folder}")
         assert contents(folder) == before
@@ -299,7 +299,7 @@ def test_a_file_of_a_user_is_not_replaced(name, start, log):
 def test_the_folder_of_a_model_is_not_that_of_a_run(start, log, tmp_path):
     start("--max-steps 1 --save-every 1")
     before = contents(log)
-    with pytest.raises(UserError, match="step_000001: the folder of a model"):
+    with pytest.raises(UserError, match="step_000001: this is a model folder"):
         start(f"--max-steps 2 --resume --log-dir {log}/step_000001")
     assert contents(log) == before
     with pytest.raises(UserError, match="--log-dir: empty"):
@@ -368,7 +368,7 @@ def test_two_runs_cannot_use_one_folder(start, at_step, log):
     refused = []
 
     def second():
-        with pytest.raises(UserError, match=f"{log}: another run uses it.*--log-dir") as info:
+        with pytest.raises(UserError, match=f"{log}: in use by another run.*--log-dir") as info:
             start("--max-steps 1 --save-every 1")
         refused.append(info)
 

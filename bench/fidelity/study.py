@@ -35,6 +35,9 @@ SEEDS = range(1, 9)
 # final losses had a standard deviation of 0.010. With 8 seeds in each arm, two one-sided t-tests at
 # 5% then find a true difference of 0 to be within the margin with a power above 90%.
 MARGIN = 0.02
+NAMES = {"peer": "build-nanogpt", "ours": "train_gpt2.py --no-shuffle", "shuffled": "train_gpt2.py"}
+# The 95% quantiles of Student's t distribution, by degrees of freedom
+T_95 = {8: 1.860, 9: 1.833, 10: 1.812, 11: 1.796, 12: 1.782, 13: 1.771, 14: 1.761}
 EDITS = {  # before: after
     "from hellaswag import": "#",
     "enc = tiktoken": "#",
@@ -155,6 +158,58 @@ def last_loss(folder: Path, shards: Path) -> float:
     return total / (LAST_TOKENS // (16 * T))
 
 
+def compare(name: str, ours: list[float], theirs: list[float]) -> str:
+    """Return the difference of two means, with its 90% interval (Student's t)."""
+    n = len(ours) + len(theirs) - 2
+    difference = np.mean(ours) - np.mean(theirs)
+    error = np.sqrt(np.var(ours, ddof=1) / len(ours) + np.var(theirs, ddof=1) / len(theirs))
+    half = T_95[n] * error
+    low, high = difference - half, difference + half
+    return f"{name}: {difference:+.4f}, 90% interval {low:+.4f} to {high:+.4f}"
+
+
+def report() -> None:
+    """Print the table and draw curves.png."""
+    from matplotlib.figure import Figure
+
+    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    arms = {arm: [run for run in runs if run["arm"] == arm] for arm in NAMES}
+    last = {arm: [run["last"] for run in found] for arm, found in arms.items()}
+    print("| | seeds | own evaluation | by transformers | HellaSwag, 1,000 tasks |")
+    print("|---|---|---|---|---|")
+    for arm, found in arms.items():
+        columns = [
+            [run["val"][str(STEPS)] for run in found],
+            last[arm],
+            [run["hellaswag"] for run in found],
+        ]
+        cells = [f"{np.mean(c):.4f} ± {np.std(c, ddof=1):.4f}" for c in columns]
+        print(f"| {NAMES[arm]} | {len(found)} | {' | '.join(cells)} |")
+    for arm in ("ours", "shuffled"):
+        print(compare(f"{NAMES[arm]} minus {NAMES['peer']}", last[arm], last["peer"]))
+        tasks = [[run["hellaswag"] for run in arms[a]] for a in (arm, "peer")]
+        print(compare("  HellaSwag", *tasks))
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    for i, (arm, found) in enumerate(arms.items()):
+        for run in found:
+            steps = 50 * np.arange(len(run["train"])) + 25
+            left.plot(steps, run["train"], color=f"C{i}", lw=0.7, alpha=0.6)
+        left.plot([], [], color=f"C{i}", label=NAMES[arm])
+        x = i + np.linspace(-0.15, 0.15, len(found))
+        right.plot(x, last[arm], "o", color=f"C{i}")
+        right.plot([i - 0.25, i + 0.25], [np.mean(last[arm])] * 2, color=f"C{i}")
+    left.set(title="Training loss, means of 50 steps", xlabel="step", ylim=(None, 6.5))
+    left.legend()
+    right.set(title=f"Validation loss after {STEPS:,} steps", xticks=range(len(arms)))
+    right.set_xticklabels(NAMES.values())
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.set_ylabel("nats per token")
+    figure.savefig(Path(__file__).parent / "curves.png", dpi=100)
+
+
 if __name__ == "__main__":
     command, *args = sys.argv[1:]
     if command == "train":
@@ -162,3 +217,5 @@ if __name__ == "__main__":
         for seed in map(int, args[4:]):
             if not (RESULTS / f"{args[3]}_{seed}.json").exists():
                 train(peer, shards, tasks, args[3], seed)
+    else:
+        report()
