@@ -33,7 +33,8 @@ class LostRank(RunError):
 
 FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError)
 FILE_ERRORS += (NotADirectoryError, IsADirectoryError)
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over quota, read-only
+# full, over quota, beyond the limit of a file's size, read-only
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # torch's out-of-memory messages on its various devices
 NO_MEMORY = re.compile(
     "out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC"

@@ -23,6 +23,10 @@ def locked(folder: Path, problem: str) -> Iterator[None]:
     was created here and is still empty. Mounts without flock are not locked. On Windows, this only
     creates the folder."""
     new = not folder.exists()
+    if new and folder.is_symlink():
+        raise UserError(
+            f"{folder}: links to {folder.readlink()}, which is missing; remove the link"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     if os.name == "nt":  # no flock, and folders cannot be opened
         yield

@@ -52,6 +52,11 @@ def texts(tmp):
     return ["--data", tmp / "texts(1)"]
 
 
+def dangling(tmp):
+    (tmp / "link").symlink_to("nowhere")
+    return ["--log-dir", tmp / "link"]
+
+
 MISTAKES = {  # flags, given a folder; what the message names
     "no text": (lambda tmp: ["--data", ROOT / "README.md"], ["README.md"]),
     "short text": (a_text("To be"), ["a.txt", "2 train", "16"]),
@@ -68,6 +73,7 @@ MISTAKES = {  # flags, given a folder; what the message names
     "init is no model": (lambda tmp: ["--init", tmp], ["config.json"]),
     "vocabulary of init": (lambda tmp: ["--init", other_vocabulary(tmp)], ["100", "50257"]),
     "log folder is a file": (lambda tmp: ["--log-dir", text_of(tmp / "f", "x")], ["f: "]),
+    "log folder is a dangling link": (dangling, ["link", "nowhere"]),
     "HellaSwag": (flags("--hellaswag-every 1 --hellaswag-data h.jsonl"), ["h.jsonl"]),
 }
 

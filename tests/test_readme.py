@@ -93,7 +93,7 @@ def test_every_command_that_needs_no_gpu_and_no_network_runs(text, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("support.plots.save_curves", lambda folder: None)  # it takes a second
     content = text.read_text(encoding="utf-8")
-    for name in ("my.txt", "a.txt", "input.txt"):
+    for name in ("my.txt", "other.txt", "a.txt", "input.txt"):
         Path(name).write_text(content, encoding="utf-8")
     shutil.copy(ROOT / "input.txt", "german.txt")  # It has pairs for 8,192 tokens.
     Path("notes.jsonl").write_text(json.dumps({"text": content}) + "\n")

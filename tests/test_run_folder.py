@@ -108,9 +108,7 @@ def test_a_run_that_was_killed_in_its_first_save_starts_again(start, log, monkey
     start(f"--max-steps 1 --log-dir {log}_unsaved")
     for folder in (log, Path(f"{log}_unsaved")):
         before = contents(folder)
-        with pytest.raises(
-            UserError, match=rf"{folder}: this run has no checkpoints.*--log-dir"
-        ):
+        with pytest.raises(UserError, match=rf"{folder}: this run has no checkpoints.*--log-dir"):
             start(f"{flags} --log-dir {folder}")
         assert contents(folder) == before
 
