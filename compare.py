@@ -107,7 +107,7 @@ def check(variant: Variant, seeds: range) -> None:
     given = {word.split("=")[0].replace("_", "-") for word in variant.flags}  # also --seed=1
     for reserved in ("--seed", "--log-dir", "--resume", "--plan"):
         if reserved in given:
-            raise UserError(f"{reserved}: not allowed here; remove it (compare.py has --seeds and --out)")
+            raise UserError(f"{reserved}: not allowed here; remove it, and see --seeds and --out")
     check_runs(variant, seeds)
 
 
