@@ -6,10 +6,10 @@
     python bench.py -- --micro-batch-size 4  # after --: flags of train_gpt2.py
     torchrun --standalone --nproc_per_node=8 bench.py
 
-Trains on input.txt without evaluations or checkpoints, with the preset gpt2 on a CUDA GPU, and
-shakespeare elsewhere. Figures are medians of --steps steps, after 10 warm-up steps. All rungs but
-`ours` run a plain training loop with the same batches and optimizers. On a GPU, a step of the
-ladder is one micro-batch of 16 sequences, as in Karpathy's lecture."""
+Trains on input.txt without evaluations or checkpoints, with the gpt2 preset on a CUDA GPU and the
+shakespeare preset elsewhere. Times are medians over --steps steps, after 10 warm-up steps. All
+rungs but `ours` run a plain training loop with the same batches and optimizers. On a GPU, a step of
+the ladder is one micro-batch of 16 sequences, as in Karpathy's lecture."""
 
 import contextlib
 import json
@@ -240,7 +240,7 @@ def measure_ladder(run: TrainConfig, train_flags: list[str], steps: int) -> list
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draw the milliseconds of each rung as a bar."""
+    """Draw the milliseconds per step of each rung as a bar."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 1.5 + 0.5 * len(rows)), layout="constrained")

@@ -11,11 +11,11 @@ Quote a script together with flags that only it accepts:
 
     python compare.py --code train_gpt2.py "train_ema.py --ema-decay 0.99" -- --preset shakespeare
 
-Each run is a folder in --out. Rerunning the command continues where it was stopped, and trains only
-what is missing. It prints the final validation losses, or another stream of log.txt, and the
-differences from the baseline. Differences are paired by seed, because two runs with the same seed
-read the same tokens in the same order, and start from the same weights if their models have the
-same parameters."""
+Each run has its own folder in --out. Rerunning the command picks up where it stopped, and trains
+only what is missing. At the end, compare.py prints the final validation losses, or the final values
+of another stream of log.txt, and the differences from the baseline. Differences are paired by seed,
+because two runs with the same seed read the same tokens in the same order, and start from the same
+weights if their models have the same parameters."""
 
 import shlex
 import signal
@@ -45,7 +45,7 @@ class CompareConfig:
     seeds: int = 3  # runs per variant, with seeds 1337, 1338, …
     stream: str = "val"  # stream of log.txt to compare, e.g. val, bpb or hella
     out: Path = Path("compared")  # folder for the runs and curves.png
-    nproc_per_node: int = 1  # processes per run; with more than 1, use torchrun
+    nproc_per_node: int = 1  # processes per run; above 1, torchrun starts them
 
 
 @dataclass
@@ -107,7 +107,7 @@ def check(variant: Variant, seeds: range) -> None:
     given = {word.split("=")[0].replace("_", "-") for word in variant.flags}  # also --seed=1
     for reserved in ("--seed", "--log-dir", "--resume", "--plan"):
         if reserved in given:
-            raise UserError(f"{reserved}: not allowed here; use compare.py's --seeds and --out")
+            raise UserError(f"{reserved}: not allowed here; remove it, and see --seeds and --out")
     check_runs(variant, seeds)
 
 
@@ -226,7 +226,7 @@ def mean_and_deviation(values: list[float]) -> str:
 
 
 def difference(variant: Variant, baseline: Variant) -> str:
-    """Format the mean paired difference of final values, ± half the width of its 95% interval."""
+    """Format the mean paired difference of final values, with its 95% confidence interval."""
     finals, baselines = variant.finals(), baseline.finals()
     values = [finals[seed] - baselines[seed] for seed in finals if seed in baselines]
     n = len(values)
@@ -254,7 +254,7 @@ def print_table(variants: list[Variant], config: CompareConfig) -> None:
     """Print the results as a Markdown table."""
     baseline = variants[0]
     print(f"\nFinal {quantity(config.stream)}, mean ± standard deviation.")
-    print("The difference is the mean over the seeds, ± half the width of its 95% interval.\n")
+    print("Differences are means over seeds, ± half the width of a 95% confidence interval.\n")
     heading = "loss" if config.stream == "val" else config.stream
     print(f"| | seeds | {heading} | difference from {baseline.name} | ms per step |")
     print("|---|---|---|---|---|")

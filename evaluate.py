@@ -47,7 +47,7 @@ class EvaluateConfig:
     stride: int = 0  # tokens between window starts; 0: the context length (no overlap)
     device: str = "auto"  # auto, cpu, cuda or mps
     batch_size: int = 8  # windows per forward pass
-    json: str = ""  # file for the results
+    json: str = ""  # output file for the results
     code: str = str(ROOT / "train_gpt2.py")  # script that trained the model
 
 
@@ -56,7 +56,8 @@ def read_documents(data: str, tokenizer: Tokenizer) -> list[np.ndarray]:
     if Path(data).is_file() and data_folder(data) == data:
         return [encode_document(Path(data), tokenizer)]
     if open_tokenizer(data_folder(data)) != tokenizer:
-        raise UserError(f"{data}: its vocabulary differs from the model's")
+        problem = "its vocabulary differs from the model's"
+        raise UserError(f"{data}: {problem}; pass a text file, or shards made with the model's")
     return open_split(data_folder(data), "val", tokenizer.n_vocab)[1]
 
 

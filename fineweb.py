@@ -59,8 +59,8 @@ class ShardConfig:
 
     # Each field is a flag, and its comment is the flag's help text.
     name: str = "sample-10BT"  # subset of FineWeb-Edu, e.g. sample-100BT or CC-MAIN-2024-10
-    # your own .parquet, .jsonl, .csv, .txt or .md files, or folders of them; all formats but
-    # .parquet may also be compressed (.gz, .zst)
+    # your own .parquet, .jsonl, .csv, .txt or .md files, or folders of them; all but .parquet may
+    # also be compressed (.gz, .zst)
     input: tuple[str, ...] | None = None
     dataset: str | None = None  # another text dataset on the Hub; its files must be Parquet
     config: str = ""  # configuration (subset) of --dataset; empty: the default one
@@ -86,7 +86,7 @@ load_tokenizer = functools.cache(get_tokenizer)  # read the vocabulary's files o
 
 
 def tokenize(documents: list[str | None], out: Path) -> np.ndarray:
-    """Return the tokens of documents, 1-D uint16, in the vocabulary of the folder `out`."""
+    """Return the tokens of documents, 1-D uint16, using the vocabulary in the folder `out`."""
     tokenizer = load_tokenizer(out)
     parts = [np.empty(0, np.uint16)]
     for text in documents:
@@ -148,7 +148,7 @@ def start_worker() -> None:
 
 
 def usable_cores() -> int:
-    """Return the number of cores this process may use, e.g. under `taskset` or in a container."""
+    """Return the number of cores this process may use, e.g. under `taskset` or in a cpuset."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -406,7 +406,7 @@ def commit_of(dataset: str, folder: Folder) -> str:
 
 
 def fetch_pretokenized(folder: Folder) -> None:
-    """Download shards of PRETOKENIZED, until the folder holds max_shards."""
+    """Download shards of PRETOKENIZED until the folder holds max_shards."""
     from huggingface_hub import hf_hub_download
 
     commit = commit_of(PRETOKENIZED, folder)

@@ -151,7 +151,7 @@ def score(
     """Return the summed losses of the four endings of each task, in nats.
 
     All ranks must call this. Each scores a share of the tasks, and returns all tasks' losses."""
-    # Batch tasks of similar length, which minimizes padding. Score the longest first, so that an
+    # Batch tasks of similar length to minimize padding. Score the longest first, so that an
     # out-of-memory error occurs at once.
     order = sorted(range(len(tasks)), key=lambda i: tasks[i].length, reverse=True)
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
@@ -245,10 +245,10 @@ class HellaSwagConfig:
 
     # Each field is a flag, and its comment is the flag's help text.
 
-    # name on the Hub, model folder, or log folder of a run (its newest checkpoint)
+    # name on the Hub, model folder, .pt file, or log folder of a run (its newest checkpoint)
     model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "gpt2"
     device: Annotated[str, tyro.conf.arg(aliases=["-d"])] = "auto"  # auto, cpu, cuda or mps
-    data: str = ""  # local .jsonl of tasks; empty: the official validation set, downloaded once
+    data: str = ""  # .jsonl file of tasks; empty: the official validation set, downloaded once
     limit: int = 0  # evaluate only this many tasks, from the start; 0: all
     batch_size: int = 8  # tasks per forward pass, four rows each
     # precision of matmuls; losses are computed in float32 and summed in float64
@@ -289,7 +289,7 @@ def main(args: list[str] | None = None) -> None:
     for i, task in enumerate(tasks):
         losses = task_losses[i]
         if any(map(math.isnan, losses)):
-            raise RunError(f"{folder}: the model's logits are nan, so it cannot be evaluated")
+            raise RunError(f"{folder}: the model's loss is nan, so it cannot be evaluated")
         prediction, prediction_norm = choices(task, losses)
         row = {
             "task": i,

@@ -1,4 +1,4 @@
-"""Continue prompts with a model and print each token as it is sampled.
+"""Continue prompts with a model. A single sample is printed token by token.
 
 python sample.py log "Hello, I'm a language model,"          # the newest checkpoint of a run
 python sample.py log/step_000400 "ROMEO:" --num-samples 3
@@ -40,12 +40,13 @@ SAMPLES_AT_ONCE = 8  # batch size
 class SampleConfig:
     """Continue a prompt with a GPT-2, in float32."""
 
-    model: Positional[str]  # log folder (its newest checkpoint), model folder, or name on the Hub
+    # log folder (its newest checkpoint), model folder, .pt file, or name on the Hub
+    model: Positional[str]
     prompt: Positional[str] = ""  # text to continue; empty: each line of standard input
     max_new_tokens: int = 100  # maximum length; a sample also ends at <|endoftext|>
     temperature: float = 1.0  # divide the logits by this; 0: always take the likeliest token
     top_k: int = 50  # sample from this many of the likeliest tokens; 0: the whole vocabulary
-    seed: int = 42  # seed of the first sample; incremented per sample
+    seed: int = 42  # seed of the first sample; each further sample adds 1
     num_samples: int = 1  # samples per prompt
     device: str = "auto"  # auto, cpu, cuda or mps
     code: str = str(ROOT / "train_gpt2.py")  # script that trained the model

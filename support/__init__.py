@@ -9,6 +9,6 @@ models          huggingface: loading and saving; peer_checkpoints: .pt files of 
                 nanoGPT; forks: is a model a GPT-2?; functional_gpt2: the reference GPT-2; sampling:
                 logits for generate(), and samples of a run
 data            documents: text for fineweb.py; shards: tokens for the data loader; tokenizer:
-                vocabularies (gpt2/: OpenAI's, modified MIT), and bits per byte
+                vocabularies (gpt2/: OpenAI's, under a modified MIT license), and bits per byte
 every script    command_line: flags and console output; errors_and_signals: one-line errors, stop
                 signals, exit status; files_and_locks: atomic writes, and a lock"""

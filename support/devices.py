@@ -53,8 +53,8 @@ def keep_freed_memory() -> None:
     """Make malloc reuse the memory of freed tensors instead of returning it (glibc only).
 
     By default glibc returns large buffers to the kernel, and the next step faults them in again
-    page by page. On a CPU, that took a third of the time of a step for GPT-2 (124M), and more than
-    half for a small model. The price is fragmentation, because larger tensors do not fit into the
+    page by page. On a CPU, that took a third of the step time for GPT-2 (124M), and more than half
+    of it for a small model. The price is fragmentation, because larger tensors do not fit into the
     gaps (bench/memory)."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):  # musl lacks it
@@ -82,7 +82,7 @@ def reset_peak_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-LARGE = 50_000_000  # minimum parameter count for training in bfloat16 on a CPU
+LARGE = 50_000_000  # parameters; on a CPU, smaller models train in float32 by default
 
 
 def choose_precision(
@@ -173,7 +173,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
 def matmul_flops(device: torch.device, *dtypes: torch.dtype, n: int = 1024) -> list[float]:
     """Return the best FLOP/s of up to 20 n x n matmuls in each dtype, measured in about a second.
 
-    The dtypes take turns, so that other programs disturb all of them. The inputs are random,
+    The dtypes take turns, so that other programs disturb them equally. The inputs are random,
     because a GPU draws less power and clocks higher on zeros."""
     generator = torch.Generator(device).manual_seed(0)  # leave the global RNG alone
     a = torch.randn(n, n, device=device, generator=generator)

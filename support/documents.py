@@ -29,7 +29,7 @@ LEARN_CHARS = 20_000_000  # train a vocabulary on at most this many characters
 # --------------------------------------------------------------------------------------------------
 # Errors
 
-HUB_REMEDY = "check the names and the network; if private or gated, run `hf auth login`"
+HUB_REMEDY = "check the names and the network; for private or gated data, run `hf auth login`"
 
 
 def as_one_line(where: str, error: Exception, remedy: str) -> UserError:

@@ -62,7 +62,7 @@ def suggest_smaller_batch(B: int, low_memory: bool) -> Iterator[None]:
             raise
         remedy = f"--micro-batch-size {B // 2}"
         if B == 1:
-            remedy = "a smaller --seq-len" if low_memory else "--low-memory, or a smaller --seq-len"
+            remedy = "a smaller --seq-len" if low_memory else "--low-memory or a smaller --seq-len"
         problem = f"out of memory with --micro-batch-size {B} ({first_line(error)})"
         raise UserError(f"{problem}; {remedy} needs less memory") from None
 

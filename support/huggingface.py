@@ -103,11 +103,11 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None
 CARD = """---
 pipeline_tag: text-generation
 {library}---
-{kind} after {step:,} steps and {tokens:,} tokens of `{data}`, starting from {init}, trained with
+{kind} trained for {step:,} steps on {tokens:,} tokens of `{data}`, starting from {init}, with
 `{script}` from gpt2-repro{commit}: `{command}`
 
 It continues text. It does not follow instructions, and what it writes may be false. The prompt and
-the continuation together may have up to {context:,} tokens.
+the continuation together can be up to {context:,} tokens long.
 """
 
 

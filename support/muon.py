@@ -1,6 +1,6 @@
 """Muon, an optimizer for the matrices inside the blocks: --optimizer muon.
 
-It needs fewer steps than AdamW, so the preset shakespeare uses it. Source: Keller Jordan et al.,
+It needs fewer steps than AdamW, so the shakespeare preset uses it. Source: Keller Jordan et al.,
 "Muon: An optimizer for hidden layers in neural networks" (2024,
 kellerjordan.github.io/posts/muon)."""
 
@@ -19,8 +19,8 @@ class Muon(torch.optim.Optimizer):
     decay (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2).
 
     torch.optim.Muon with adjust_lr_fn="match_rms_adamw" computes the same updates, but one matrix
-    at a time, always in bfloat16, and redundantly on each rank. On a CPU, a run of the preset
-    shakespeare takes 4% longer with it, and a third longer if the CPU lacks bfloat16."""
+    at a time, always in bfloat16, and redundantly on each rank. On a CPU, a run of the
+    shakespeare preset takes 4% longer with it, and a third longer if the CPU lacks bfloat16."""
 
     def __init__(self, matrices: list[Tensor], lr: float, weight_decay: float, dtype: torch.dtype):
         """`dtype` is the dtype of the update's matmuls, e.g. torch.bfloat16."""

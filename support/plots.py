@@ -30,7 +30,7 @@ BASELINES = {
     },
 }
 
-NOT_DRAWN = ("bpb", "mfu", "ms")  # equivalent to val and tok_per_sec
+NOT_DRAWN = ("bpb", "mfu", "ms")  # proportional to val, or to tok_per_sec or its inverse
 
 BUILD_NANOGPT_TOKENS = 524_288  # build-nanogpt's tokens per step
 

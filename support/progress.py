@@ -68,7 +68,7 @@ def first_lines(
 
 
 def warn_about_settings(config: "TrainConfig", loader: "DataLoaderLite") -> None:
-    """Warn about valid settings that are probably a mistake. `loader` reads the training data."""
+    """Warn about valid settings that are probably mistakes. `loader` reads the training data."""
     epochs = config.max_steps * config.total_batch_size / loader.total_tokens
     if epochs > 20:
         steps = max(round(10 * loader.total_tokens / config.total_batch_size), 1)
@@ -123,7 +123,7 @@ class Progress:
             if self.slow_steps == 10:
                 note(
                     "steps take over four times as long as the fastest one, probably because other "
-                    "programs use the device or its cores; stop them, or set OMP_NUM_THREADS lower"
+                    "programs use the device or its cores; stop them, or lower OMP_NUM_THREADS"
                 )
                 self.slow_steps = -1
 
@@ -161,7 +161,7 @@ class Progress:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return the size, the weight decay and any rate scale of each parameter group."""
+    """Describe the size, weight decay and any learning-rate scale of each parameter group."""
     shares = []
     for group in optimizer.param_groups:
         size = sum(p.numel() for p in group["params"])

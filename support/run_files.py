@@ -119,7 +119,7 @@ def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
 
 def new_entry(config: dict[str, Any], **details: Any) -> dict[str, Any]:
     """Return an entry of run.json for this start, with the settings `config` and `details`."""
-    import torch  # here, because reading logs needs no torch
+    import torch  # imported here, because reading logs does not need torch
 
     versions = {"torch": torch.__version__}  # includes the build, e.g. +cu130
     versions |= {name: version(name) for name in ("numpy", "tiktoken", "safetensors")}

@@ -1,4 +1,4 @@
-"""The code of a run: log/code/ is a copy of the program, taken at the newest start.
+"""The code of a run: log/code/ is a copy of the program, taken at the latest start.
 
 Modules are stored under their import names, so that log/code/ is importable. A checkpoint contains
 the script that defines its model. Code in a model's folder never runs unless --code names it."""
@@ -116,7 +116,7 @@ def write_code(folder: Path, overwrite: bool = True) -> None:
 def changes_since(folder: Path) -> str:
     """Describe how the program differs from its copy in a folder, or return "".
 
-    Removes modules from the folder that can no longer be imported."""
+    Removes from the folder any module that can no longer be imported."""
     if not folder.exists():
         return ""
     now = program()

@@ -76,7 +76,7 @@ def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
             tokens = np.lib.format.open_memmap(path, mode="r")  # rejects pickles and archives
         elif NANOGPT_NAME.fullmatch(path.name):
             tokens = np.memmap(path, dtype="<u2", mode="r")
-        else:  # .bin of llm.c and modded-nanogpt: a header of 256 int32, then the tokens
+        else:  # .bin of llm.c and modded-nanogpt: a header of 256 int32s, then the tokens
             magic, version, length = np.fromfile(path, dtype="<i4", count=3)
             tokens = np.memmap(path, dtype="<u2", mode="r", offset=256 * 4)
             if magic != 20240520 or version != 1 or length != len(tokens):
@@ -162,7 +162,7 @@ def open_split(
         return [data], [tokenize_text(data, split)]
     if not data.exists():
         text = data.suffix == ".txt"
-        remedy = "--data names another" if text else "`python fineweb.py` makes shards"
+        remedy = "pass another with --data" if text else "`python fineweb.py` makes shards"
         raise UserError(f"{data}: no such file or folder; {remedy}")
     paths = find_shards(data, split) if data.is_dir() else []
     if not paths:
@@ -193,5 +193,5 @@ def open_split(
 def check_tokens(tokens: np.ndarray, path: Path, vocab_size: int) -> None:
     """Raise UserError unless every token is in the vocabulary."""
     if tokens.max(initial=0) >= vocab_size:
-        problem = f"token {tokens.max()} isn't in the vocabulary (0 to {vocab_size - 1})"
+        problem = f"token {tokens.max()} is not in the vocabulary (0 to {vocab_size - 1})"
         raise UserError(f"{path}: {problem}: damaged, or made with another tokenizer")

@@ -191,7 +191,7 @@ def token_sizes(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 def encode(text: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yield encode_ordinary(text) as uint32 arrays, one per piece of a long text.
 
-    Pieces bound the memory, and keep a million consecutive spaces from overflowing tiktoken's
+    Pieces bound memory use, and keep a million consecutive spaces from overflowing tiktoken's
     stack."""
     start = 0
     while start < len(text):
