@@ -166,6 +166,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     for group in optimizer.param_groups:
         size = sum(p.numel() for p in group["params"])
         decay = "with decay" if group.get("weight_decay", 0) > 0 else "without decay"
-        scale = f", learning rate x {group['lr_scale']:g}" if "lr_scale" in group else ""
+        lr_scale = group.get("lr_scale", 1)
+        scale = f", learning rate x {lr_scale:g}" if lr_scale != 1 else ""
         shares.append(f"{len(group['params'])} tensors ({size:,} parameters) {decay}{scale}")
     return f"{type(optimizer).__name__}: {'; '.join(shares)}"
