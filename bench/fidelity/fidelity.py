@@ -1,12 +1,15 @@
 """Runs our script and build-nanogpt's from the same weights on the same tokens, and compares them.
 
-    python bench/fidelity/fidelity.py PEER [STEPS] [FLAG …]
+    python bench/fidelity/fidelity.py PEER [STEPS] [--variant VARIANT] [FLAG …]
 
 PEER is a copy of build-nanogpt. Both train GPT-2 (124M) in float32 on the CPU, with the settings of
-the gpt2 preset, for STEPS updates (60) of 2 x 2 x 32 tokens. Theirs is changed by EDITS. FLAGs are
-added to ours, to see what a difference looks like (--weight-decay 0.09)."""
+the gpt2 preset, for STEPS updates (60) of 2 x 2 x 32 tokens. Theirs is changed by EDITS. VARIANT is
+`bfloat16` (both under autocast), `compile` (ours with --compile on), or `ranks` (both with two
+processes and two micro-steps each). FLAGs are added to ours, to see what a difference looks like
+(--weight-decay 0.09)."""
 
 import contextlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,8 +36,6 @@ EDITS = {  # before: after
     "from hellaswag import": "#",
     "enc = tiktoken": "#",
     'print(f"using device: {device}")': 'device = "cpu"',
-    # float32
-    "dtype=torch.bfloat16": "enabled=False",
     "torch.set_float32_matmul_precision": "#",
     # the same initial weights, from a folder of this name
     "GPT(GPTConfig(vocab_size=50304))": 'GPT.from_pretrained("gpt2")',
@@ -49,11 +50,25 @@ EDITS = {  # before: after
 }
 
 
-def edited(script: Path, steps: int, micro_steps: int) -> str:
-    """Their script with EDITS, with an update divided into this number of micro-steps."""
+FLOAT32 = {"dtype=torch.bfloat16": "enabled=False"}
+GLOO = {  # two processes on a CPU
+    "assert torch.cuda.is_available()": "#",
+    "backend='nccl'": "backend='gloo'",
+    "device = f'cuda:{ddp_local_rank}'": "device = 'cpu'",
+    "torch.cuda.set_device(device)": "pass",
+    "DDP(model, device_ids=[ddp_local_rank])": "DDP(model)",
+    "dist.all_reduce(loss_accum, op=dist.ReduceOp.AVG)": "dist.all_reduce(loss_accum); "
+    "loss_accum /= ddp_world_size",
+}
+
+
+def edited(script: Path, steps: int, micro_steps: int, variant: str) -> str:
+    """Return their script with EDITS, and with an update divided into `micro_steps`."""
     source = script.read_text(encoding="utf-8")
-    edits = EDITS | {
-        "B = 64": f"B = {B * MICRO_STEPS // micro_steps}",
+    ranks = 2 if variant == "ranks" else 1
+    edits = EDITS | ({} if variant == "bfloat16" else FLOAT32) | (GLOO if ranks > 1 else {})
+    edits |= {
+        "B = 64": f"B = {B * MICRO_STEPS // micro_steps // ranks}",
         "warmup_steps = 715": f"warmup_steps = {steps // 6}",
         "max_steps = 19073": f"max_steps = {steps}",
     }
@@ -64,9 +79,11 @@ def edited(script: Path, steps: int, micro_steps: int) -> str:
     return source
 
 
-def train(*command: str) -> np.ndarray:
-    """Runs Python with these arguments. -> (2, steps): losses and norms from log/log.txt"""
-    done = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL)
+def train(script: str, *flags: str, ranks: int = 1) -> np.ndarray:
+    """Run a script. Return the losses and norms of log/log.txt, (2, steps)."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [sys.executable, *(launch if ranks > 1 else []), script, *flags]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL)
     if done.returncode:
         sys.exit(done.returncode)  # it printed why
     log = read_log("log")
@@ -89,16 +106,23 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("peer", type=Path)
     parser.add_argument("steps", type=int, nargs="?", default=60)
+    variants = ("float32", "bfloat16", "compile", "ranks")
+    parser.add_argument("--variant", choices=variants, default="float32")
     args, flags = parser.parse_known_args()
     steps = args.steps
     if steps < 1:
         raise UserError(f"{steps} steps: must be at least 1")
     script = args.peer / "train_gpt2.py"
-    peer = edited(script, steps, MICRO_STEPS)
-    peer_whole = edited(script, steps, 1)  # differs by rounding only
-    command = f"""{ROOT}/train_gpt2.py --preset gpt2 --init gpt2 --data {SHARDS} --no-shuffle
-        --total-batch-size {B * T * MICRO_STEPS} --micro-batch-size {B} --seq-len {T}
-        --device cpu --dtype float32 --max-steps {steps} --warmup-steps {steps // 6}
+    variant = args.variant
+    ranks = 2 if variant == "ranks" else 1
+    peer = edited(script, steps, MICRO_STEPS, variant)
+    peer_whole = edited(script, steps, 1, variant)  # differs by rounding only
+    dtype = "bfloat16" if variant == "bfloat16" else "float32"
+    compile = "on" if variant == "compile" else "off"
+    command = f"""--preset gpt2 --init gpt2 --data {SHARDS} --no-shuffle
+        --total-batch-size {B * T * MICRO_STEPS} --micro-batch-size {B // ranks}
+        --seq-len {T} --device cpu --dtype {dtype} --compile {compile}
+        --max-steps {steps} --warmup-steps {steps // 6}
         --eval-every 0 --hellaswag-every 0 --sample-every 0 --save-every 0"""
 
     torch.manual_seed(1337)
@@ -106,9 +130,12 @@ def main() -> None:
         Path(SHARDS).mkdir()
         np.save(f"{SHARDS}/input_train_000000.npy", tokenize_text(ROOT / "input.txt", "train"))
         GPT(GPTConfig()).save_pretrained("gpt2")
-        ours = train(*command.split(), *flags)
-        theirs = train("-c", peer)
-        whole = train("-c", peer_whole)
+        Path("peer.py").write_text(peer, encoding="utf-8")
+        Path("peer_whole.py").write_text(peer_whole, encoding="utf-8")
+        ours = train(f"{ROOT}/train_gpt2.py", *command.split(), *flags, ranks=ranks)
+        shutil.rmtree("log")
+        theirs = train("peer.py", ranks=ranks)
+        whole = train("peer_whole.py", ranks=ranks)
     print("step  loss: theirs      ours  norm: theirs      ours")
     rows = zip(theirs[0], ours[0], theirs[1], ours[1], strict=True)
     for step, row in enumerate(rows):
