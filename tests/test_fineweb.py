@@ -385,7 +385,7 @@ def test_a_vocabulary_is_not_kept_for_another_text(monkeypatch):
         make(*args, "wrong.txt")
     before = contents()
     for size in ([], ["--vocab-size", 260]):
-        assert "out: files must be" in refused(*size, "--input", "right.txt")
+        assert "out: files must match" in refused(*size, "--input", "right.txt")
         assert "out: " in refused(*size, "--input", "wrong.txt", "--text-column", "body")
     assert contents() == before
     make("--input", "wrong.txt")

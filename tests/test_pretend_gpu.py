@@ -144,7 +144,7 @@ def test_the_micro_batch_is_larger_on_a_large_card():
 
 def test_out_of_memory_is_one_line_with_a_remedy(run):
     flags = "--micro-batch-size 4 --total-batch-size 512 --seq-len 64"
-    with pytest.raises(UserError, match="--micro-batch-size 2 takes less") as raised:
+    with pytest.raises(UserError, match="--micro-batch-size 2 needs less memory") as raised:
         run("log", flags, gpu=PretendGPU(memory=100e6))
     assert len(str(raised.value).splitlines()) == 1
 

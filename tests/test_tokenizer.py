@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from support.errors_and_signals import UserError
 from support.tokenizer import get_tokenizer
-from tests.conftest import ROOT, posix
+from tests.conftest import ROOT, losses, posix, train
 from train_gpt2 import GPT, DataLoaderLite, GPTConfig
 
 EOT = 50256
@@ -200,7 +200,7 @@ SPOILED = [  # format, what is done to a shard, what the error names
     (".npy", saved(np.r_[[0] * 2048, 50257].astype(np.uint16)), "50257"),
     (".npy", saved(np.array([{}], object)), r"x_train_000000\.npy"),
     (".npy", renamed("tokens.npy"), r"no train shards.*--out my_shards"),
-    (".bin", renamed("train.bin"), r"no train shards.*--out my_shards"),  # as nanoGPT's
+    (".bin", renamed("tokens.bin"), r"no train shards.*--out my_shards"),
     (".bin", rewritten(lambda b: b[:-2]), "18"),
     (".bin", rewritten(lambda b: b"\0" * 4 + b[4:]), "magic 0"),
     (".bin", rewritten(lambda b: b[:4] + b"\2" + b[5:]), "version 2"),
@@ -215,3 +215,19 @@ def test_bad_shards_are_named(tmp_path):
         spoil(path)
         with pytest.raises(UserError, match=message):
             DataLoaderLite(path.parent, "train", 1, 1)
+
+
+def test_nanogpts_files_are_read_by_their_names(tmp_path, capsys):
+    """Its train.bin and val.bin have no header. Characters, which meta.pkl numbers, are refused."""
+    tokens = np.arange(400, dtype=np.uint16)
+    for split in ("train", "val"):
+        tokens.tofile(tmp_path / f"{split}.bin")
+        x, y = DataLoaderLite(tmp_path, split, 2, 8, shuffle=False).next_batch()
+        assert x.flatten().tolist() == list(range(16)) and y[1].tolist() == list(range(9, 17))
+    flags = "--max-steps 1 --eval-every 1 --data"
+    for name in ("", "train.bin"):
+        train(flags, tmp_path / name, "--log-dir", tmp_path / f"log{name}")
+    assert losses(tmp_path / "log") == losses(tmp_path / "logtrain.bin")
+    (tmp_path / "meta.pkl").touch()
+    with pytest.raises(UserError, match=r"train\.bin: its tokens are characters"):
+        train(flags, tmp_path, "--log-dir", tmp_path / "log_2")
