@@ -163,7 +163,7 @@ def compare(name: str, ours: list[float], theirs: list[float]) -> str:
     n = len(ours) + len(theirs) - 2
     difference = np.mean(ours) - np.mean(theirs)
     error = np.sqrt(np.var(ours, ddof=1) / len(ours) + np.var(theirs, ddof=1) / len(theirs))
-    half = T_95[n] * error
+    half = T_95[n] * error  # n degrees of freedom
     low, high = difference - half, difference + half
     return f"{name}: {difference:+.4f}, 90% interval {low:+.4f} to {high:+.4f}"
 
@@ -203,7 +203,7 @@ def report() -> None:
     left.set(title="Training loss, means of 50 steps", xlabel="step", ylim=(None, 6.5))
     left.legend()
     right.set(title=f"Validation loss after {STEPS:,} steps", xticks=range(len(arms)))
-    right.set_xticklabels(NAMES.values())
+    right.set_xticklabels(name.replace(" ", "\n") for name in NAMES.values())
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.set_ylabel("nats per token")
