@@ -7,8 +7,8 @@
 A window as long as the model's context slides over the text, `stride` tokens at a time, and at each
 position scores the tokens that have not been scored yet. So every token but the first is scored
 once, and outside the first window it is predicted from more than context - stride tokens, as in
-https://huggingface.co/docs/transformers/perplexity. A smaller stride takes longer and gives a lower
-loss. <|endoftext|> is prepended to a text file, as it is to every document in training."""
+https://huggingface.co/docs/transformers/perplexity. A smaller stride takes longer and usually gives
+a lower loss. <|endoftext|> is prepended to a text file, as it is to every document in training."""
 
 import json
 import math
@@ -31,7 +31,7 @@ from support.devices import keep_freed_memory
 from support.errors_and_signals import RunError, UserError, run_and_exit
 from support.files_and_locks import ROOT, write_text
 from support.huggingface import find_model_on_ranks, tokenizer_of
-from support.ranks import Ranks, open_store
+from support.ranks import COLLECTIVE_TIMEOUT, Ranks, open_store
 from support.scripts import load_gpt_class
 from support.shards import data_folder, encode_document, open_split, open_tokenizer
 from support.tokenizer import Tokenizer, measure_text
@@ -106,7 +106,11 @@ def main(args: list[str] | None = None) -> None:
     if "RANK" in os.environ:  # started by torchrun
         backend = "nccl" if ranks.device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=open_store(ranks), rank=ranks.rank, world_size=ranks.world_size
+            backend,
+            store=open_store(ranks),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
         )
     if ranks.device.type == "cpu":
         keep_freed_memory()
@@ -118,7 +122,7 @@ def main(args: list[str] | None = None) -> None:
     if not 1 <= stride <= T:
         raise UserError(f"--stride {stride}: must be 0, or from 1 to {T} (the context window)")
     texts = read_documents(config.data, tokenizer)
-    predicted = np.concatenate([text[1:] for text in texts]) if len(texts) > 1 else texts[0][1:]
+    predicted = np.concatenate([text[1:] for text in texts])  # without the first, which is given
     if not len(predicted):
         raise UserError(f"{config.data}: fewer than two tokens")
     print0(f"model: {folder}; device: {ranks.device}")

@@ -18,8 +18,7 @@ What to edit, here or in a copy:
     one update            train(), between the two marks
 
 The rest of the program calls GPT(config), model(idx), model(idx, targets), model(idx, at=...) and
-model.generate(...), and reads model.h, model.head and model.config. docs/forking.md has tested
-examples.
+model.generate(...), and reads model.h and model.config. docs/forking.md has tested examples.
 
 At startup, each run checks whether your model still computes the same logits as GPT-2, and prints
 the result. If it does not, Hugging Face cannot load its checkpoints, and sampling is slower because
@@ -304,7 +303,7 @@ def random_below(n: int, *seed: int) -> int:
 
 
 class DataLoaderLite:
-    """Loads batches of sequences and their targets, epoch after epoch.
+    """Batches of sequences and their targets, epoch after epoch.
 
     Every shard is cut into sequences of T tokens. With shuffle=True, each epoch visits the shards
     in random order, and the sequences of each shard in random order. It also shifts the cuts by a
@@ -912,7 +911,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         ddp_model = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,  # p.grad is a view into DDP's buckets: no second copy
+            gradient_as_bucket_view=True,  # after backward(), p.grad is a view into DDP's buckets
             # Otherwise DDP rebuilds its buckets after the first step. That changes the order of
             # summation, so a resumed run would round differently.
             find_unused_parameters=True,

@@ -19,7 +19,7 @@ from support.checkpoints import newest_intact
 from support.command_line import display_path, restore_fields, warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import atomic_path, write_text
-from support.peer_checkpoints import read_peer
+from support.peer_checkpoints import read_peer_fields, read_peer_tensors
 from support.ranks import Ranks
 from support.tokenizer import END, Tokenizer, get_tokenizer
 
@@ -236,8 +236,8 @@ def download(name: str, only_config: bool) -> Path:
 def read_json(folder: Path) -> dict[str, Any]:
     """Return the config.json of any model."""
     if folder.is_file():
-        fields, _ = read_peer(folder)
-        return {"model_type": "gpt2", **{HF_NAMES.get(key, key): fields[key] for key in fields}}
+        fields = read_peer_fields(folder)
+        return {"model_type": "gpt2"} | {HF_NAMES.get(key, key): fields[key] for key in fields}
     try:
         return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -278,7 +278,7 @@ def is_gpt2(folder: Path) -> bool:
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of the model in a folder, with Hugging Face's names and layout."""
     if folder.is_file():
-        _, tensors = read_peer(folder)
+        tensors = read_peer_tensors(folder)
         return {PREFIX + name: change_layout(name, tensor) for name, tensor in tensors.items()}
     path = folder / "model.safetensors"
     if is_ours(folder):

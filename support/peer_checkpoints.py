@@ -3,7 +3,6 @@
 Both pad the vocabulary to 50,304 rows, of which GPT-2's 50,257 are kept. nanoGPT may leave out the
 biases, which are then zero, and computes the exact GELU instead of the tanh approximation."""
 
-import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -22,31 +21,38 @@ class PeerConfig:
     """A stand-in for build-nanogpt's GPTConfig, which its checkpoints pickle."""
 
 
-@functools.lru_cache(maxsize=1)
-def read_peer(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (fields of a GPTConfig, {name in our GPT: tensor}) of a .pt file.
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the contents of a .pt file, with memory-mapped tensors, and its model's settings.
 
-    Raises UserError if it is damaged or not a GPT-2."""
+    Raises UserError if it is damaged, or not a checkpoint of one of the two."""
     try:
         with torch.serialization.safe_globals([(PeerConfig, "__main__.GPTConfig")]):
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        tensors = {
-            name.removeprefix("_orig_mod.").removeprefix("transformer."): tensor
-            for name, tensor in saved["model"].items()
-        }
-        config = saved["model_args"] if "model_args" in saved else vars(saved["config"])
-        names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
-        fields = {name: config[name] for name in names}
+        return saved, saved["model_args"] if "model_args" in saved else vars(saved["config"])
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"{path}: damaged, or not a checkpoint ({first_line(error)})") from None
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError):
         raise UserError(f"{path}: not a checkpoint of build-nanogpt or nanoGPT") from None
-    if fields["vocab_size"] not in (VOCAB_SIZE, PADDED):
-        problem = f"its {fields['vocab_size']} tokens are not GPT-2's {VOCAB_SIZE:,}"
+
+
+def read_peer_fields(path: Path) -> dict[str, int]:
+    """Return the fields of a GPTConfig. Raises UserError if the tokens are not GPT-2's."""
+    _, config = read_checkpoint(path)
+    if config["vocab_size"] not in (VOCAB_SIZE, PADDED):
+        problem = f"its {config['vocab_size']} tokens are not GPT-2's {VOCAB_SIZE:,}"
         raise UserError(f"{path}: {problem}, so there is no tokenizer for it here")
-    fields["vocab_size"] = VOCAB_SIZE
-    tensors.pop("lm_head.weight")  # tied to wte
-    tensors = {name: t for name, t in tensors.items() if not name.endswith(".attn.bias")}  # masks
+    names = ("block_size", "n_layer", "n_head", "n_embd")
+    return {name: config[name] for name in names} | {"vocab_size": VOCAB_SIZE}
+
+
+def read_peer_tensors(path: Path) -> dict[str, Tensor]:
+    """Return {name in our GPT: tensor}."""
+    saved, _ = read_checkpoint(path)
+    tensors = {}
+    for name, tensor in saved["model"].items():
+        # Leave out the causal masks, and the head, which is tied to wte.
+        if not name.endswith((".attn.bias", "lm_head.weight")):
+            tensors[name.removeprefix("_orig_mod.").removeprefix("transformer.")] = tensor
     tensors["wte.weight"] = tensors["wte.weight"][:VOCAB_SIZE]
     for name, weight in list(tensors.items()):
         module, _, kind = name.rpartition(".")
@@ -58,4 +64,4 @@ def read_peer(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{path}: nanoGPT's exact GELU becomes GPT-2's tanh approximation, which changed the "
             "validation loss of a model of 3.4 million parameters by 2e-5 nats per token"
         )
-    return fields, tensors
+    return tensors

@@ -104,7 +104,7 @@ class Progress:
         self.seconds_left: float | None = None  # until the end; None until two steps have ended
         self.ends: deque[float] = deque(maxlen=100)  # when the latest steps ended
         self.fastest = math.inf  # duration of the fastest step, ignoring the first
-        self.slow_steps = 0  # in a row, or -1 once they have been reported
+        self.slow_steps = 0
 
     def end_step(self, step: int, began: float) -> None:
         """Record that a step ends now. `began` is the time.perf_counter() of its start."""
@@ -118,14 +118,13 @@ class Progress:
         per_step = (now - self.ends[0]) / (len(self.ends) - 1)  # including evaluations
         self.seconds_left = per_step * (self.max_steps - step - 1)
         self.fastest = min(self.fastest, self.seconds)
-        if self.slow_steps >= 0:
-            self.slow_steps = self.slow_steps + 1 if self.seconds > 4 * self.fastest else 0
+        if self.seconds > 4 * self.fastest:
+            self.slow_steps += 1
             if self.slow_steps == 10:
                 note(
-                    "steps take over four times as long as the fastest one, probably because other "
-                    "programs use the device or its cores; stop them, or lower OMP_NUM_THREADS"
+                    "ten steps took over four times as long as the fastest one, probably because "
+                    "other programs use the cores; stop them, or lower OMP_NUM_THREADS"
                 )
-                self.slow_steps = -1
 
     @property
     def speed(self) -> dict[str, float]:

@@ -46,7 +46,7 @@ def peer(request, tmp_path):
     for name, tensor in theirs.state_dict().items():
         if "without" in request.param and name.endswith(".bias"):
             continue
-        matrix = name.endswith((".weight",)) and "ln_" not in name and ".h." in name
+        matrix = name.endswith(".weight") and "ln_" not in name and ".h." in name
         state[name] = tensor.mT.contiguous() if matrix else tensor
     path = tmp_path / "ckpt.pt"
     if request.param == "build-nanogpt":

@@ -62,21 +62,29 @@ GLOO = {  # two processes on a CPU
 }
 
 
-def edited(script: Path, steps: int, micro_steps: int, variant: str) -> str:
-    """Return their script with EDITS, and with an update divided into `micro_steps`."""
+def replaced(script: Path, edits: dict[str, str]) -> str:
+    """Return the source of a script with replacements, each of which must apply."""
     source = script.read_text(encoding="utf-8")
-    ranks = 2 if variant == "ranks" else 1
-    edits = EDITS | ({} if variant == "bfloat16" else FLOAT32) | (GLOO if ranks > 1 else {})
-    edits |= {
-        "B = 64": f"B = {B * MICRO_STEPS // micro_steps // ranks}",
-        "warmup_steps = 715": f"warmup_steps = {steps // 6}",
-        "max_steps = 19073": f"max_steps = {steps}",
-    }
     for before, after in edits.items():
         if before not in source:
             raise UserError(f"{script}: not the script of build-nanogpt of June 2024")
         source = source.replace(before, after)
     return source
+
+
+def edited(script: Path, steps: int, micro_steps: int, variant: str) -> str:
+    """Return their script with EDITS, and with an update divided into `micro_steps`."""
+    ranks = 2 if variant == "ranks" else 1
+    edits = EDITS | ({} if variant == "bfloat16" else FLOAT32) | (GLOO if ranks > 1 else {})
+    return replaced(
+        script,
+        edits
+        | {
+            "B = 64": f"B = {B * MICRO_STEPS // micro_steps // ranks}",
+            "warmup_steps = 715": f"warmup_steps = {steps // 6}",
+            "max_steps = 19073": f"max_steps = {steps}",
+        },
+    )
 
 
 def train(script: str, *flags: str, ranks: int = 1) -> np.ndarray:

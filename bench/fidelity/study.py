@@ -15,13 +15,20 @@ import os
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import numpy as np
+import torch
+from fidelity import ROOT, replaced  # which puts ROOT on sys.path
+from matplotlib.figure import Figure
+from transformers import GPT2LMHeadModel
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(Path(__file__).parent))
+from support.errors_and_signals import run_and_exit
+from support.peer_checkpoints import read_peer_tensors
+from support.run_files import read_log
+from support.tokenizer import get_tokenizer
+from train_gpt2 import GPT, GPTConfig
 
 RESULTS = Path(__file__).parent / "results"
 # GPT-2's shape, at a size that a CPU trains in minutes. Learning rates, weight decay, clipping, and
@@ -30,7 +37,6 @@ T, VOCABULARY, LAYERS, HEADS, CHANNELS = 256, 2000, 4, 4, 128
 STEPS, WARMUP, B, TOKENS_PER_STEP = 1500, 56, 4, 2048
 EVAL_BATCHES = 20  # of their own evaluation: 20 batches of B sequences
 LAST_TOKENS = 2**18  # of the evaluation by one code
-SEEDS = range(1, 9)
 # In nats per token. Committed before the runs: in a pilot of six runs of build-nanogpt (pilot/) the
 # final losses had a standard deviation of 0.010. With 8 seeds in each arm, two one-sided t-tests at
 # 5% then find a true difference of 0 to be within the margin with a power above 90%.
@@ -65,40 +71,17 @@ OURS = f"""--preset gpt2 --data edu_fineweb10B --seq-len {T} --n-layer {LAYERS} 
     --hellaswag-every 0 --sample-every 0 --save-every {STEPS} --device cpu"""
 
 
-def edited(script: Path, edits: dict[str, str]) -> str:
-    """Return the source of a script with replacements, each of which must apply."""
-    source = script.read_text(encoding="utf-8")
-    for before, after in edits.items():
-        if before not in source:
-            sys.exit(f"error: {script}: not build-nanogpt's of June 2024: no {before!r}")
-        source = source.replace(before, after)
-    return source
-
-
 def load_peer(path: Path, shards: Path, folder: Path) -> Path:
     """Save the weights of build-nanogpt's checkpoint as a model in Hugging Face's format."""
-    import torch
-
-    from support.tokenizer import get_tokenizer
-    from train_gpt2 import GPT, GPTConfig
-
-    # Their checkpoint pickles GPTConfig of __main__. This script wrote it a moment ago.
-    sys.modules["__main__"].GPTConfig = GPTConfig
-    state = torch.load(path, weights_only=False)["model"]
     model = GPT(GPTConfig(T, VOCABULARY, LAYERS, HEADS, CHANNELS))
-    ours = {
-        name: state[name if name == "lm_head.weight" else f"transformer.{name}"][: len(parameter)]
-        for name, parameter in model.named_parameters()
-    }
-    model.load_state_dict(ours)
+    tensors = read_peer_tensors(path)
+    model.load_state_dict(tensors | {"wte.weight": tensors["wte.weight"][:VOCABULARY]})
     model.save_pretrained(folder, get_tokenizer(shards))
     return folder
 
 
 def train(peer: Path, shards: Path, tasks: Path, arm: str, seed: int) -> None:
     """Train and evaluate one model, in a temporary folder."""
-    from support.run_files import read_log
-
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "edu_fineweb10B").symlink_to(shards.resolve())
@@ -114,7 +97,7 @@ def train(peer: Path, shards: Path, tasks: Path, arm: str, seed: int) -> None:
 
         if arm == "peer":
             seeds = {"manual_seed(1337)": f"manual_seed({seed})"}
-            Path(scratch, "peer.py").write_text(edited(peer / "train_gpt2.py", EDITS | seeds))
+            Path(scratch, "peer.py").write_text(replaced(peer / "train_gpt2.py", EDITS | seeds))
             run("peer.py")
             model = load_peer(
                 Path(scratch, f"log/model_{STEPS:05d}.pt"), shards, Path(scratch, "hf")
@@ -145,9 +128,6 @@ def last_loss(folder: Path, shards: Path) -> float:
     """Return the loss of a model on the first LAST_TOKENS of the validation shard.
 
     It is computed by transformers, which neither script is."""
-    import torch
-    from transformers import GPT2LMHeadModel
-
     torch.set_num_threads(1)
     model = GPT2LMHeadModel.from_pretrained(folder).eval()
     tokens = np.load(next(shards.glob("*_val_*.npy")))[:LAST_TOKENS].astype(np.int64)
@@ -165,13 +145,12 @@ def compare(name: str, ours: list[float], theirs: list[float]) -> str:
     error = np.sqrt(np.var(ours, ddof=1) / len(ours) + np.var(theirs, ddof=1) / len(theirs))
     half = T_95[n] * error  # n degrees of freedom
     low, high = difference - half, difference + half
-    return f"{name}: {difference:+.4f}, 90% interval {low:+.4f} to {high:+.4f}"
+    within = "within" if max(-low, high) < MARGIN else "not within"
+    return f"{name}: {difference:+.4f}, 90% interval {low:+.4f} to {high:+.4f}, {within} {MARGIN}"
 
 
 def report() -> None:
     """Print the table and draw curves.png."""
-    from matplotlib.figure import Figure
-
     runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     arms = {arm: [run for run in runs if run["arm"] == arm] for arm in NAMES}
     last = {arm: [run["last"] for run in found] for arm, found in arms.items()}
@@ -187,8 +166,6 @@ def report() -> None:
         print(f"| {NAMES[arm]} | {len(found)} | {' | '.join(cells)} |")
     for arm in ("ours", "shuffled"):
         print(compare(f"{NAMES[arm]} minus {NAMES['peer']}", last[arm], last["peer"]))
-        tasks = [[run["hellaswag"] for run in arms[a]] for a in (arm, "peer")]
-        print(compare("  HellaSwag", *tasks))
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
@@ -210,12 +187,24 @@ def report() -> None:
     figure.savefig(Path(__file__).parent / "curves.png", dpi=100)
 
 
-if __name__ == "__main__":
-    command, *args = sys.argv[1:]
-    if command == "train":
-        peer, shards, tasks = (Path(arg).resolve() for arg in args[:3])
-        for seed in map(int, args[4:]):
-            if not (RESULTS / f"{args[3]}_{seed}.json").exists():
-                train(peer, shards, tasks, args[3], seed)
-    else:
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("report")
+    training = commands.add_parser("train")
+    for name in ("peer", "shards", "tasks"):
+        training.add_argument(name, type=Path)
+    training.add_argument("arm", choices=NAMES)
+    training.add_argument("seeds", type=int, nargs="+")
+    args = parser.parse_args()
+    if args.command == "report":
         report()
+        return
+    for seed in args.seeds:
+        if not (RESULTS / f"{args.arm}_{seed}.json").exists():
+            peer, shards, tasks = args.peer.resolve(), args.shards.resolve(), args.tasks.resolve()
+            train(peer, shards, tasks, args.arm, seed)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
