@@ -33,6 +33,11 @@ class Notebook:
             elif kind == "status" and content["execution_state"] == "idle":
                 return printed, error
 
+    def wait_for(self, text):
+        """Wait until the cell has printed this."""
+        while text not in self.client.get_iopub_msg(timeout=120)["content"].get("text", ""):
+            pass
+
     def run(self, code):
         self.start(code)
         printed, error = self.end()
@@ -103,7 +108,7 @@ def test_a_kernel_trains_again_and_again(notebook, text, tmp_path):
     notebook.manager.interrupt_kernel()
     assert notebook.end()[1] == "KeyboardInterrupt"
     notebook.start("import time\nprint('asleep')\ntime.sleep(100)")
-    time.sleep(1)
+    notebook.wait_for("asleep")
     notebook.manager.interrupt_kernel()
     assert notebook.end()[1] == "KeyboardInterrupt"
     assert notebook.run("print(6 * 7)") == "42\n"
