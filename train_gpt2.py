@@ -22,9 +22,9 @@ model.generate(...), and reads model.h and model.config. docs/forking.md has tes
 
 At startup, each run checks whether your model still computes the same logits as GPT-2, and prints
 the result. If it does not, Hugging Face cannot load its checkpoints, and sampling is slower because
-it cannot use a KV cache. If you rename the file, pass it to sample.py, hellaswag.py and evaluate.py
-with --code my_copy.py. --resume still works as long as parameter names, shapes and optimizers are
-unchanged.
+it cannot use a KV cache. To use its checkpoints, pass your script to sample.py, hellaswag.py and
+evaluate.py with --code my_copy.py. --resume still works as long as parameter names, shapes and
+optimizers are unchanged.
 
 Terms: the training data is a stream of uint16 tokens, split into files called shards. A step is one
 update of the weights, computed from total_batch_size tokens. Steps are numbered from 0, and the
@@ -948,7 +948,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
                 ddp_model.require_backward_grad_sync = micro_step == micro_steps - 1
                 with autocast:
                     micro_loss = ddp_model(x, y)
-                # backward() sums gradients over micro-steps, so divide to get their mean.
+                # backward() sums gradients over micro-steps, so divide to get their mean. Until the
+                # last micro-step, p.grad is the sum on this rank alone, times the scaler's scale.
                 scaler.scale(micro_loss / micro_steps).backward()
                 loss_sum += micro_loss.detach()
             for optimizer in optimizers:
@@ -972,7 +973,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             # On a GPU the optimizer may still be running. Its time is counted in the next step.
             progress.end_step(step, began)
             print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
-            # Add any value here: it is logged under its name and plotted in curves.png.
+            # Add any value here: it is logged under its name and plotted in curves.png. It may be
+            # absent from some steps.
             run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
             step += 1
             if is_due(config.save_every, step, config):  # before an evaluation, which may fail

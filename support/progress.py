@@ -50,8 +50,6 @@ def first_lines(
     flops = model.flops_per_token(config.seq_len)
     peak_flops, source = peak
     seconds = flops * tokens / (ASSUMED_MFU * world_size * peak_flops)
-    factors = {"micro-steps": micro_steps, "ranks": world_size}
-    factors = [f" x {number} {name}" for name, number in factors.items() if number > 1]
     return [
         f"device: {device_line}",
         f"model: {N:,} parameters, {flops:,} FLOPs per token",
@@ -59,7 +57,7 @@ def first_lines(
         f"memory: {16 * N / 1e9:.2f} GB for weights, gradients and AdamW state, plus activations",
         f"100% MFU: {peak_flops / 1e12:,.3g} TFLOP/s per device ({source})",
         f"tokens: {tokens:,} in {config.max_steps:,} steps of {config.total_batch_size:,}",
-        f"batch: {B} x {config.seq_len} tokens{''.join(factors)}",
+        f"batch: {B} x {config.seq_len} tokens; micro-steps: {micro_steps}; ranks: {world_size}",
         f"time: {duration(seconds)} for {flops * tokens:.3g} FLOPs, at {ASSUMED_MFU:.0%} MFU",
         f"data: {display_path(config.data)}",
         f"epochs: {epochs}",

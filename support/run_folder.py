@@ -349,7 +349,7 @@ class RunFolder:
         best = best_of(losses) if losses else step
         if best != step:
             path = checkpoint_path(self.path, best)
-            print0(f"best: {path}/, with a validation loss of {losses[best]:.4f}")
+            print0(f"best checkpoint: {path}/, with a validation loss of {losses[best]:.4f}")
         # --code can load the class only from the file that was started: not from a package, a
         # notebook, or a program that patches train_gpt2.py.
         started = sys.modules["__main__"]
