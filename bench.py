@@ -39,7 +39,7 @@ import train_gpt2
 from support import devices, settings
 from support.command_line import parse_args
 from support.errors_and_signals import UserError, run_and_exit
-from support.files_and_locks import ROOT, atomic_path, write_text
+from support.files_and_locks import ROOT, atomic_path, check_output, write_text
 from support.ranks import Ranks, torchrun_ranks
 from support.run_files import read_log, run_entries
 from support.shards import open_tokenizer
@@ -104,7 +104,7 @@ def read_config(flags: list[str]) -> TrainConfig:
     presets, fixed = train_gpt2.PRESETS, train_gpt2.MUST_NOT_CHANGE
     with contextlib.redirect_stdout(sys.stderr):
         return settings.read_config(
-            flags, TrainConfig, presets, fixed, GPTConfig, train_gpt2.steps_per_epoch
+            flags, TrainConfig, presets, fixed, GPTConfig, train_gpt2.tokens_per_epoch
         )
 
 
@@ -265,8 +265,7 @@ def main(args: list[str] | None = None) -> int:
         raise UserError(f"--steps {config.steps}: must be at least 1")
     if (config.ladder or config.rung) and torchrun_ranks()[2] > 1:
         raise UserError("--ladder and --rung measure one device: run them without torchrun")
-    if config.json and not os.access(Path(config.json).parent, os.W_OK):
-        raise UserError(f"--json {config.json}: its folder does not exist, or is not writable")
+    check_output(config.json)
     requested = read_config(train_flags).device
     gpu = requested in ("auto", "cuda") and torch.cuda.is_available()
     flags = ["--preset", "gpt2" if gpu else "shakespeare", "--data", str(ROOT / "input.txt"), *OFF]

@@ -29,7 +29,7 @@ from tyro.conf import Positional
 from support.command_line import parse_args, print0, progress_bar
 from support.devices import keep_freed_memory
 from support.errors_and_signals import RunError, UserError, run_and_exit
-from support.files_and_locks import ROOT, write_text
+from support.files_and_locks import ROOT, check_output, write_text
 from support.huggingface import find_model_on_ranks, tokenizer_of
 from support.ranks import COLLECTIVE_TIMEOUT, Ranks, open_store
 from support.scripts import load_gpt_class
@@ -102,6 +102,7 @@ def main(args: list[str] | None = None) -> None:
     config = parse_args(EvaluateConfig, args=args)
     if config.batch_size < 1:
         raise UserError(f"--batch-size {config.batch_size}: must be at least 1")
+    check_output(config.json)
     ranks = Ranks.from_environment(config.device)
     if "RANK" in os.environ:  # started by torchrun
         backend = "nccl" if ranks.device.type == "cuda" else "gloo"
@@ -126,7 +127,9 @@ def main(args: list[str] | None = None) -> None:
     if not len(predicted):
         raise UserError(f"{config.data}: fewer than two tokens")
     print0(f"model: {folder}; device: {ranks.device}")
-    print0(f"scoring {len(predicted):,} tokens, in windows of {T:,} with a stride of {stride:,}")
+    source = data_folder(config.data)
+    source = source if Path(source).is_file() else f"the validation split of {source}"
+    print0(f"data: {len(predicted):,} tokens of {source}; windows of {T:,}, stride {stride:,}")
     total = sum(total_loss(model, text, T, stride, ranks, config.batch_size) for text in texts)
     loss = total / len(predicted)
     if not math.isfinite(loss):

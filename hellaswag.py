@@ -42,7 +42,7 @@ import tyro
 from support.command_line import parse_args, print0, progress_bar, warn
 from support.devices import choose_device, choose_precision, dtype_of, keep_freed_memory
 from support.errors_and_signals import RunError, UserError, run_and_exit
-from support.files_and_locks import ROOT, atomic_path, sha256, write_text
+from support.files_and_locks import ROOT, atomic_path, check_output, sha256, write_text
 from support.huggingface import find_model, tokenizer_of
 from support.ranks import Ranks
 from support.scripts import load_gpt_class
@@ -277,10 +277,7 @@ def main(args: list[str] | None = None) -> None:
 
     gpt = load_gpt_class(config.code).from_pretrained(folder).to(device)
     tasks = tokenize(examples, tokenizer_of(folder), gpt.config.block_size)
-    if config.json:
-        # Fail now, rather than after hours of scoring, if the file cannot be written.
-        with open(config.json, "a"):
-            pass
+    check_output(config.json)
     one_rank = Ranks(rank=0, world_size=1, device=device)
     with autocast:
         task_losses = score(gpt, tasks, one_rank, config.batch_size, show_progress=True)

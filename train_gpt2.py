@@ -344,14 +344,14 @@ class DataLoaderLite:
         # Shards are memory-mapped: only what is used is read from disk. A .txt file is one shard.
         self.paths, self.shards = open_split(data, split, self.vocab_size)
         sizes = np.array([len(tokens) for tokens in self.shards])
-        self.total_tokens = int(sizes.sum())
         # Sequences per shard, for any offset. The last token of a shard is only a target.
         largest_offset = T - 1 if shuffle else 0
         self.counts = np.maximum(sizes - 1 - largest_offset, 0) // T
         self.sequences_per_epoch = int(self.counts.sum())
         if self.sequences_per_epoch == 0:
-            problem = f"{self.total_tokens} {split} tokens are too few for sequences of {T}"
+            problem = f"{sizes.sum()} {split} tokens are too few for sequences of {T}"
             raise UserError(f"{data}: {problem}; use more text or a smaller --seq-len")
+        self.tokens_per_epoch = self.sequences_per_epoch * T
         # --resume compares names relative to `data`, because `data` itself may have moved.
         names = [path.relative_to(data).as_posix() for path in self.paths]
         self.shard_sizes = list(zip(names, sizes.tolist(), strict=True))
@@ -756,10 +756,10 @@ def should_skip_update(step: int, loss: float, norm: float, scaler: torch.amp.Gr
     raise RunError(f"step {step}: {problem}, {remedy}")
 
 
-def steps_per_epoch(config: TrainConfig) -> float:
-    """Return the number of updates in an epoch of the data, for --epochs."""
+def tokens_per_epoch(config: TrainConfig) -> int:
+    """Return the number of tokens that an epoch of the data trains on, for --epochs."""
     loader = DataLoaderLite(config.data, "train", 1, config.seq_len, shuffle=config.shuffle)
-    return loader.sequences_per_epoch * config.seq_len / config.total_batch_size
+    return loader.tokens_per_epoch
 
 
 def print_plan(config: TrainConfig, ranks: Ranks) -> None:
@@ -994,7 +994,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 def main(args: list[str] | None = None) -> int:
     """Read the command line and train. Return the exit status."""
     # With --init, the fields of GPTConfig come from the loaded model's config.json.
-    config = read_config(args, TrainConfig, PRESETS, MUST_NOT_CHANGE, GPTConfig, steps_per_epoch)
+    config = read_config(args, TrainConfig, PRESETS, MUST_NOT_CHANGE, GPTConfig, tokens_per_epoch)
     # Set before the process group starts: deterministic mode keeps NCCL from using NVLS, whose sums
     # vary from run to run.
     torch.use_deterministic_algorithms(config.deterministic)
@@ -1012,7 +1012,7 @@ def main(args: list[str] | None = None) -> int:
     if config.plan:
         print_plan(config, ranks)
     else:
-        with RunFolder(config, ranks) as run:  # creates and locks log_dir
+        with RunFolder(config, ranks, args) as run:  # creates and locks log_dir
             status = train(config, ranks, run)
     if dist.is_initialized():
         dist.destroy_process_group()  # may hang while a DDP model is alive, so not in train()

@@ -77,6 +77,12 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
     fsync(path.parent)
 
 
+def check_output(path: str) -> None:
+    """Raise UserError before hours of work if the file of --json, if any, cannot be written."""
+    if path and not os.access(Path(path).parent, os.W_OK):
+        raise UserError(f"--json {path}: its folder does not exist, or is not writable")
+
+
 def write_text(path: Path | str, text: str) -> None:
     """Write a file atomically, as UTF-8 with \\n newlines on every platform."""
     with atomic_path(path) as partial:

@@ -3,8 +3,11 @@
 forks.py compares models with it, and sampling.py samples from it because it supports a KV cache."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+# Names of their own, which a notebook that patches torch.nn.functional does not change.
+from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
+from torch.nn.functional import linear as affine
 
 
 class KVCache:
@@ -44,10 +47,10 @@ def gpt2(
     the cache is empty."""
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps=1e-5)
+        return layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps=1e-5)
 
     def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+        return affine(x, w[f"{name}.weight"], w[f"{name}.bias"])
 
     T = idx.size(1)
     start = 0 if cache is None else cache.length  # position of idx[:, 0]
@@ -59,11 +62,11 @@ def gpt2(
         if cache is not None:
             k, v = cache.append(i, k, v)
         # A single new token is the last one, so it attends to all keys and needs no mask.
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)
+        y = scaled_dot_product_attention(q, k, v, is_causal=T > 1)
         x = x + linear(y.transpose(1, 2).flatten(2), f"h.{i}.attn.c_proj")
-        y = F.gelu(linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc"), approximate="tanh")
+        y = gelu(linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc"), approximate="tanh")
         x = x + linear(y, f"h.{i}.mlp.c_proj")
     x = norm(x, "ln_f")
     if at is not None:
         x = x[at]
-    return F.linear(x, w["wte.weight"])
+    return affine(x, w["wte.weight"])

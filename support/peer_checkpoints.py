@@ -15,6 +15,7 @@ from support.errors_and_signals import UserError, first_line
 from support.tokenizer import VOCAB_SIZE
 
 PADDED = 50_304
+FIELDS = ("block_size", "n_layer", "n_head", "n_embd")
 
 
 class PeerConfig:
@@ -28,10 +29,14 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         with torch.serialization.safe_globals([(PeerConfig, "__main__.GPTConfig")]):
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return saved, saved["model_args"] if "model_args" in saved else vars(saved["config"])
+        config = saved["model_args"] if "model_args" in saved else vars(saved["config"])
+        missing = {"vocab_size", *FIELDS} - config.keys()
+        if missing or not any(name.endswith("wte.weight") for name in saved["model"]):
+            raise KeyError
+        return saved, config
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"{path}: damaged, or not a checkpoint ({first_line(error)})") from None
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError):
         raise UserError(f"{path}: not a checkpoint of build-nanogpt or nanoGPT") from None
 
 
@@ -41,8 +46,7 @@ def read_peer_fields(path: Path) -> dict[str, int]:
     if config["vocab_size"] not in (VOCAB_SIZE, PADDED):
         problem = f"its {config['vocab_size']} tokens are not GPT-2's {VOCAB_SIZE:,}"
         raise UserError(f"{path}: {problem}, so there is no tokenizer for it here")
-    names = ("block_size", "n_layer", "n_head", "n_embd")
-    return {name: config[name] for name in names} | {"vocab_size": VOCAB_SIZE}
+    return {name: config[name] for name in FIELDS} | {"vocab_size": VOCAB_SIZE}
 
 
 def read_peer_tensors(path: Path) -> dict[str, Tensor]:
@@ -50,9 +54,11 @@ def read_peer_tensors(path: Path) -> dict[str, Tensor]:
     saved, _ = read_checkpoint(path)
     tensors = {}
     for name, tensor in saved["model"].items():
-        # Leave out the causal masks, and the head, which is tied to wte.
-        if not name.endswith((".attn.bias", "lm_head.weight")):
+        if not name.endswith(".attn.bias"):  # the causal masks
             tensors[name.removeprefix("_orig_mod.").removeprefix("transformer.")] = tensor
+    head = tensors.pop("lm_head.weight", tensors["wte.weight"])
+    if not torch.equal(head, tensors["wte.weight"]):
+        raise UserError(f"{path}: its output head is not tied to wte, as it is in GPT-2")
     tensors["wte.weight"] = tensors["wte.weight"][:VOCAB_SIZE]
     for name, weight in list(tensors.items()):
         module, _, kind = name.rpartition(".")

@@ -38,7 +38,7 @@ def first_lines(
     epochs = "no data yet"
     validation = "none"
     if loader:
-        available = loader.total_tokens
+        available = loader.tokens_per_epoch
         steps = max(round(available / config.total_batch_size), 1)
         epochs = f"{tokens / available:.3f} of {available:,} training tokens, {steps:,} steps each"
         if config.eval_every:
@@ -67,9 +67,9 @@ def first_lines(
 
 def warn_about_settings(config: "TrainConfig", loader: "DataLoaderLite") -> None:
     """Warn about valid settings that are probably mistakes. `loader` reads the training data."""
-    epochs = config.max_steps * config.total_batch_size / loader.total_tokens
+    epochs = config.max_steps * config.total_batch_size / loader.tokens_per_epoch
     if epochs > 20:
-        steps = max(round(10 * loader.total_tokens / config.total_batch_size), 1)
+        steps = max(round(10 * loader.tokens_per_epoch / config.total_batch_size), 1)
         problem = f"the model sees the data {epochs:,.0f} times and may memorize it"
         warn(f"{problem}; --max-steps {steps} is 10 epochs")
     if 0 < config.max_steps <= config.warmup_steps:

@@ -117,7 +117,7 @@ def write_entries(log_dir: Path, entries: list[dict[str, Any]]) -> None:
     write_text(log_dir / "run.json", json.dumps(entries, indent=2) + "\n")
 
 
-def new_entry(config: dict[str, Any], **details: Any) -> dict[str, Any]:
+def new_entry(config: dict[str, Any], command: list[str], **details: Any) -> dict[str, Any]:
     """Return an entry of run.json for this start, with the settings `config` and `details`."""
     import torch  # imported here, because reading logs does not need torch
 
@@ -130,7 +130,7 @@ def new_entry(config: dict[str, Any], **details: Any) -> dict[str, Any]:
     }
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": [display_path(word) for word in sys.argv],
+        "command": [display_path(word) for word in command],
         "git_commit": git_commit(),
         "versions": versions | {"python": sys.version.split()[0]},
         **details,

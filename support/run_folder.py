@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -37,8 +38,10 @@ class RunFolder:
     train() calls find_checkpoint() and begin() first, log() and save_checkpoint() in the loop, and
     finish() at the end."""
 
-    def __init__(self, config: "TrainConfig", ranks: Ranks):
+    def __init__(self, config: "TrainConfig", ranks: Ranks, args: Sequence[str] | None = None):
+        """`args` are the arguments of main(), or None for those of the command line."""
         self.config = config
+        self.args = args
         self.ranks = ranks
         self.path = Path(config.log_dir)
         self.locks = contextlib.ExitStack()
@@ -154,6 +157,7 @@ class RunFolder:
             except TypeError as error:
                 error.add_note(f"The setting `{name}` cannot be stored.")
                 raise
+        scripts.check_reloaded(type(model))
         check_trackers(self.config)
         for path in self.path.glob(".*.partial"):  # left over from a killed process
             remove(path)
@@ -167,13 +171,16 @@ class RunFolder:
             steps = [type(self.config)(**s).warmdown_steps for s in (previous, config)]
             if config["schedule"] == "wsd" and steps[0] != steps[1]:
                 print0(f"the final linear decay takes {steps[1]:,} steps instead of {steps[0]:,}")
-        self.print_code_changes()
+        command = sys.argv
+        if self.args is not None and not hasattr(sys.modules["__main__"], "__file__"):  # a notebook
+            command = [scripts.script_name(type(model)), *self.args]
+        self.print_code_changes(command)
         details |= {"step": self.first_step, "vocab_size": model.config.vocab_size}
         details |= {
             "init": display_path(details["init"]),
             "script": scripts.script_name(type(model)),
         }
-        self.entries.append(run_files.new_entry(config, **details))
+        self.entries.append(run_files.new_entry(config, command, **details))
         # Before write_entries(), because this adds the W&B run id to the last entry.
         self.trackers = start_trackers(self.path, self.entries, self.first_step)
         run_files.write_entries(self.path, self.entries)
@@ -190,11 +197,11 @@ class RunFolder:
         print0(self.verdict)
         print0(f"log and checkpoints: {self.path}/{resumed}")
 
-    def print_code_changes(self) -> None:
+    def print_code_changes(self, command: list[str]) -> None:
         """Print a line if the code has changed since the run's last start."""
         changes = scripts.changes_since(self.path / "code")
         if self.entries:
-            previous, now = (Path(c[0]).name for c in (self.entries[-1]["command"], sys.argv))
+            previous, now = (Path(c[0]).name for c in (self.entries[-1]["command"], command))
             if previous != now:
                 changes += f"{'; ' * bool(changes)}now started by {now} instead of {previous}"
         if changes:

@@ -3,6 +3,7 @@
 Modules are stored under their import names, so that log/code/ is importable. A checkpoint contains
 the script that defines its model. Code in a model's folder never runs unless --code names it."""
 
+import functools
 import importlib.util
 import site
 import sys
@@ -28,6 +29,9 @@ SCRIPTS = (
 )
 
 
+CODE = "--code"  # begins the names of modules loaded by load_gpt_class()
+
+
 # --------------------------------------------------------------------------------------------------
 # The script that defines a model
 
@@ -49,13 +53,30 @@ def script_name(model_class: "type[GPT]") -> str:
     return script.name if script else "a notebook"
 
 
+@functools.cache
+def source_at_first_run(model_class: "type[GPT]") -> bytes:
+    """Return the content that the file of a class had when this was first called."""
+    script = script_of(model_class)
+    return script.read_bytes() if script else b""
+
+
+def check_reloaded(model_class: "type[GPT]") -> None:
+    """Raise UserError if a script was edited after an earlier run of a notebook, but not reloaded.
+
+    Otherwise the run would train the old code, and keep the new code in log/code/."""
+    script = script_of(model_class)
+    if script and script.read_bytes() != source_at_first_run(model_class):
+        remedy = "importlib.reload() its module, or restart the kernel"
+        raise UserError(f"{script}: edited, but still loaded as it was; {remedy}")
+
+
 def load_gpt_class(code: str) -> "type[GPT]":
     """Import the file given by --code, and return its GPT class."""
     path = Path(code)
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"--code {path}: not a Python file")
     sys.path.append(str(path.absolute().parent))  # where `python FILE` would find its imports
-    name = f"code_{path.stem}"  # do not clash with a module that is already imported
+    name = f"{CODE} {path.stem}"  # do not clash with a module that is already imported
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -88,6 +109,8 @@ def program() -> dict[str, Path]:
         spec = getattr(module, "__spec__", None)
         path = Path(getattr(spec, "origin", None) or "")
         if path.suffix != ".py" or not path.is_file() or "dist-packages" in path.parts:
+            continue
+        if spec.name.startswith(CODE):
             continue
         if not any(path.is_relative_to(folder) for folder in libraries):
             name = spec.name.replace(".", "/")

@@ -37,7 +37,7 @@ def read_config(
     presets: dict[str, dict[str, Any]],
     must_not_change: tuple[str, ...],
     gpt_config_class: "type[GPTConfig]",
-    steps_per_epoch: "Callable[[TrainConfig], float]",
+    tokens_per_epoch: "Callable[[TrainConfig], int]",
 ) -> "TrainConfig":
     """Read the settings of a run from the command line, `args` or sys.argv[1:].
 
@@ -100,7 +100,7 @@ def read_config(
     if first.max_steps is not None:
         config.epochs = 0.0
     elif config.epochs and (first.epochs is not None or not run):
-        steps = config.epochs * steps_per_epoch(config)
+        steps = config.epochs * tokens_per_epoch(config) / config.total_batch_size
         if steps < 1:
             raise UserError(f"--epochs {config.epochs}: {steps:.2g} of a step; use a larger number")
         config.max_steps = int(steps)

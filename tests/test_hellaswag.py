@@ -175,7 +175,7 @@ def test_a_fork_is_scored_by_its_code(model, tmp_path):
 
 def test_a_file_that_cannot_be_written_is_found_before_scoring(model, tmp_path, monkeypatch):
     monkeypatch.setattr(hellaswag, "score", None)
-    with pytest.raises(FileNotFoundError, match="out"):  # run_and_exit makes a line of it
+    with pytest.raises(UserError, match="out"):
         evaluate(model, "--json", tmp_path / "none" / "out.json")
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-from support.run_files import read_log
+from support.run_files import read_log, run_entries
 from tests.conftest import ROOT, TINY, posix
 
 TASKS = ROOT / "tests" / "hellaswag_sample.jsonl"
@@ -82,8 +82,19 @@ def test_a_kernel_trains_again_and_again(notebook, text, tmp_path):
     printed = notebook.run(f'print(run("b", {short}))')
     assert "not a GPT-2: " in printed and "\nsample: " not in printed
     assert "gpt2-repro-fork" in (tmp_path / "b/step_000002/config.json").read_text()
-    notebook.run("train_gpt2.MLP.forward = forward")
+    notebook.run("train_gpt2.MLP.forward = forward\ngelu = train_gpt2.F.gelu\n")
+    notebook.run("train_gpt2.F.gelu = lambda x, approximate: torch.relu(x).square()")
+    assert "not a GPT-2: " in notebook.run(f'print(run("f", {short}))')
+    notebook.run("train_gpt2.F.gelu = gelu")
     assert "\na GPT-2: " in notebook.run(f'print(run("c", {short}))')
+
+    # The recorded command is the call's. Sampling in between changes no code.
+    (entry,) = run_entries(tmp_path / "c")
+    command = " ".join(entry["command"])
+    assert command.startswith("train_gpt2.py ") and command.endswith("--max-steps 2 --save-every 2")
+    code = str(ROOT / "train_gpt2.py")
+    notebook.run(f'import sample; sample.main(["c", "Hi", "--code", {code!r}])')
+    assert "code has changed" not in notebook.run('run("c", "--resume", "--max-steps", "2")')
 
     # The stop button once: the run saves, returns its status, and other cells go on.
     notebook.start('print(run("d", "--max-steps", "100000", "--save-every", "50000"))')
@@ -112,6 +123,21 @@ def test_a_kernel_trains_again_and_again(notebook, text, tmp_path):
     notebook.manager.interrupt_kernel()
     assert notebook.end()[1] == "KeyboardInterrupt"
     assert notebook.run("print(6 * 7)") == "42\n"
+
+
+@posix
+def test_an_edited_script_must_be_reloaded(notebook, text, tmp_path):
+    fork = tmp_path / "fork.py"
+    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+    fork.write_text(source)
+    setup = SETUP.replace("train_gpt2", "fork").format(root=str(ROOT), tiny=TINY, text=str(text))
+    notebook.run(setup)
+    notebook.run('run("a", "--max-steps", "1")')
+    fork.write_text(source.replace('F.gelu(self.c_fc(x), approximate="tanh")', "self.c_fc(x)"))
+    notebook.start('run("b", "--max-steps", "1")')
+    assert notebook.end()[1] == "UserError"
+    notebook.run("import importlib; importlib.reload(fork)")
+    assert "not a GPT-2: " in notebook.run('run("b", "--max-steps", "1")')
 
 
 def wait_for_a_step(log, name="log.txt"):

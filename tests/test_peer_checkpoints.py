@@ -89,9 +89,13 @@ def test_every_script_takes_one(peer, tmp_path, text, capsys):
 
 def test_other_files_are_an_error(tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
-    shape = dict(n_layer=1, n_head=1, n_embd=4, block_size=8, vocab_size=65)
+    shape = dict(n_layer=1, n_head=1, n_embd=4, block_size=8, vocab_size=50257)
+    model = {"transformer.wte.weight": torch.ones(2, 4), "lm_head.weight": torch.zeros(2, 4)}
     for content, message in (
-        ({"model": {}, "model_args": shape}, "65 tokens"),  # characters
+        ({"model": model, "model_args": shape | {"vocab_size": 65}}, "65 tokens"),  # characters
+        ({"model": model, "model_args": shape}, "not tied"),
+        ({"model": model, "model_args": {}}, "not a checkpoint"),
+        ({"model": {}, "model_args": shape}, "not a checkpoint"),
         ({"weights": torch.ones(1)}, "not a checkpoint"),
         (get_tokenizer, "damaged, or not a checkpoint"),  # would run code
     ):

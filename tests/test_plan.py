@@ -99,8 +99,12 @@ def test_epochs_set_the_number_of_steps(plan, text, capsys, tmp_path):
     )
     n = loader.sequences_per_epoch
     for epochs in (1, 2.5):
-        shown = plan(*flags, "--epochs", epochs)["tokens"]
-        assert f" in {int(epochs * n / 4):,} steps " in shown
+        shown = plan(*flags, "--epochs", epochs)
+        assert f" in {int(epochs * n / 4):,} steps " in shown["tokens"]
+        assert numbers(shown["epochs"])[1] == n * 16
+    # The exact number of steps of a whole number of epochs, without float rounding
+    shown = plan(*flags, "--total-batch-size", n * 16 // 3 // 16 * 16, "--epochs", 3)["tokens"]
+    assert f" in {3 * n // (n // 3):,} steps " in shown
     for mistake in ("--epochs 0.001", "--epochs 1 --max-steps 3"):
         with pytest.raises(UserError, match="--epochs"):
             train_gpt2.main(words("--plan --device cpu", *flags, mistake))

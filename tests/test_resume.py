@@ -183,7 +183,8 @@ def test_the_best_checkpoint_is_kept_and_named_at_the_end(text, tmp_path, monkey
 
     def run(steps):
         assert train(flags, text, "--log-dir", log_dir, "--max-steps", steps) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if "best checkpoint: " in line]
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if "best checkpoint: " in line]
 
     assert run(2) == []
     (line,) = run(4)
