@@ -54,20 +54,20 @@ def script_name(model_class: "type[GPT]") -> str:
 
 
 @functools.cache
-def source_at_first_run(model_class: "type[GPT]") -> bytes:
-    """Return the content that the file of a class had when this was first called."""
-    script = script_of(model_class)
-    return script.read_bytes() if script else b""
+def source_at_first_run(model_class: "type[GPT]", script: Path) -> bytes:
+    """Return what the script of a class contained when this was first called."""
+    return script.read_bytes()
 
 
 def check_reloaded(model_class: "type[GPT]") -> None:
-    """Raise UserError if a script was edited after an earlier run of a notebook, but not reloaded.
+    """Raise UserError if a notebook edited the script after an earlier run, but did not reload it.
 
-    Otherwise the run would train the old code, and keep the new code in log/code/."""
+    The run would train the old code, and log/code/ would hold the new code."""
     script = script_of(model_class)
-    if script and script.read_bytes() != source_at_first_run(model_class):
-        remedy = "importlib.reload() its module, or restart the kernel"
-        raise UserError(f"{script}: edited, but still loaded as it was; {remedy}")
+    if script and script.is_file():
+        if source_at_first_run(model_class, script) != script.read_bytes():
+            remedy = "importlib.reload() its module, or restart the kernel"
+            raise UserError(f"{script}: edited, but still loaded as it was; {remedy}")
 
 
 def load_gpt_class(code: str) -> "type[GPT]":
