@@ -64,10 +64,11 @@ def check_reloaded(model_class: "type[GPT]") -> None:
 
     The run would train the old code, and log/code/ would hold the new code."""
     script = script_of(model_class)
-    if script and script.is_file():
-        if source_at_first_run(model_class, script) != script.read_bytes():
-            remedy = "importlib.reload() its module, or restart the kernel"
-            raise UserError(f"{script}: edited, but still loaded as it was; {remedy}")
+    if not script or not script.is_file():
+        return
+    if source_at_first_run(model_class, script) != script.read_bytes():
+        remedy = "importlib.reload() its module, or restart the kernel"
+        raise UserError(f"{script}: edited, but still loaded as it was; {remedy}")
 
 
 def load_gpt_class(code: str) -> "type[GPT]":
