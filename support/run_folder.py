@@ -61,7 +61,7 @@ class RunFolder:
         folder."""
         if self.ranks.rank > 0:
             return self
-        problem = f"{self.path}: in use by another run; choose another --log-dir"
+        problem = f"{self.path}: in use by another run; end it, or choose another --log-dir"
         self.locks.enter_context(locked(self.path, problem))
         try:
             self.check_content()
