@@ -79,8 +79,8 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
 
 def check_output(path: str) -> None:
     """Raise UserError before hours of work if the file of --json, if any, cannot be written."""
-    if path and not os.access(Path(path).parent, os.W_OK):
-        raise UserError(f"--json {path}: its folder does not exist, or is not writable")
+    if path and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
+        raise UserError(f"--json {path}: not a file in a writable folder")
 
 
 def write_text(path: Path | str, text: str) -> None:

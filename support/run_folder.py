@@ -157,7 +157,7 @@ class RunFolder:
             except TypeError as error:
                 error.add_note(f"The setting `{name}` cannot be stored.")
                 raise
-        scripts.check_reloaded(type(model))
+        scripts.warn_if_not_reloaded(type(model))
         check_trackers(self.config)
         for path in self.path.glob(".*.partial"):  # left over from a killed process
             remove(path)

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from support.command_line import warn
 from support.errors_and_signals import UserError
 from support.files_and_locks import ROOT, atomic_path
 
@@ -59,16 +60,16 @@ def source_at_first_run(model_class: "type[GPT]", script: Path) -> bytes:
     return script.read_bytes()
 
 
-def check_reloaded(model_class: "type[GPT]") -> None:
-    """Raise UserError if a notebook edited the script after an earlier run, but did not reload it.
+def warn_if_not_reloaded(model_class: "type[GPT]") -> None:
+    """Warn if the script was edited after an earlier run in this process, e.g. in a notebook.
 
-    The run would train the old code, and log/code/ would hold the new code."""
+    The run trains the old code, but log/code/ holds the new code."""
     script = script_of(model_class)
     if not script or not script.is_file():
         return
     if source_at_first_run(model_class, script) != script.read_bytes():
-        remedy = "importlib.reload() its module, or restart the kernel"
-        raise UserError(f"{script}: edited, but still loaded as it was; {remedy}")
+        remedy = "to train the edited code, importlib.reload() its module or restart the kernel"
+        warn(f"{script} was edited, but this run trains the code as it was; {remedy}")
 
 
 def load_gpt_class(code: str) -> "type[GPT]":
