@@ -165,7 +165,7 @@ def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
     remedy = "it needs the code that trained it"
     if saved_script := read_json(folder).get("script"):  # absent if saved in a notebook
         code = shlex.quote(f"{display_path(folder)}/{saved_script}")
-        remedy += f"; sample.py and hellaswag.py take --code {code}"
+        remedy += f"; sample.py, hellaswag.py and evaluate.py take --code {code}"
     if shapes != expected:
         names = shapes.keys() | expected.keys()
         different = sorted(name for name in names if shapes.get(name) != expected.get(name))
