@@ -6,7 +6,6 @@ python reference/check.py log my_reference
 python reference/check.py log_2 log         # two runs: how far their losses differ
 """
 
-import math
 import statistics
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tyro.conf import Positional
 
 from support.command_line import flag, parse_args
-from support.errors_and_signals import UserError, run_and_exit
+from support.errors_and_signals import RunError, UserError, run_and_exit
 from support.run_files import log_lines, run_entries
 from support.tokenizer import VOCAB_SIZE
 
@@ -30,7 +29,7 @@ FIRST_STEPS = 20
 # TF32 rounds to an eighth of bfloat16's steps. Emulated on a CPU, it changed 6e-5 in shakespeare.
 TOLERANCE = {"float32": 1e-5, "tf32": 2.5e-3, "bfloat16": 2e-2}
 # Settings that a run and its reference must share to be compared.
-SHARED = ("data", "init", "seq_len", "n_layer", "n_head", "n_embd")
+SHARED = {"script", "data", "init", "vocab_size", "seq_len", "n_layer", "n_head", "n_embd"}
 Streams = dict[str, dict[int, float]]  # {stream: {step: value}}
 
 
@@ -130,54 +129,27 @@ def bounded_values(streams: Streams, bounds: Path, batch: int) -> Iterator[Value
             yield Value(stream, step, statistics.fmean(values[s] for s in steps), low, high)
 
 
-def same(ours: Any, theirs: Any) -> bool:
-    """True for equal settings; of a path, such as --data, the last part counts."""
-    return ours == theirs or Path(str(ours)).name == Path(str(theirs)).name
+def settings_of(run: Path) -> dict[str, Any]:
+    """Return the settings of a run's last start, or {} without run.json."""
+    entries = run_entries(run)
+    if not entries:
+        return {}
+    last = {"vocab_size": VOCAB_SIZE, "script": "train_gpt2.py"} | entries[-1]
+    return last["config"] | {"vocab_size": last["vocab_size"], "script": last["script"]}
 
 
-def comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
-    """Prints what is unlike in the settings. False if the losses can't be compared."""
-    for key in SHARED:
-        if not same(ours[key], theirs[key]):
-            value, expected = Path(str(ours[key])).name, Path(str(theirs[key])).name
-            print(f"no reference for {flag(key)} {value}: {name} has {expected}")
-            return False
-    changed = [
-        f"{flag(key)} {value} ({theirs[key]})"
-        for key, value in ours.items()
-        if key in theirs and key not in ("log_dir", "resume") and not same(value, theirs[key])
-    ]
+def check_comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> None:
+    """Print what differs in the settings. Raise RunError if the losses are not comparable."""
+    changed = []
+    for key in ours.keys() & theirs.keys() - {"log_dir", "resume"}:
+        # Of a path, such as --data, the last part counts.
+        value, expected = Path(str(ours[key])).name, Path(str(theirs[key])).name
+        if value != expected and key in SHARED:
+            raise RunError(f"no reference for {key} {value}: {name} has {expected}")
+        if value != expected:
+            changed.append(f"{flag(key)} {value} ({expected})")
     if changed:
-        print(f"settings unlike {name}'s: {', '.join(changed)}")
-    return True
-
-
-def judge_alone(streams: Streams, V: int) -> None:
-    """Prints what can be said of a run without a reference. V: the size of its vocabulary"""
-    print("So nothing says whether its losses are right. What can be said:")
-    losses = [v for stream in ("train", "val") for v in streams.get(stream, {}).values()]
-    infinite = sum(not isfinite(loss) for loss in losses)
-    finite = f"{infinite} of its losses are not finite" if infinite else "all are finite"
-    print(f"- it has {len(losses)} losses: {finite}")
-    first = streams.get("train", {}).get(0)
-    if first is not None:
-        nothing = math.log(V)  # of a uniform guess among V tokens
-        print(f"- the first loss is {first:.2f}; of a model that knows nothing it is {nothing:.2f}")
-    val = streams.get("val", {})
-    if len(val) == 1:
-        ((step, loss),) = val.items()
-        print(f"- there is one validation loss, {loss:.4f} at step {step}")
-    elif val:
-        best = min(val, key=val.get)
-        print(f"- the validation loss went from {val[min(val)]:.4f} to {val[max(val)]:.4f}")
-        if best != max(val):
-            print(f"- it was lowest at step {best}, {val[best]:.4f}")
-    print("reference/README.md says how to make a reference of your own")
-
-
-def vocabulary(starts: list[dict[str, Any]]) -> int:
-    """The size of a run's vocabulary, by its starts in run.json. Without one it is GPT-2's."""
-    return starts[-1].get("vocab_size", VOCAB_SIZE) if starts else VOCAB_SIZE
+        print(f"settings that differ from {name}'s: {', '.join(sorted(changed))}")
 
 
 def verdict(values: list[Value], name: str) -> bool:
@@ -205,44 +177,28 @@ def main(args: list[str] | None = None) -> int:
         return 0
     log = log_of(config.log)
     streams = read_streams(log)
-    starts = run_entries(log.parent)
-    ours = starts[-1]["config"] if starts else {}
-    V = vocabulary(starts)
+    ours = settings_of(log.parent)
     reference = config.reference
     if reference is None:
         reference = Path(__file__).parent / ours.get("preset", "gpt2")
     name = reference.name
-    entries = run_entries(reference)
-    if not entries:
-        print(f"no reference for the preset {name}: there are shakespeare and gpt2")
-        judge_alone(streams, V)
-        return 1
-    theirs = entries[-1]["config"]
-    if not starts:
+    theirs = settings_of(reference)
+    if not theirs:
+        raise RunError(f"no reference for the preset {name}: there are shakespeare and gpt2")
+    if not ours:
         print(f"no run.json next to {log}: the settings are assumed to be those of {name}")
-        ours = theirs
-    if vocabulary(entries) != V:
-        print(f"no reference for a vocabulary of {V}: {name} has {vocabulary(entries)}")
-        judge_alone(streams, V)
-        return 1
-    if not comparable(ours, theirs, name):
-        judge_alone(streams, V)
-        return 1
-    if starts and starts[-1].get("script") != "train_gpt2.py":
-        print(f"no reference for {starts[-1].get('script')}: {name} is of train_gpt2.py")
-        judge_alone(streams, V)
-        return 1
+    check_comparable(ours, theirs, name)
     values = [  # outside of any bounds, since no number is between nan and nan
         Value(stream, step, value, nan, nan)
         for stream in ("train", "val")
         for step, value in streams.get(stream, {}).items()
         if not isfinite(value)
     ]
-    if starts and ours.get("seed") == theirs.get("seed", "unknown"):
-        width = tolerance(starts + entries)
+    if ours and ours.get("seed") == theirs.get("seed", "unknown"):
+        width = tolerance(run_entries(log.parent) + run_entries(reference))
         if width is not None:
             values += first_losses(streams, read_streams(reference / "log.txt"), width)
-    values += bounded_values(streams, reference / "check.txt", ours["total_batch_size"])
+    values += bounded_values(streams, reference / "check.txt", (theirs | ours)["total_batch_size"])
     return 0 if verdict(values, name) else 1
 
 
