@@ -73,10 +73,8 @@ from support.errors_and_signals import (
     UserError,
     exit_status,
     run_and_exit,
-    suggest_smaller_batch,
 )
 from support.files_and_locks import ROOT
-from support.forks import warn_if_not_causal
 from support.muon import Muon
 from support.progress import Progress, first_lines, more_lines, warn_about_settings
 from support.ranks import COLLECTIVE_TIMEOUT, Ranks, open_store
@@ -903,7 +901,6 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         print0("torch.compile: on; the first step takes longer")
     run.print_header(checkpoint)
     warn_about_settings(config, loader)
-    warn_if_not_causal(model, autocast)
 
     ddp_model = model
     if world_size > 1:
@@ -920,7 +917,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     # ---- The loop
     # From here on, the first Ctrl-C or SIGTERM only sets a flag. An all-reduce sums the flags in
     # each update and after each evaluation, so that all ranks stop together.
-    with StopSignals() as signals, suggest_smaller_batch(B, config.low_memory):
+    with StopSignals() as signals:
         stop = 0.0  # the sum of the flags
         while True:
             due = evaluations.due(step)

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 # --------------------------------------------------------------------------------------------------
@@ -48,25 +48,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
-
-
-@contextlib.contextmanager
-def suggest_smaller_batch(B: int, low_memory: bool) -> Iterator[None]:
-    """Turn an out-of-memory error at micro-batch size B into a UserError with a remedy."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        remedy = f"--micro-batch-size {B // 2}"
-        if B == 1:
-            remedy = "a smaller --seq-len" if low_memory else "--low-memory or a smaller --seq-len"
-        problem = f"out of memory with --micro-batch-size {B} ({first_line(error)})"
-        raise UserError(f"{problem}; {remedy} needs less memory") from None
-
-
 def explain(error: Exception) -> Exception:
     """Return a UserError or RunError for an anticipated error, and any other error unchanged."""
     is_disk_error = isinstance(error, OSError) and error.errno in DISK_ERRORS
@@ -75,11 +56,12 @@ def explain(error: Exception) -> Exception:
         remedy = "; free some space" if is_disk_error and error.errno != errno.EROFS else ""
         return UserError(f"{name}{error.strerror}{remedy}")
     text = str(error)
+    if isinstance(error, RuntimeError) and NO_MEMORY.search(text):
+        remedy = "use a smaller --micro-batch-size, --batch-size or --seq-len, or --low-memory"
+        return UserError(f"out of memory ({first_line(error)}); {remedy}")
     if isinstance(error, RuntimeError) and COLLECTIVE.search(text):
         remedy = "probably because another rank exited: see its error, or torchrun's report"
         return LostRank(f"a collective operation failed, {remedy}. {text.strip()}")
-    if is_out_of_memory(error):
-        return UserError(f"out of memory ({first_line(error)}); use a smaller batch or model")
     if is_compiler_error(error):
         error.add_note("--compile off trains without torch.compile.")
     return error

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from support.command_line import warn
 from support.functional_gpt2 import gpt2
 from support.tokenizer import VOCAB_SIZE
 
@@ -85,24 +84,3 @@ def why_not_gpt2(model: "GPT") -> str:
         for buffer, saved in buffers:
             buffer.copy_(saved)
     return ""
-
-
-@torch.no_grad()
-def warn_if_not_causal(model: "GPT", autocast: torch.autocast) -> None:
-    """Warn if the logits of a token depend on later tokens, which makes all losses too low."""
-    with torch.compiler.set_stance("force_eager"), autocast:
-        T = min(model.config.block_size, 64)
-        device = next(model.parameters()).device
-        idx = torch.arange(T, device=device)[None] % model.config.vocab_size
-        other = idx.clone()
-        other[0, -1] = (idx[0, -1] + 1) % model.config.vocab_size  # change only the last token
-        training = model.training
-        model.eval()
-        logits, other_logits = model(idx), model(other)
-        model.train(training)
-    if not isinstance(logits, Tensor):  # a fork may return more than logits
-        return
-    change = (other_logits[0, :-1].float() - logits[0, :-1].float()).abs().max()
-    if change > 1e-6 * logits[0, :-1].abs().max():
-        problem = "the model is not causal: its predictions depend on later tokens"
-        warn(f"{problem}, so all losses are too low; check the attention mask")
