@@ -20,7 +20,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -436,9 +435,6 @@ def fetch_pretokenized(folder: Folder) -> None:
 
 def read_config(args: list[str] | None) -> ShardConfig:
     """Read and check the command line. Raises UserError if it is invalid."""
-    for word in sys.argv[1:] if args is None else args:
-        if word.encode(errors="ignore").decode() != word:
-            raise UserError(f"{word!a}: not UTF-8; choose another name")
     config = parse_args(ShardConfig, args=args)
     default = ShardConfig()
     names = ("name", "input", "dataset", "pretokenized")

@@ -56,10 +56,6 @@ def print_continuations(
     model: "GPT", tokenizer: Tokenizer, prompt: str, config: SampleConfig
 ) -> None:
     """Print continuations of the prompt. If there is only one, stream it token by token."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"prompt {prompt!a}: not UTF-8") from None
     device = next(model.parameters()).device
     tokens = encode_prompt(prompt, tokenizer)
     for first in range(0, config.num_samples, SAMPLES_AT_ONCE):
@@ -137,8 +133,7 @@ def main(args: list[str] | None = None) -> None:
 
 def read_prompts() -> Iterator[str]:
     """Yield the lines of standard input. On a terminal, ask for each."""
-    # Decode bytes that are not UTF-8 as in sys.argv, so that print_continuations() reports them.
-    sys.stdin.reconfigure(errors="surrogateescape")
+    sys.stdin.reconfigure(errors="replace")
     while True:
         if sys.stdin.isatty():
             print("prompt (Ctrl-C to quit)> ", end="", file=sys.stderr, flush=True)

@@ -77,7 +77,7 @@ from support.errors_and_signals import (
 from support.files_and_locks import ROOT
 from support.muon import Muon
 from support.progress import Progress, first_lines, more_lines, warn_about_settings
-from support.ranks import COLLECTIVE_TIMEOUT, Ranks, open_store
+from support.ranks import Ranks, start_process_group
 from support.run_folder import RunFolder
 from support.sampling import LastLogits, print_samples
 from support.settings import read_config
@@ -764,7 +764,7 @@ def print_plan(config: TrainConfig, ranks: Ranks) -> None:
     """Print the first lines of a run without training. Raises UserError as the run would."""
     init_folder = None  # contains the model to start from
     if config.resume:
-        init_folder = newest_intact(Path(config.log_dir), ("config.json",))
+        init_folder = newest_intact(Path(config.log_dir))
     if init_folder is None and config.init != "scratch":
         init_folder = huggingface.find_model(config.init)
     with torch.device("meta"):  # allocates no memory
@@ -997,14 +997,7 @@ def main(args: list[str] | None = None) -> int:
     torch.use_deterministic_algorithms(config.deterministic)
     ranks = Ranks.from_environment(config.device)
     if "RANK" in os.environ:  # started by torchrun or examples/slurm.sh
-        dist.init_process_group(
-            "nccl" if ranks.device.type == "cuda" else "gloo",
-            store=open_store(ranks),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            timeout=COLLECTIVE_TIMEOUT,
-            device_id=ranks.device if ranks.device.type == "cuda" else None,
-        )
+        start_process_group(ranks)
     status = 0
     if config.plan:
         print_plan(config, ranks)

@@ -47,7 +47,7 @@ def write_checkpoint(folder: Path, save_model: Callable[[Path], str], state: dic
             # README.md has no checksum, since users may edit it.
             sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(partial.iterdir())]
             (partial / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
-            (partial / "README.md").write_text(card, encoding="utf-8")
+            (partial / "README.md").write_text(card, encoding="utf-8", errors="replace")
     except (OSError, SafetensorError) as error:
         return f"{folder}: not written ({first_line(error)})"
     return ""
@@ -91,15 +91,14 @@ def delete_checkpoints(
 # Reading
 
 
-def newest_intact(log_dir: Path, suffixes: tuple[str, ...] = ("",)) -> Path | None:
+def newest_intact(log_dir: Path) -> Path | None:
     """Return the newest intact checkpoint, or None if the folder holds no checkpoints.
 
-    Only files whose names end with one of `suffixes` are verified. Raises UserError if all
-    checkpoints are damaged."""
+    Raises UserError if all checkpoints are damaged."""
     checkpoints = list_checkpoints(log_dir)
     for checkpoint in reversed(checkpoints):
         try:
-            verify_checksums(checkpoint, suffixes)
+            verify_checksums(checkpoint)
             return checkpoint
         except UserError as error:
             warn(f"{error}; skipping it")
@@ -109,20 +108,15 @@ def newest_intact(log_dir: Path, suffixes: tuple[str, ...] = ("",)) -> Path | No
     return None
 
 
-def verify_checksums(folder: Path, suffixes: tuple[str, ...]) -> None:
+def verify_checksums(folder: Path) -> None:
     """Raise UserError if a file of a checkpoint is missing or does not match its checksum."""
     try:
         lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
-        sums = {}
-        for line in lines:
-            digest, name = line.split("  ")
-            if name.endswith(suffixes):
-                sums[name] = digest
+        sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
         damaged = [name for name, digest in sums.items() if sha256(folder / name) != digest]
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: incomplete checkpoint ({first_line(error)})") from None
-    required = {name for name in REQUIRED if name.endswith(suffixes)}
-    damaged += sorted(required - sums.keys())  # SHA256SUMS may be truncated
+    damaged += sorted(REQUIRED - sums.keys())  # SHA256SUMS may be truncated
     if damaged:
         raise UserError(f"{folder}: damaged checkpoint ({', '.join(damaged)})")
 

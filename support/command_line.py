@@ -38,14 +38,6 @@ def range_problems(config: "TrainConfig", above_0: set[str]) -> list[str]:
     return problems
 
 
-def is_utf8(text: str) -> bool:
-    """Return whether an argument is valid UTF-8. Python decodes other bytes to lone surrogates."""
-    with contextlib.suppress(UnicodeEncodeError):
-        text.encode()
-        return True
-    return False
-
-
 def restore_fields(config_class: type, stored: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of `stored`, read from JSON, that are fields of a dataclass.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from support import forks, scripts
-from support.checkpoints import newest_intact
+from support.checkpoints import list_checkpoints
 from support.command_line import display_path, restore_fields, warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import atomic_path, write_text
@@ -184,37 +184,31 @@ def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
         warn(problem)
 
 
-MODEL_FILES = (".json", ".txt", ".safetensors")  # suffixes of a model's files in a checkpoint
-
-
-def find_model(name: str | Path, only_config: bool = False) -> Path:
+def find_model(name: str | Path) -> Path:
     """Return the folder of a model.
 
-    `name` is a model folder, a run's log folder (for its newest intact checkpoint), a name on the
-    Hub (downloaded once), or a .pt file of build-nanogpt or nanoGPT, which is returned as is. With
-    `only_config`, only config.json is downloaded or verified."""
+    `name` is a model folder, a run's log folder (for its newest checkpoint), a name on the Hub
+    (downloaded once), or a .pt file of build-nanogpt or nanoGPT, which is returned as is."""
     folder = Path(name)
     if folder.suffix == ".pt" and folder.is_file():
         return folder
     if not folder.exists():
-        folder = download(str(name), only_config)
+        folder = download(str(name))
     if (folder / "config.json").exists():
         return folder
-    checkpoint = newest_intact(folder, ("config.json",) if only_config else MODEL_FILES)
-    if checkpoint is None:
-        raise UserError(f"{name}: neither a model (config.json) nor a run with checkpoints")
-    return checkpoint
+    if checkpoints := list_checkpoints(folder):
+        return checkpoints[-1]
+    raise UserError(f"{name}: neither a model (config.json) nor a run with checkpoints")
 
 
 def find_model_on_ranks(name: str, ranks: Ranks) -> Path:
-    """Call find_model() on several ranks, with the same result.
+    """Call find_model() on several ranks, with the same result although a run may add checkpoints.
 
-    Rank 0 alone verifies a local folder. Every rank downloads from the Hub, because each may run on
-    a different machine."""
+    Every rank downloads from the Hub, because each may run on a different machine."""
     return ranks.on_rank_0(find_model, name) if Path(name).exists() else find_model(name)
 
 
-def download(name: str, only_config: bool) -> Path:
+def download(name: str) -> Path:
     """Download a model from the Hub, preferring safetensors, and return its folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import logging
@@ -222,10 +216,8 @@ def download(name: str, only_config: bool) -> Path:
     logging.set_verbosity_error()  # do not log every retry
     try:
         patterns = ["*.json", "*.txt", "*.model", "*.safetensors"]
-        if only_config:
-            patterns = ["config.json"]
         folder = Path(snapshot_download(name, allow_patterns=patterns))
-        if not only_config and not list(folder.glob("*.safetensors")):
+        if not list(folder.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=["*.bin"])
         return folder
     except Exception as error:  # errors of the Hub, HTTP and sockets share no base class

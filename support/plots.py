@@ -2,7 +2,6 @@
 
 import math
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +51,6 @@ def read_curves(folder: str | Path, x: str = "tokens") -> Curves:
         hours = elapsed[np.searchsorted(timed_steps, steps)]  # at the start of each step
         curves[name] = (hours if x == "hours" else tokens, np.array(values))
     return curves
-
-
-def run_name(folder: str | Path) -> str:
-    """Return a label for a run: its log folder and most flags, e.g. "log_2 --n-embd 32"."""
-    flags = {}  # an ordered set
-    for entry in run_entries(folder):
-        command = " ".join(entry.get("command", [])[1:])
-        flags[" ".join(re.sub(r"--(log-dir|preset)[= ]\S+|--resume", "", command).split())] = None
-        if entry.get("world_size", 1) > 1:
-            flags[f"on {entry['world_size']} ranks"] = None
-    return " ".join(filter(None, [str(folder), *flags]))
 
 
 def on_fineweb(folder: str | Path) -> bool:
@@ -118,7 +106,7 @@ def draw_panel(
             color = f"C{i}" if several else f"C{j}"
             label = stream
             if several:
-                label = textwrap.fill(name, 50) if stream == streams[-1] else None
+                label = name if stream == streams[-1] else None
             if stream.startswith("train"):
                 axes.plot(x_values, values, color=color, alpha=0.25, lw=0.8)
                 values = smooth(values)

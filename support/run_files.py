@@ -67,9 +67,8 @@ def trim_log(log_dir: Path, step: int) -> dict[str, float]:
 def remove_values(log_dir: Path, step: int, streams: Collection[str]) -> None:
     """Drop the values of these streams at `step`."""
     path = log_dir / "log.txt"
-    names = {valid_name(stream) for stream in streams}
     lines = log_lines(path)
-    kept = [line for line in lines if line[0] != step or line[1] not in names]
+    kept = [line for line in lines if line[0] != step or line[1] not in streams]
     if kept != lines:
         write_lines(path, kept)
 
@@ -78,18 +77,13 @@ def write_lines(path: Path, lines: list[tuple[int, str, str]]) -> None:
     write_text(path, "".join(f"{step} {stream} {value}\n" for step, stream, value in lines))
 
 
-def valid_name(stream: str) -> str:
-    """Replace whitespace in a stream's name, because it separates the columns of log.txt."""
-    return "_".join(stream.split())
-
-
 def append_values(log_dir: Path, step: int, values: dict[str, float]) -> None:
     """Append one line per stream. Appends all lines or, if writing raises OSError, none."""
     lines = []
     for stream, value in values.items():
         known = stream if stream in FORMATS else stream.partition("_")[0]
         number = f"{value:{FORMATS.get(known, '.6g')}}"
-        lines.append(f"{step} {valid_name(stream)} {number}\n")
+        lines.append(f"{step} {stream} {number}\n")
     text = "".join(lines).encode()
     with open(log_dir / "log.txt", "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)

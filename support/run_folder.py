@@ -25,7 +25,7 @@ from support.command_line import display_path, note, print0, print_changes, rest
 from support.errors_and_signals import RunError, UserError, first_line
 from support.files_and_locks import ROOT, fsync, locked, remove
 from support.ranks import Ranks
-from support.trackers import Tracker, check_trackers, start_trackers
+from support.trackers import Tracker, start_trackers
 
 if TYPE_CHECKING:
     from support.tokenizer import Tokenizer
@@ -158,7 +158,6 @@ class RunFolder:
                 error.add_note(f"The setting `{name}` cannot be stored.")
                 raise
         scripts.warn_if_not_reloaded(type(model))
-        check_trackers(self.config)
         for path in self.path.glob(".*.partial"):  # left over from a killed process
             remove(path)
         config = asdict(self.config)
@@ -174,7 +173,8 @@ class RunFolder:
         command = sys.argv
         if self.args is not None and not hasattr(sys.modules["__main__"], "__file__"):  # a notebook
             command = [scripts.script_name(type(model)), *self.args]
-        self.print_code_changes(command)
+        if changes := scripts.changes_since(self.path / "code"):
+            note(f"the code has changed since the last start: {changes}")
         details |= {"step": self.first_step, "vocab_size": model.config.vocab_size}
         details |= {
             "init": display_path(details["init"]),
@@ -196,16 +196,6 @@ class RunFolder:
         resumed = f", resumed from {checkpoint}" if checkpoint else ""
         print0(self.verdict)
         print0(f"log and checkpoints: {self.path}/{resumed}")
-
-    def print_code_changes(self, command: list[str]) -> None:
-        """Print a line if the code has changed since the run's last start."""
-        changes = scripts.changes_since(self.path / "code")
-        if self.entries:
-            previous, now = (Path(c[0]).name for c in (self.entries[-1]["command"], command))
-            if previous != now:
-                changes += f"{'; ' * bool(changes)}now started by {now} instead of {previous}"
-        if changes:
-            note(f"the code has changed since the last start: {changes}")
 
     def check_in_place(self) -> None:
         """Raise RunError if the folder was renamed, removed or replaced."""
@@ -279,19 +269,10 @@ class RunFolder:
             warn(problem, label="error")
             return
         self.newest_step = step
-        self.note_if_the_model_changed(step)
+        if self.ranks.rank == 0:  # training may have made it one, or no longer one
+            self.is_gpt2 = huggingface.is_gpt2(checkpoint_path(self.path, step))
         self.delete_old_checkpoints()
         self.draw_curves()
-
-    def note_if_the_model_changed(self, step: int) -> None:
-        """Print a line if the model has become or ceased to be a GPT-2 since the last check."""
-        if self.ranks.rank > 0:
-            return
-        is_gpt2 = huggingface.is_gpt2(checkpoint_path(self.path, step))
-        if is_gpt2 != self.is_gpt2:
-            kind = "a GPT-2" if is_gpt2 else "not a GPT-2: its logits differ from GPT-2's"
-            print0(f"step {step:5d} the checkpoint is {kind}")
-        self.is_gpt2 = is_gpt2
 
     def validation_losses(self) -> dict[int, float]:
         """Return {step: validation loss} of the evaluated checkpoints."""

@@ -13,7 +13,6 @@ from support import huggingface
 from support.command_line import (
     absolute,
     flag,
-    is_utf8,
     parse_args,
     print0,
     print_changes,
@@ -60,7 +59,7 @@ def read_config(
         values |= restore_fields(config_class, run)
         values |= {name: getattr(default, name) for name in ("log_dir", "resume", "plan")}
     elif first.init != "scratch" and not {"-h", "--help"} & {*words}:
-        folder = huggingface.find_model(first.init, only_config=True)
+        folder = huggingface.find_model(first.init)
         init_fields = huggingface.read_fields(folder, gpt_config_class)
         init_fields = {
             name: init_fields[name] for name in vars(default).keys() & init_fields.keys()
@@ -132,11 +131,8 @@ def find_problems(config: "TrainConfig") -> list[str]:
     """Return an error message for each setting with an invalid value."""
     above_0 = {"total_batch_size", "seq_len", "eval_tokens", "max_lr", *SHAPE}
     problems = range_problems(config, above_0)
-    for name, value in asdict(config).items():
-        if isinstance(value, str) and not is_utf8(value):
-            problems.append(f"{flag(name)} {value!a}: not UTF-8")
-    if not config.log_dir:
-        problems.append("--log-dir: empty; name a folder")
+    if not config.log_dir or not config.log_dir.isprintable():  # torch loads only from UTF-8 paths
+        problems.append(f"--log-dir {config.log_dir!a}: choose another name")
     if config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.seed >= 2**32:

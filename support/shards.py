@@ -4,7 +4,6 @@ A shard is a 1-D array of uint16 tokens in which every document begins with <|en
 named NAME_train_000001.npy, or .bin in llm.c's format. Its folder holds the vocabulary's files
 (tokenizer.py), unless the tokens are GPT-2's. Importing this module does not import torch."""
 
-import errno
 import functools
 import os
 import re
@@ -166,28 +165,14 @@ def open_split(
         raise UserError(f"{data}: no such file or folder; {remedy}")
     paths = find_shards(data, split) if data.is_dir() else []
     if not paths:
-        names = {path.name for path in data.rglob("*")} - NOT_TEXT
-        folder = shlex.quote(str(data))
-        if not data.is_dir() or any(map(SUFFIX.search, names)):
-            source = f"--input {folder} --out my_shards"
-        elif any(name.endswith((".npy", ".bin")) for name in names):  # e.g. nanoGPT's
-            source = "--input TEXT --out my_shards"
-        else:
-            source = f"--out {folder}"
-        problem = f"no {split} shards; `python fineweb.py {source}` makes them"
+        problem = f"no {split} shards; `python fineweb.py --input TEXT --out SHARDS` makes them"
         raise UserError(f"{data}: {problem}")
     if os.name != "nt":  # a mapped shard counts as an open file, and the default limit is 1,024
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
-    try:
-        return paths, [open_shard(path, vocab_size) for path in paths]
-    except OSError as error:
-        if error.errno != errno.EMFILE:
-            raise
-        problem = f"{len(paths)} shards are more files than a process may open (`ulimit -Hn`)"
-        raise UserError(f"{data}: {problem}; make larger ones (--shard-size)") from None
+    return paths, [open_shard(path, vocab_size) for path in paths]
 
 
 def check_tokens(tokens: np.ndarray, path: Path, vocab_size: int) -> None:

@@ -48,10 +48,6 @@ def drawn(figures):
 def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
     """Those in log*/ that have values. No line is outside of its panel, no legend wider than it."""
     config = {"total_batch_size": 10, "data": "input.txt"}
-    resumed = ["train_gpt2.py", "--preset", "small", "--log-dir=log", "--n-embd", "32"]
-    resumed += ["--sample-prompt", "a long prompt " * 9, "--resume"]
-    about = {"config": config, "world_size": 2}
-    commands = [resumed[:-1], resumed, ["train_gpt2.py", "--resume"]]
     for name, loss in {"log_adamw": 6.0, "log": 5.0, "log_nanogpt": 4.0, "other": 7.0}.items():
         folder = tmp_path / name
         folder.mkdir()
@@ -59,7 +55,7 @@ def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
         lines += [f"8 val {loss - 1}\n8 hella 0.3\n9 val {loss - 0.5}\n"]
         (folder / "log.txt").write_text("".join(lines))
         if name != "log_nanogpt":  # not a run
-            (folder / "run.json").write_text(json.dumps([about | {"command": c} for c in commands]))
+            (folder / "run.json").write_text(json.dumps([{"config": config}]))
     shutil.copytree(tmp_path / "log", tmp_path / "log_killed")
     (tmp_path / "log_killed/log.txt").write_text("")
     model = GPT(GPTConfig(16, 50257, 1, 1, 8))
@@ -67,7 +63,7 @@ def test_play_shows_all_runs_side_by_side(tmp_path, run_play):
     model.save_pretrained(tmp_path / "log_adamw/step_000009")
     (tmp_path / "log_adamw/step_000003").mkdir()  # older, and not read
     out, figures = run_play()
-    assert "a long prompt on 2 ranks: 9 train, 9 lr, 2 val, 1 hella" in out
+    assert "log: 9 train, 9 lr, 2 val, 1 hella" in out
     assert "not shown: log_killed" in out
     for figure, panels in ((figures[0], 2), (figures[1], 1)):
         figure.canvas.draw()

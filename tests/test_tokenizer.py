@@ -163,7 +163,7 @@ def test_a_subfolder_that_is_half_made_is_named(tmp_path):
 
 
 @posix
-def test_more_shards_than_a_process_may_open_files(tmp_path, monkeypatch):
+def test_more_shards_than_a_process_may_open_files(tmp_path):
     import resource
 
     for i in range(90):
@@ -171,9 +171,6 @@ def test_more_shards_than_a_process_may_open_files(tmp_path, monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 20, before[1]))
     try:
-        with monkeypatch.context() as patch, pytest.raises(UserError, match="90 shards"):
-            patch.setattr(resource, "setrlimit", lambda *_: None)  # as if that were the most
-            DataLoaderLite(tmp_path, "train", 90, 8)
         x, _ = DataLoaderLite(tmp_path, "train", 90, 8, shuffle=False).next_batch()
         assert x[:, 0].tolist() == list(range(90))
     finally:
@@ -199,8 +196,8 @@ SPOILED = [  # format, what is done to a shard, what the error names
     (".npy", saved(np.r_[50257, [0] * 2048].astype(np.uint16)), "50257"),
     (".npy", saved(np.r_[[0] * 2048, 50257].astype(np.uint16)), "50257"),
     (".npy", saved(np.array([{}], object)), r"x_train_000000\.npy"),
-    (".npy", renamed("tokens.npy"), r"no train shards.*--out my_shards"),
-    (".bin", renamed("tokens.bin"), r"no train shards.*--out my_shards"),
+    (".npy", renamed("tokens.npy"), r"no train shards.*--input TEXT"),
+    (".bin", renamed("tokens.bin"), r"no train shards.*--input TEXT"),
     (".bin", rewritten(lambda b: b[:-2]), "18"),
     (".bin", rewritten(lambda b: b"\0" * 4 + b[4:]), "magic 0"),
     (".bin", rewritten(lambda b: b[:4] + b"\2" + b[5:]), "version 2"),
