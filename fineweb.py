@@ -33,8 +33,6 @@ from tqdm import tqdm
 
 from support.command_line import flag, parse_args, progress_bar
 from support.documents import (
-    estimate_tokens,
-    file_size,
     find_files,
     find_hub_files,
     hub_errors,
@@ -299,7 +297,7 @@ def make_shards(config: ShardConfig, folder: Folder) -> None:
     validation: list[str] = []  # files that become shard 0
     if config.input is not None:
         training = find_files(config.input)
-        sizes = [[os.path.basename(path), file_size(path)] for path in training]
+        sizes = [[os.path.basename(path), os.path.getsize(path)] for path in training]
         made_from |= {"source": "files", "files": sizes}
     else:
         dataset, subset = config.dataset, config.config
@@ -363,11 +361,8 @@ def write_shards(
     val_size = size = config.shard_size or SHARD_SIZE
     if not config.shard_size and (config.input or config.dataset):
         val_size = size // 10  # do not spend most of a small text on validation
-    estimate = estimate_tokens(files)
-    if config.max_shards:
-        estimate = min(estimate, config.max_shards * size)
     written = sum(shard["tokens"] for shard in folder.shards)
-    with progress_bar(None, "tok", total=estimate, initial=written, unit_scale=True) as bar:
+    with progress_bar(None, "tok", initial=written, unit_scale=True) as bar:
 
         def read(paths: list[str], start: Position) -> Iterator[Piece]:
             batches = read_batches(paths, config.text_column, start.file, start.row)

@@ -76,7 +76,7 @@ from support.errors_and_signals import (
 )
 from support.files_and_locks import ROOT
 from support.muon import Muon
-from support.progress import Progress, first_lines, more_lines, warn_about_settings
+from support.progress import Progress, describe_optimizer, first_lines
 from support.ranks import Ranks, start_process_group
 from support.run_folder import RunFolder
 from support.sampling import LastLogits, print_samples
@@ -785,8 +785,6 @@ def print_plan(config: TrainConfig, ranks: Ranks) -> None:
     sizes = (ranks.world_size, B, micro_steps)
     for line in first_lines(config, model, loader, device_line, peak, *sizes):
         print0(line)
-    if loader:
-        warn_about_settings(config, loader)
 
 
 def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
@@ -895,12 +893,11 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     run.begin(model, **about, world_size=world_size, micro_batch_size=B)
     for line in first_lines(config, model, loader, device_line, peak, *sizes):
         print0(line)
-    for line in more_lines(loader, optimizers):
-        print0(line)
+    for optimizer in optimizers:
+        print0(f"optimizer: {describe_optimizer(optimizer)}")
     if compiled:
         print0("torch.compile: on; the first step takes longer")
     run.print_header(checkpoint)
-    warn_about_settings(config, loader)
 
     ddp_model = model
     if world_size > 1:

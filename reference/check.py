@@ -10,7 +10,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +85,6 @@ def compare_runs(runs: list[Path]) -> None:
                 step = max(values)
                 last.append(f"{name} loss {values[step]:.4f} at step {step}")
         print(f"{run}: {', '.join(last) or 'no losses'}")
-
-
-def tolerance(starts: list[dict[str, Any]]) -> float | None:
-    """How far the first losses may be off in the coarsest precision of these starts of runs.
-
-    None for others, such as float16, whose first updates are skipped."""
-    widest = 0.0
-    for start in starts:
-        if start.get("dtype") not in TOLERANCE:
-            return None
-        widest = max(widest, TOLERANCE[start["dtype"]])
-    return widest
 
 
 def first_losses(ours: Streams, theirs: Streams, width: float) -> Iterator[Value]:
@@ -195,8 +183,9 @@ def main(args: list[str] | None = None) -> int:
         if not isfinite(value)
     ]
     if ours and ours.get("seed") == theirs.get("seed", "unknown"):
-        width = tolerance(run_entries(log.parent) + run_entries(reference))
-        if width is not None:
+        starts = run_entries(log.parent) + run_entries(reference)
+        width = max(TOLERANCE.get(start["dtype"], inf) for start in starts)
+        if isfinite(width):  # not float16, whose first updates are skipped
             values += first_losses(streams, read_streams(reference / "log.txt"), width)
     values += bounded_values(streams, reference / "check.txt", (theirs | ours)["total_batch_size"])
     return 0 if verdict(values, name) else 1

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 256  # documents in a batch
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-TOKENS_PER_BYTE = {".parquet": 0.35, ".gz": 0.8, ".zst": 0.8}  # rough; 0.25 for all other files
 LEARN_CHARS = 20_000_000  # train a vocabulary on at most this many characters
 
 # --------------------------------------------------------------------------------------------------
@@ -104,21 +103,6 @@ def find_hub_files(
 
 def is_on_hub(path: str) -> bool:
     return path.startswith("hf://")
-
-
-def file_size(path: str) -> int:
-    """Return the size of a local file or one on the Hub, in bytes."""
-    if not is_on_hub(path):
-        return os.path.getsize(path)
-    from huggingface_hub import HfFileSystem
-
-    with hub_errors(path):
-        return HfFileSystem().size(path)
-
-
-def estimate_tokens(paths: list[str]) -> float:
-    """Estimate the number of tokens in these files from their sizes."""
-    return sum(file_size(path) * TOKENS_PER_BYTE.get(Path(path).suffix, 0.25) for path in paths)
 
 
 # --------------------------------------------------------------------------------------------------

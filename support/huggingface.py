@@ -103,11 +103,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None
 CARD = """---
 pipeline_tag: text-generation
 {library}---
-{kind} trained for {step:,} steps on {tokens:,} tokens of `{data}`, starting from {init}, with
-`{script}` from gpt2-repro{commit}: `{command}`
-
-It continues text. It does not follow instructions, and what it writes may be false. The prompt and
-the continuation together can be up to {context:,} tokens long.
+{kind} trained for {step:,} steps, on {tokens:,} tokens of `{data}`, by `{command}`{commit}.
 """
 
 
@@ -115,23 +111,17 @@ def model_card(folder: Path, entries: list[dict[str, Any]], step: int) -> str:
     """Return the README.md of the checkpoint in a folder, as a model card for the Hub.
 
     `entries` are those of run.json."""
-    this_start = entries[-1]
-    config = this_start["config"]
-    # Quote the command of the first start, because that of a resumed run may be only `--resume`.
-    command = entries[0]["command"]
-    model = read_json(folder)
-    is_gpt2 = model["model_type"] == "gpt2"
+    config, commit = entries[-1]["config"], entries[-1]["git_commit"]
+    is_a_gpt2 = is_gpt2(folder)
     return CARD.format(
-        library="library_name: transformers\n" if is_gpt2 else "",
-        kind="A GPT-2" if is_gpt2 else "A modified GPT-2, which needs its own code,",
+        library="library_name: transformers\n" if is_a_gpt2 else "",
+        kind="A GPT-2" if is_a_gpt2 else "A modified GPT-2, which needs its own code,",
         step=step,
         tokens=step * config["total_batch_size"],
         data=Path(config["data"]).name,
-        init=config["init"],
-        script=model.get("script", "a notebook"),
-        commit=f" at commit {commit}" if (commit := this_start["git_commit"]) else "",
-        command=shlex.join(["python", *command]),
-        context=model["n_positions"],
+        # That of the first start, because a resumed run may have only --resume.
+        command=shlex.join(["python", *entries[0]["command"]]),
+        commit=f" at commit {commit}" if commit else "",
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from support import devices
-from support.command_line import display_path, duration, note, print0, warn
+from support.command_line import display_path, duration, note, print0
 from support.shards import open_split
 from support.tokenizer import TextSize
 
@@ -63,28 +63,6 @@ def first_lines(
         f"epochs: {epochs}",
         f"validation: {validation}",
     ]
-
-
-def warn_about_settings(config: "TrainConfig", loader: "DataLoaderLite") -> None:
-    """Warn about valid settings that are probably mistakes. `loader` reads the training data."""
-    epochs = config.max_steps * config.total_batch_size / loader.tokens_per_epoch
-    if epochs > 20:
-        steps = max(round(10 * loader.tokens_per_epoch / config.total_batch_size), 1)
-        problem = f"the model sees the data {epochs:,.0f} times and may memorize it"
-        warn(f"{problem}; --max-steps {steps} is 10 epochs")
-    if 0 < config.max_steps <= config.warmup_steps:
-        problem = f"the run has {config.max_steps:,} steps, so the learning rate never decays"
-        warn(f"--warmup-steps {config.warmup_steps}: {problem}")
-
-
-def more_lines(loader: "DataLoaderLite", optimizers: list[torch.optim.Optimizer]) -> list[str]:
-    """Return the header lines on the optimizers, and on shards too short to be read."""
-    lines = [f"optimizer: {describe_optimizer(optimizer)}" for optimizer in optimizers]
-    short = [len(shard) for shard, n in zip(loader.shards, loader.counts, strict=True) if not n]
-    if short:
-        size = f"{len(short)} with {sum(short):,} tokens"
-        lines.append(f"shards that are too short for a sequence: {size}")
-    return lines
 
 
 class Progress:

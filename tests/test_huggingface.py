@@ -339,8 +339,8 @@ def test_a_model_card_says_what_trained_it(load_code, tmp_path):
         card = model_card(tmp_path / name, entries, 7)
         assert is_gpt2(tmp_path / name) == (name == "gpt2")
         assert ("library_name: transformers" in card) == (name == "gpt2")
-        parts = ("`train_x.py`", "7,000 tokens of `text.txt`", "`python train_x.py --max-steps 7`")
-        assert all(part in " ".join(card.split()) for part in parts)
+        parts = ("7,000 tokens of `text.txt`", "`python train_x.py --max-steps 7` at commit abc")
+        assert all(part in card for part in parts)
 
 
 def dropout(block):

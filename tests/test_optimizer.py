@@ -60,8 +60,8 @@ def test_a_run_with_muon_equals_a_plain_loop_with_torchs(
         assert (p - trained[name]).norm() < tolerance * (p - start[name]).norm(), name
 
 
-def test_three_ranks_share_muons_work(text, tmp_path):
-    """Two layers, so one rank has no matrix: the losses of a single process."""
+def test_three_ranks_train_like_one_with_muon(text, tmp_path):
+    """The losses are those of a single process."""
     args = ["--optimizer muon --max-lr 1e-2 --max-steps 4 --total-batch-size 96"]
     args += ["--data", text, "--log-dir"]
     train(*args, tmp_path / "alone")

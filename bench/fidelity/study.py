@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from transformers import GPT2LMHeadModel
 
 from support.errors_and_signals import run_and_exit
+from support.files_and_locks import write_text
 from support.peer_checkpoints import read_peer_tensors
 from support.run_files import read_log
 from support.tokenizer import get_tokenizer
@@ -121,9 +122,7 @@ def train(peer: Path, shards: Path, tasks: Path, arm: str, seed: int) -> None:
             "hellaswag": float(run(*score, "-m", str(model), "-d", "cpu").split()[-1]),  # acc_norm
         }
     RESULTS.mkdir(exist_ok=True)
-    beside = RESULTS / f".{arm}_{seed}"
-    beside.write_text(json.dumps(result, indent=1) + "\n")
-    beside.replace(RESULTS / f"{arm}_{seed}.json")
+    write_text(RESULTS / f"{arm}_{seed}.json", json.dumps(result, indent=1) + "\n")
     print(arm, seed, result["val"][STEPS], result["last"], result["hellaswag"], flush=True)
 
 
