@@ -239,9 +239,7 @@ class GPT(nn.Module):
         sample does not depend on the batch size. on_token(tokens) is called with each new column
         (B,), and ends sampling by returning True.
 
-        sample.py and training runs sample with this method. Inside `kv_cache_for_gpt2(model)`, an
-        unmodified GPT-2 uses a KV cache until the text outgrows the context window. Otherwise each
-        token takes a forward pass over the whole context."""
+        sample.py and training runs sample with this method, inside `kv_cache_for_gpt2(model)`."""
         k = min(top_k, self.config.vocab_size) or self.config.vocab_size
         if temperature == 0:
             k, temperature = 1, 1.0
@@ -805,15 +803,10 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     model = GPT(model_config(config, tokenizer, init_folder))
     model.low_memory = config.low_memory
     if init_folder:
-        # Warns if the folder holds a GPT-2 but the model is not one. The reverse is an error or,
-        # after a resume, a warning.
         huggingface.load_weights(model, init_folder, resumed=checkpoint is not None)
 
     # ---- Precision, compilation, device
-    # Weights, LayerNorm statistics and losses are float32. Autocast runs matmuls in `dtype`. By
-    # default that is bfloat16 on GPUs that support it, float16 on older ones, and otherwise
-    # float32, except for large models on CPUs where bfloat16 is faster. On a CPU, a resumed run of
-    # a large model keeps its precision.
+    # Weights, LayerNorm statistics and losses are float32. Autocast runs matmuls in `dtype`.
     precision, device_line = ranks.on_rank_0(
         devices.choose_precision,
         config.dtype,
@@ -873,9 +866,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         progress.training_seconds = saved["training_seconds"]
 
     def save(step: int, required: bool) -> None:
-        """Save a checkpoint unless this step already has one. Only rank 0 writes.
-
-        If the disk is full, print an error and continue, or raise UserError if `required`."""
+        """Save a checkpoint. If it is `required`, a full disk ends the run."""
         state = {
             "step": step,
             "precision": precision,

@@ -52,10 +52,9 @@ def wants_compile(compile: str, device: torch.device) -> bool:
 def keep_freed_memory() -> None:
     """Make malloc reuse the memory of freed tensors instead of returning it (glibc only).
 
-    By default glibc returns large buffers to the kernel, and the next step faults them in again
-    page by page. On a CPU, that took a third of the step time for GPT-2 (124M), and more than half
-    of it for a small model. The price is fragmentation, because larger tensors do not fit into the
-    gaps (bench/memory)."""
+    By default glibc returns large buffers to the kernel, and the next step faults them in again.
+    On a CPU, that took a third of the step time for GPT-2 (124M), and more than half of it for a
+    small model. The price is fragmentation."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):  # musl lacks it
         libc.mallopt(-4, 0)  # M_MMAP_MAX: never mmap a buffer separately
