@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 
-from support.tokenizer import get_tokenizer
 from tests.conftest import losses, numbers, train
 
 resource = pytest.importorskip("resource", reason="Windows has none")
@@ -47,20 +46,3 @@ def test_what_a_run_prints_agrees_with_its_log(text, tmp_path, capsys, at_step):
     if sys.platform == "linux" and not torch.cuda.is_initialized():
         (memory,) = [numbers(line) for line in out.splitlines() if line.endswith(" GB")]
         assert memory == [pytest.approx(peak, abs=0.02)]
-
-
-def test_a_text_that_is_read_too_often_is_a_warning(tmp_path, capsys):
-    """The warning names the number of steps that make ten epochs. --plan has it as well."""
-    path = tmp_path / "short.txt"
-    path.write_text("to be or not to be " * 20, encoding="utf-8")
-    tokens = 1 + len(get_tokenizer().encode_ordinary(path.read_text(encoding="utf-8")))
-    # Sequences of 16 tokens for any offset up to 15; the last token is only a target.
-    train_tokens = (tokens - tokens // 10 - 16) // 16 * 16
-    for epochs, warned in ((19, False), (21, True)):
-        steps = round(epochs * train_tokens / 128)
-        train("--max-steps", steps, "--data", path, "--log-dir", tmp_path / f"{epochs}")
-        err = capsys.readouterr().err
-        assert ("epochs" in err) == warned
-    assert f"--max-steps {round(10 * train_tokens / 128)} " in err
-    train("--max-steps", steps, "--data", path, "--log-dir", tmp_path / "plan", "--plan")
-    assert capsys.readouterr().err == err
