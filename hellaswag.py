@@ -19,8 +19,7 @@ Karpathy's lecture, computes the same metrics, and reports these results for Ope
 
     GPT-2 (124M)    10042 acc: 0.2859 acc_norm: 0.2955
     GPT-2 XL        10042 acc: 0.3842 acc_norm: 0.4893
-
-train_gpt2.py calls load_tasks() and accuracy() during training."""
+"""
 
 import hashlib
 import json

@@ -33,8 +33,6 @@ from support.tokenizer import Tokenizer, encode_prompt, text_bytes
 if TYPE_CHECKING:
     from train_gpt2 import GPT
 
-SAMPLES_AT_ONCE = 8  # batch size
-
 
 @dataclass(frozen=True)
 class SampleConfig:
@@ -47,7 +45,7 @@ class SampleConfig:
     temperature: float = 1.0  # divide the logits by this; 0: always take the likeliest token
     top_k: int = 50  # sample from this many of the likeliest tokens; 0: the whole vocabulary
     seed: int = 42  # seed of the first sample; each further sample adds 1
-    num_samples: int = 1  # samples per prompt
+    num_samples: int = 1  # samples per prompt, in one batch
     device: str = "auto"  # auto, cpu, cuda or mps
     code: str = str(ROOT / "train_gpt2.py")  # script that trained the model
 
@@ -58,23 +56,21 @@ def print_continuations(
     """Print continuations of the prompt. If there is only one, stream it token by token."""
     device = next(model.parameters()).device
     tokens = encode_prompt(prompt, tokenizer)
-    for first in range(0, config.num_samples, SAMPLES_AT_ONCE):
-        B = min(SAMPLES_AT_ONCE, config.num_samples - first)
-        seeds = range(config.seed + first, config.seed + first + B)
-        streams = config.num_samples == 1
-        texts = [Text(tokenizer, tokens, streams) for _ in range(B)]
-        total, disable = config.max_new_tokens, streams or None
-        with progress_bar(None, "token", total=total, disable=disable) as bar:
-            model.generate(
-                torch.tensor([tokens] * B, device=device),
-                config.max_new_tokens,
-                config.temperature,
-                config.top_k,
-                [torch.Generator(device).manual_seed(seed) for seed in seeds],
-                on_token=partial(append_tokens, texts, bar),
-            )
-        for text in texts:
-            text.end()
+    B = config.num_samples
+    streams = B == 1
+    texts = [Text(tokenizer, tokens, streams) for _ in range(B)]
+    total, disable = config.max_new_tokens, streams or None
+    with progress_bar(None, "token", total=total, disable=disable) as bar:
+        model.generate(
+            torch.tensor([tokens] * B, device=device),
+            config.max_new_tokens,
+            config.temperature,
+            config.top_k,
+            [torch.Generator(device).manual_seed(config.seed + i) for i in range(B)],
+            on_token=partial(append_tokens, texts, bar),
+        )
+    for text in texts:
+        text.end()
 
 
 def append_tokens(texts: "list[Text]", bar: tqdm, new: Tensor) -> bool:

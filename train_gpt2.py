@@ -67,13 +67,7 @@ import hellaswag
 from support import devices, huggingface
 from support.checkpoints import load_optimizers, newest_intact, optimizer_states
 from support.command_line import print0
-from support.errors_and_signals import (
-    RunError,
-    StopSignals,
-    UserError,
-    exit_status,
-    run_and_exit,
-)
+from support.errors_and_signals import RunError, StopSignals, UserError, exit_status, run_and_exit
 from support.files_and_locks import ROOT
 from support.muon import Muon
 from support.progress import Progress, describe_optimizer, first_lines
@@ -958,8 +952,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             # On a GPU the optimizer may still be running. Its time is counted in the next step.
             progress.end_step(step, began)
             print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
-            # Add any value here: it is logged under its name and plotted in curves.png. It may be
-            # absent from some steps.
+            # Add any value here: it is logged under its name, which must not contain spaces, and
+            # plotted in curves.png. It may be absent from some steps.
             run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
             step += 1
             if is_due(config.save_every, step, config):  # before an evaluation, which may fail

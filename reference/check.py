@@ -123,13 +123,13 @@ def settings_of(run: Path) -> dict[str, Any]:
     if not entries:
         return {}
     last = {"vocab_size": VOCAB_SIZE, "script": "train_gpt2.py"} | entries[-1]
-    return last["config"] | {"vocab_size": last["vocab_size"], "script": last["script"]}
+    return last["config"] | {key: last[key] for key in ("vocab_size", "script")}
 
 
 def check_comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> None:
     """Print what differs in the settings. Raise RunError if the losses are not comparable."""
     changed = []
-    for key in ours.keys() & theirs.keys() - {"log_dir", "resume"}:
+    for key in sorted(ours.keys() & theirs.keys() - {"log_dir", "resume"}):
         # Of a path, such as --data, the last part counts.
         value, expected = Path(str(ours[key])).name, Path(str(theirs[key])).name
         if value != expected and key in SHARED:
@@ -137,7 +137,7 @@ def check_comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) ->
         if value != expected:
             changed.append(f"{flag(key)} {value} ({expected})")
     if changed:
-        print(f"settings that differ from {name}'s: {', '.join(sorted(changed))}")
+        print(f"settings that differ from {name}'s: {', '.join(changed)}")
 
 
 def verdict(values: list[Value], name: str) -> bool:

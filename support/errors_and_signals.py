@@ -33,8 +33,7 @@ class LostRank(RunError):
 
 FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError)
 FILE_ERRORS += (NotADirectoryError, IsADirectoryError)
-# full, over quota, beyond the limit of a file's size, read-only
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, over quota, file too large
 # torch's out-of-memory messages on its various devices
 NO_MEMORY = re.compile(
     "out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC"
@@ -50,15 +49,15 @@ def first_line(error: BaseException) -> str:
 
 def explain(error: Exception) -> Exception:
     """Return a UserError or RunError for an anticipated error, and any other error unchanged."""
-    is_disk_error = isinstance(error, OSError) and error.errno in DISK_ERRORS
-    if isinstance(error, FILE_ERRORS) or is_disk_error:
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, FILE_ERRORS) or number in (*FULL, errno.EROFS, errno.EMFILE):
         name = f"{error.filename}: " if error.filename else ""
-        remedy = "; free some space" if is_disk_error and error.errno != errno.EROFS else ""
+        remedy = "; free some space" if number in FULL else ""
         return UserError(f"{name}{error.strerror}{remedy}")
     text = str(error)
     if isinstance(error, RuntimeError) and NO_MEMORY.search(text):
-        remedy = "use a smaller --micro-batch-size, --batch-size or --seq-len, or --low-memory"
-        return UserError(f"out of memory ({first_line(error)}); {remedy}")
+        remedy = "use a smaller batch (--micro-batch-size, --batch-size), --seq-len or model"
+        return UserError(f"out of memory ({first_line(error)}); {remedy}, or --low-memory")
     if isinstance(error, RuntimeError) and COLLECTIVE.search(text):
         remedy = "probably because another rank exited: see its error, or torchrun's report"
         return LostRank(f"a collective operation failed, {remedy}. {text.strip()}")

@@ -37,10 +37,8 @@ GPT2_SETTINGS = {
     "add_cross_attention": False,
 }
 # What to do with a model of another architecture
-OTHER_MODELS = (
-    "transformers loads it, and `lm_eval --model hf --model_args pretrained=NAME --tasks "
-)
-OTHER_MODELS += "hellaswag` evaluates it (docs/evaluation.md)"
+OTHER_MODELS = "transformers loads it, and `lm_eval --model hf --model_args pretrained=NAME "
+OTHER_MODELS += "--tasks hellaswag` evaluates it (docs/evaluation.md)"
 
 # Hugging Face's GPT-2 stores these weights as (in, out), while nn.Linear stores (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -103,7 +101,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None
 CARD = """---
 pipeline_tag: text-generation
 {library}---
-{kind} trained for {step:,} steps, on {tokens:,} tokens of `{data}`, by `{command}`{commit}.
+{kind} trained for {step:,} steps, on {tokens:,} tokens of `{data}`, with
+`{command}`, gpt2-repro{commit}.
 """
 
 
@@ -111,7 +110,8 @@ def model_card(folder: Path, entries: list[dict[str, Any]], step: int) -> str:
     """Return the README.md of the checkpoint in a folder, as a model card for the Hub.
 
     `entries` are those of run.json."""
-    config, commit = entries[-1]["config"], entries[-1]["git_commit"]
+    # The first start, because the command of a resumed run may be only --resume.
+    config, command, commit = (entries[0][key] for key in ("config", "command", "git_commit"))
     is_a_gpt2 = is_gpt2(folder)
     return CARD.format(
         library="library_name: transformers\n" if is_a_gpt2 else "",
@@ -119,8 +119,7 @@ def model_card(folder: Path, entries: list[dict[str, Any]], step: int) -> str:
         step=step,
         tokens=step * config["total_batch_size"],
         data=Path(config["data"]).name,
-        # That of the first start, because a resumed run may have only --resume.
-        command=shlex.join(["python", *entries[0]["command"]]),
+        command=shlex.join(["python", *command]),
         commit=f" at commit {commit}" if commit else "",
     )
 
@@ -192,9 +191,10 @@ def find_model(name: str | Path) -> Path:
 
 
 def find_model_on_ranks(name: str, ranks: Ranks) -> Path:
-    """Call find_model() on several ranks, with the same result although a run may add checkpoints.
+    """Call find_model() on several ranks, with the same result.
 
-    Every rank downloads from the Hub, because each may run on a different machine."""
+    For a local folder rank 0 decides, because a run may add a checkpoint meanwhile. Every rank
+    downloads from the Hub, because each may run on a different machine."""
     return ranks.on_rank_0(find_model, name) if Path(name).exists() else find_model(name)
 
 

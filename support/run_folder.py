@@ -173,16 +173,16 @@ class RunFolder:
         command = sys.argv
         if self.args is not None and not hasattr(sys.modules["__main__"], "__file__"):  # a notebook
             command = [scripts.script_name(type(model)), *self.args]
-        if changes := scripts.changes_since(self.path / "code"):
-            note(f"the code has changed since the last start: {changes}")
         details |= {"step": self.first_step, "vocab_size": model.config.vocab_size}
-        details |= {
-            "init": display_path(details["init"]),
-            "script": scripts.script_name(type(model)),
-        }
+        script = scripts.script_name(type(model))
+        details |= {"init": display_path(details["init"]), "script": script}
         self.entries.append(run_files.new_entry(config, command, **details))
         # Before write_entries(), because this adds the W&B run id to the last entry.
         self.trackers = start_trackers(self.path, self.entries, self.first_step)
+        if changes := scripts.changes_since(self.path / "code"):
+            note(f"the code has changed since the last start: {changes}")
+        if (last := self.entries[-2:][0].get("script", script)) != script:
+            note(f"the script was {last} at the last start, and is now {script}")
         run_files.write_entries(self.path, self.entries)
         scripts.write_code(self.path / "code")
         evaluations = run_files.trim_log(self.path, self.first_step)
@@ -269,7 +269,7 @@ class RunFolder:
             warn(problem, label="error")
             return
         self.newest_step = step
-        if self.ranks.rank == 0:  # training may have made it one, or no longer one
+        if self.ranks.rank == 0:  # training may turn a GPT-2 into something else, or back
             self.is_gpt2 = huggingface.is_gpt2(checkpoint_path(self.path, step))
         self.delete_old_checkpoints()
         self.draw_curves()

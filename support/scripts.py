@@ -19,17 +19,8 @@ from support.files_and_locks import ROOT, atomic_path
 if TYPE_CHECKING:
     from train_gpt2 import GPT
 
-SCRIPTS = (
-    "train_gpt2.py",
-    "fineweb.py",
-    "hellaswag.py",
-    "sample.py",
-    "evaluate.py",
-    "bench.py",
-    "compare.py",
-)
-
-
+SCRIPTS = ("train_gpt2.py", "fineweb.py", "hellaswag.py", "sample.py", "evaluate.py")
+SCRIPTS += ("bench.py", "compare.py")
 CODE = "--code"  # begins the names of modules loaded by load_gpt_class()
 
 

@@ -131,8 +131,8 @@ def find_problems(config: "TrainConfig") -> list[str]:
     """Return an error message for each setting with an invalid value."""
     above_0 = {"total_batch_size", "seq_len", "eval_tokens", "max_lr", *SHAPE}
     problems = range_problems(config, above_0)
-    if not config.log_dir or not config.log_dir.isprintable():  # torch loads only from UTF-8 paths
-        problems.append(f"--log-dir {config.log_dir!a}: choose another name")
+    if not config.log_dir or config.log_dir.encode(errors="ignore").decode() != config.log_dir:
+        problems.append(f"--log-dir {config.log_dir!a}: empty, or not UTF-8; choose another name")
     if config.n_head > 0 and config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd}: not divisible by --n-head {config.n_head}")
     if config.seed >= 2**32:

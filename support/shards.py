@@ -165,8 +165,8 @@ def open_split(
         raise UserError(f"{data}: no such file or folder; {remedy}")
     paths = find_shards(data, split) if data.is_dir() else []
     if not paths:
-        problem = f"no {split} shards; `python fineweb.py --input TEXT --out SHARDS` makes them"
-        raise UserError(f"{data}: {problem}")
+        remedy = "`python fineweb.py` makes them, from your own text with --input TEXT --out SHARDS"
+        raise UserError(f"{data}: no {split} shards; {remedy}")
     if os.name != "nt":  # a mapped shard counts as an open file, and the default limit is 1,024
         import resource
 

@@ -15,15 +15,18 @@ def start_trackers(log_dir: Path, entries: list[dict[str, Any]], step: int) -> d
     """Start the trackers enabled in the last entry of run.json, and return them by name.
 
     `step` is the first step that this process logs. Raises UserError if one is not installed."""
+    known = {
+        "wandb": ("wandb", start_wandb),
+        "tensorboard": ("torch.utils.tensorboard", start_tensorboard),
+    }
+    enabled = [name for name in known if entries[-1]["config"][name]]
     modules = {}
-    for name, module in {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}.items():
-        if entries[-1]["config"][name]:
-            try:
-                modules[name] = import_module(module)
-            except ImportError:
-                raise UserError(f"--{name}: not installed; `pip install {name}`") from None
-    starting = {"wandb": start_wandb, "tensorboard": start_tensorboard}
-    return {name: starting[name](modules[name], log_dir, entries, step) for name in modules}
+    for name in enabled:  # before any is started
+        try:
+            modules[name] = import_module(known[name][0])
+        except ImportError:
+            raise UserError(f"--{name}: not installed; `pip install {name}`") from None
+    return {name: known[name][1](modules[name], log_dir, entries, step) for name in enabled}
 
 
 def start_tensorboard(

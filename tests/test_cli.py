@@ -61,7 +61,7 @@ MISTAKES = {  # flags, given a folder; what the message names
     "no text": (lambda tmp: ["--data", ROOT / "README.md"], ["README.md"]),
     "short text": (a_text("To be"), ["a.txt", "2 train", "16"]),
     "no UTF-8": (a_text("ok \xff", "latin-1"), ["a.txt", "UTF-8", "iconv "]),
-    "a folder of texts": (texts, ["texts(1): ", "python fineweb.py --input TEXT"]),
+    "a folder of texts": (texts, ["texts(1): ", "python fineweb.py", "--input TEXT"]),
     "no such text": (flags("--data my_text.txt"), ["my_text.txt: no such file"]),
     "no validation": (lambda tmp: ["--data", shards(tmp), "--eval-every 1"], [" val "]),
     "several": (

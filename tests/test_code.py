@@ -136,9 +136,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_run_that_another_script_has_started_gets_a_note(
-    recorded, text, tmp_path, monkeypatch, capsys
-):
+def test_a_module_that_is_gone_gets_a_note(recorded, text, tmp_path, monkeypatch, capsys):
     """patch.py imports train_gpt2, changes it, and starts it."""
     path, log = tmp_path / "patch.py", tmp_path / "log"
     path.write_text(PATCH)

@@ -190,7 +190,9 @@ def test_a_fork_that_begins_as_a_gpt2_and_is_none_after_a_step(text, tmp_path, m
     with pytest.raises(UserError, match=r"--code .*train_relu2\.py"):
         sample.main(sampled)
     train(*args, "--max-steps 4 --resume")  # the original goes on, and says so
-    assert "train_gpt2.py defines one" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "train_gpt2.py defines one" in err
+    assert "note: the script was train_relu2.py at the last start, and is now train_gpt2.py" in err
 
 
 def test_a_flag_reaches_the_model_from_every_start(fork, text, tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from support.errors_and_signals import explain
-from support.ranks import Ranks, open_store
+from support.ranks import Ranks, start_process_group
 from tests.conftest import RANK, ROOT, losses, read_log, train_on_ranks
 from tests.conftest import train as train_tiny
 from train_gpt2 import GPT, GPTConfig
@@ -115,9 +115,7 @@ def test_one_rank_in_a_process_group_trains_like_none(monkeypatch):
     for name, value in (RANK | {"MASTER_PORT": "0"}).items():
         monkeypatch.setenv(name, value)
     ranks = Ranks.from_environment("cuda")
-    dist.init_process_group(
-        "nccl", store=open_store(ranks), rank=0, world_size=1, device_id=ranks.device
-    )
+    start_process_group(ranks)
     assert dist.get_backend() == "nccl" and ranks.device.type == "cuda"
     gathered, sent = [None], [{"B": 64}]
     dist.all_gather_object(gathered, {"rank": 0})

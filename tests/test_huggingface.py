@@ -339,7 +339,10 @@ def test_a_model_card_says_what_trained_it(load_code, tmp_path):
         card = model_card(tmp_path / name, entries, 7)
         assert is_gpt2(tmp_path / name) == (name == "gpt2")
         assert ("library_name: transformers" in card) == (name == "gpt2")
-        parts = ("7,000 tokens of `text.txt`", "`python train_x.py --max-steps 7` at commit abc")
+        parts = (
+            "7,000 tokens of `text.txt`",
+            "`python train_x.py --max-steps 7`, gpt2-repro at commit abc",
+        )
         assert all(part in card for part in parts)
 
 

@@ -88,7 +88,6 @@ def test_each_option_acts(log_dir, monkeypatch, capsys):
     # The second sample has the next seed.
     three = drawn + run("--seed 4") + run("--seed 5")
     assert run("--seed 3 --num-samples 3") == three
-    monkeypatch.setattr(sample, "SAMPLES_AT_ONCE", 2)
     assert run("--seed 3 --num-samples 3") == three
     assert run("--temperature 0 --max-new-tokens 3") == greedy(log_dir, "ROMEO:", 3) + "\n"
 

@@ -38,11 +38,8 @@ T, VOCABULARY, LAYERS, HEADS, CHANNELS = 256, 2000, 4, 4, 128
 STEPS, WARMUP, B, TOKENS_PER_STEP = 1500, 56, 4, 2048
 EVAL_BATCHES = 20  # of their own evaluation: 20 batches of B sequences
 LAST_TOKENS = 2**18  # of the evaluation by one code
-# In nats per token. The margin and the number of seeds were committed before the runs of a study.
-# Two one-sided t-tests at 5% should find a true difference of 0 to be within the margin with a
-# power of 90%. In a pilot of six runs of build-nanogpt (pilot/) the final losses had a standard
-# deviation of 0.010, for which 8 seeds in each arm suffice. The pooled standard deviation of the
-# first study was 0.014, for which 12 suffice (93%). The second study has its own seeds.
+# The margin, in nats per token, and the seeds were committed before the runs of a study. Two
+# one-sided t-tests at 5% should find a true difference of 0 within it with a power of 90%.
 MARGIN = 0.02
 STUDIES = {"first study": range(1, 9), "second study": range(9, 21)}  # seeds
 NAMES = {"peer": "build-nanogpt", "ours": "train_gpt2.py --no-shuffle", "shuffled": "train_gpt2.py"}
