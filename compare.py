@@ -11,10 +11,11 @@ Quote a script together with flags that only it accepts:
 
     python compare.py --code train_gpt2.py "train_ema.py --ema-decay 0.99" -- --preset shakespeare
 
-Each run has its own folder in --out. Rerunning the command trains only what is missing. At the end, compare.py prints the final validation losses, or the final values
-of another stream of log.txt, and the differences from the baseline. Differences are paired by seed,
-because two runs with the same seed read the same tokens in the same order, and start from the same
-weights if their models have the same parameters."""
+Each run has its own folder in --out. Rerunning the command trains only what is missing. At the end,
+compare.py prints the final validation losses, or the final values of another stream of log.txt, and
+the differences from the baseline. Differences are paired by seed, because two runs with the same
+seed read the same tokens in the same order, and start from the same weights if their models have
+the same parameters."""
 
 import shlex
 import signal
