@@ -169,7 +169,7 @@ def report() -> None:
             for arm, found in arms.items()
         }
         for arm in ("ours", "shuffled"):
-            if len(final[arm]) + len(final["peer"]) - 2 in T_95:
+            if final[arm]:
                 name = f"{study}, {NAMES[arm]} minus {NAMES['peer']}"
                 print(compare(name, final[arm], final["peer"]))
 
