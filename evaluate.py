@@ -31,7 +31,7 @@ from support.devices import keep_freed_memory
 from support.errors_and_signals import RunError, UserError, run_and_exit
 from support.files_and_locks import ROOT, check_output, write_text
 from support.huggingface import find_model_on_ranks, tokenizer_of
-from support.ranks import Ranks, start_process_group
+from support.ranks import COLLECTIVE_TIMEOUT, Ranks, open_store
 from support.scripts import load_gpt_class
 from support.shards import data_folder, encode_document, open_split, open_tokenizer
 from support.tokenizer import Tokenizer, measure_text
@@ -105,7 +105,13 @@ def main(args: list[str] | None = None) -> None:
     check_output(config.json)
     ranks = Ranks.from_environment(config.device)
     if "RANK" in os.environ:  # started by torchrun
-        start_process_group(ranks)
+        dist.init_process_group(
+            "nccl" if ranks.device.type == "cuda" else "gloo",
+            store=open_store(ranks),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
     if ranks.device.type == "cpu":
         keep_freed_memory()
     folder = find_model_on_ranks(config.model, ranks)

@@ -67,11 +67,18 @@ import hellaswag
 from support import devices, huggingface
 from support.checkpoints import load_optimizers, newest_intact, optimizer_states
 from support.command_line import print0
-from support.errors_and_signals import RunError, StopSignals, UserError, exit_status, run_and_exit
+from support.errors_and_signals import (
+    RunError,
+    StopSignals,
+    UserError,
+    exit_status,
+    run_and_exit,
+    suggest_smaller_batch,
+)
 from support.files_and_locks import ROOT
 from support.muon import Muon
 from support.progress import Progress, describe_optimizer, first_lines
-from support.ranks import Ranks, start_process_group
+from support.ranks import COLLECTIVE_TIMEOUT, Ranks, open_store
 from support.run_folder import RunFolder
 from support.sampling import LastLogits, print_samples
 from support.settings import read_config
@@ -871,8 +878,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         }
         run.save_checkpoint(model, tokenizer, state, required)
 
-    # ---- So far log_dir has only been created and locked. begin() writes run.json and code/, and
-    # drops the lines of log.txt that this run will log again.
+    # ---- So far log_dir has only been created and locked. begin() is the first to write to it.
     about = {"init": str(init_folder or "scratch"), "device": device_line, "dtype": precision}
     sizes = (world_size, B, micro_steps)
     run.begin(model, **about, world_size=world_size, micro_batch_size=B)
@@ -899,7 +905,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
     # ---- The loop
     # From here on, the first Ctrl-C or SIGTERM only sets a flag. An all-reduce sums the flags in
     # each update and after each evaluation, so that all ranks stop together.
-    with StopSignals() as signals:
+    with StopSignals() as signals, suggest_smaller_batch(B):
         stop = 0.0  # the sum of the flags
         while True:
             due = evaluations.due(step)
@@ -972,14 +978,21 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
 
 def main(args: list[str] | None = None) -> int:
     """Read the command line and train. Return the exit status."""
-    # With --init, the fields of GPTConfig come from the loaded model's config.json.
     config = read_config(args, TrainConfig, PRESETS, MUST_NOT_CHANGE, GPTConfig, tokens_per_epoch)
     # Set before the process group starts: deterministic mode keeps NCCL from using NVLS, whose sums
     # vary from run to run.
     torch.use_deterministic_algorithms(config.deterministic)
     ranks = Ranks.from_environment(config.device)
     if "RANK" in os.environ:  # started by torchrun or examples/slurm.sh
-        start_process_group(ranks)
+        gpu = ranks.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if gpu else "gloo",
+            store=open_store(ranks),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=ranks.device if gpu else None,
+        )
     status = 0
     if config.plan:
         print_plan(config, ranks)

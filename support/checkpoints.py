@@ -1,6 +1,6 @@
 """Checkpoints: folders step_*/ with a Hugging Face model, training_state.pt and SHA256SUMS.
 
-A checkpoint is written atomically. --resume verifies its checksums, which reveal later damage."""
+A checkpoint is written atomically, and its checksums reveal later damage."""
 
 import re
 from collections.abc import Callable

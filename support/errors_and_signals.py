@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # --------------------------------------------------------------------------------------------------
@@ -47,6 +47,19 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+@contextlib.contextmanager
+def suggest_smaller_batch(B: int) -> Iterator[None]:
+    """Turn an out-of-memory error at micro-batch size B into a UserError with a remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not NO_MEMORY.search(str(error)):
+            raise
+        remedy = f"--micro-batch-size {B // 2}" if B > 1 else "--low-memory or a smaller --seq-len"
+        problem = f"out of memory with --micro-batch-size {B} ({first_line(error)})"
+        raise UserError(f"{problem}; {remedy} needs less memory") from None
+
+
 def explain(error: Exception) -> Exception:
     """Return a UserError or RunError for an anticipated error, and any other error unchanged."""
     number = error.errno if isinstance(error, OSError) else None
@@ -56,8 +69,7 @@ def explain(error: Exception) -> Exception:
         return UserError(f"{name}{error.strerror}{remedy}")
     text = str(error)
     if isinstance(error, RuntimeError) and NO_MEMORY.search(text):
-        remedy = "use a smaller batch (--micro-batch-size, --batch-size), --seq-len or model"
-        return UserError(f"out of memory ({first_line(error)}); {remedy}, or --low-memory")
+        return UserError(f"out of memory ({first_line(error)}); use a smaller batch or model")
     if isinstance(error, RuntimeError) and COLLECTIVE.search(text):
         remedy = "probably because another rank exited: see its error, or torchrun's report"
         return LostRank(f"a collective operation failed, {remedy}. {text.strip()}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from support import forks, scripts
-from support.checkpoints import list_checkpoints
+from support.checkpoints import newest_intact
 from support.command_line import display_path, restore_fields, warn
 from support.errors_and_signals import UserError, first_line
 from support.files_and_locks import atomic_path, write_text
@@ -176,8 +176,8 @@ def load_weights(model: "GPT", folder: Path, resumed: bool = False) -> None:
 def find_model(name: str | Path) -> Path:
     """Return the folder of a model.
 
-    `name` is a model folder, a run's log folder (for its newest checkpoint), a name on the Hub
-    (downloaded once), or a .pt file of build-nanogpt or nanoGPT, which is returned as is."""
+    `name` is a model folder, a run's log folder (for its newest intact checkpoint), a name on the
+    Hub (downloaded once), or a .pt file of build-nanogpt or nanoGPT, which is returned as is."""
     folder = Path(name)
     if folder.suffix == ".pt" and folder.is_file():
         return folder
@@ -185,16 +185,17 @@ def find_model(name: str | Path) -> Path:
         folder = download(str(name))
     if (folder / "config.json").exists():
         return folder
-    if checkpoints := list_checkpoints(folder):
-        return checkpoints[-1]
-    raise UserError(f"{name}: neither a model (config.json) nor a run with checkpoints")
+    checkpoint = newest_intact(folder)
+    if checkpoint is None:
+        raise UserError(f"{name}: neither a model (config.json) nor a run with checkpoints")
+    return checkpoint
 
 
 def find_model_on_ranks(name: str, ranks: Ranks) -> Path:
     """Call find_model() on several ranks, with the same result.
 
-    For a local folder rank 0 decides, because a run may add a checkpoint meanwhile. Every rank
-    downloads from the Hub, because each may run on a different machine."""
+    Rank 0 alone verifies a local folder. Every rank downloads from the Hub, because each may run on
+    a different machine."""
     return ranks.on_rank_0(find_model, name) if Path(name).exists() else find_model(name)
 
 

@@ -92,19 +92,6 @@ def torchrun_ranks() -> tuple[int, int, int]:
     return rank, local_rank, world_size
 
 
-def start_process_group(ranks: Ranks) -> None:
-    """Connect this process with the other ranks: NCCL on CUDA, gloo elsewhere."""
-    gpu = ranks.device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if gpu else "gloo",
-        store=open_store(ranks),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-        device_id=ranks.device if gpu else None,
-    )
-
-
 def open_store(ranks: Ranks) -> dist.Store:
     """Return a key-value store for init_process_group(), shared by all ranks.
 

@@ -270,7 +270,10 @@ class RunFolder:
             return
         self.newest_step = step
         if self.ranks.rank == 0:  # training may turn a GPT-2 into something else, or back
-            self.is_gpt2 = huggingface.is_gpt2(checkpoint_path(self.path, step))
+            is_gpt2 = huggingface.is_gpt2(checkpoint_path(self.path, step))
+            if is_gpt2 != self.is_gpt2:
+                print0(f"step {step:5d} the checkpoint is {'' if is_gpt2 else 'not '}a GPT-2")
+            self.is_gpt2 = is_gpt2
         self.delete_old_checkpoints()
         self.draw_curves()
 

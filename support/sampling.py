@@ -26,9 +26,7 @@ LAST = (slice(None), -1)  # indexes (B, T) to select the last token of each row
 
 @contextlib.contextmanager
 def kv_cache_for_gpt2(model: "GPT") -> Iterator[None]:
-    """Let `model.generate` use a KV cache within this context, if the model is a GPT-2.
-
-    The check runs once, here, rather than in every call to `generate`."""
+    """Let `model.generate` use a KV cache within this context, if the model is a GPT-2."""
     model.use_kv_cache = not why_not_gpt2(model)
     try:
         yield

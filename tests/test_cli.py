@@ -164,9 +164,9 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory.\nOf something")
 CAUSES = [  # the error (a text: RuntimeError), the exit status, and what its line names
     ("[gloo] Connection closed by peer [::1]:26247", 1, "rank"),
     (REMOTE, 1, "rank"),
-    (OUT_OF_MEMORY, 2, "--micro-batch-size"),
-    ("can't allocate memory", 2, "--low-memory"),
-    ("CUBLAS_STATUS_ALLOC_FAILED", 2, "--seq-len"),
+    (OUT_OF_MEMORY, 2, "--micro-batch-size 2 "),
+    ("can't allocate memory", 2, "--micro-batch-size 2 "),
+    ("CUBLAS_STATUS_ALLOC_FAILED", 2, "--micro-batch-size 2 "),
     ("The tensor's data is not allocated yet.", None, ""),  # None: a bug, with its traceback
     ("a bug", None, ""),
 ]
@@ -196,6 +196,10 @@ def test_an_error_of_torch_gets_its_cause(text, tmp_path, monkeypatch, capsys):
                 continue
             line, code = line_and_status()
             assert code == status and named in line and "Traceback" not in line
+    failing = mock.Mock(side_effect=OUT_OF_MEMORY)
+    monkeypatch.setattr(train_gpt2.DataLoaderLite, "next_batch", failing)
+    flags[-1] = 1
+    assert "--low-memory or a smaller --seq-len" in line_and_status()[0].partition(";")[2]
     meeting = iter([(dist.HashStore(), 0, 1)])
     monkeypatch.setattr(dist, "rendezvous", lambda *args, **options: meeting)
     monkeypatch.setattr(dist, "init_process_group", mock.Mock(side_effect=RuntimeError(REMOTE)))

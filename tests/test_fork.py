@@ -182,7 +182,7 @@ def test_a_fork_that_begins_as_a_gpt2_and_is_none_after_a_step(text, tmp_path, m
     args = ["--max-lr 0.1 --save-every 1 --data", text, "--log-dir", log]
     assert changed.main(tiny(*args, "--max-steps 2")) == 0
     out = capsys.readouterr().out
-    assert "\na GPT-2: " in out and "not a GPT-2 (gpt2-repro-fork)" in out.splitlines()[-1]
+    assert "\na GPT-2: " in out and out.count("the checkpoint is not a GPT-2") == 1
     assert changed.main(tiny(*args, "--max-steps 3 --resume")) == 0
     assert "\nnot a GPT-2: " in capsys.readouterr().out and len(losses(log)) == 3
     sampled = words(log, "ROMEO: --max-new-tokens 2 --device cpu")

@@ -58,20 +58,18 @@ def of_another_program(log_dir, tmp_path):
     return folder
 
 
-def test_the_newest_checkpoint_is_taken(log_dir, tmp_path, capsys):
-    """A file that sample.py does not read may be gone. Truncated weights are named."""
+def test_the_newest_intact_checkpoint_is_taken(log_dir, tmp_path, capsys):
     folder = tmp_path / "log"
     shutil.copytree(log_dir, folder)
     args = [str(folder), *words("ROMEO: --max-new-tokens 8 --device cpu --code train_gpt2.py")]
-    (folder / "step_000100/training_state.pt").unlink()
     sample.main(args)
-    newest = capsys.readouterr().out
-    sample.main([args[0] + "/step_000100", *args[1:]])
-    assert capsys.readouterr().out == newest
+    newest = capsys.readouterr()
+    assert "damaged" not in newest.err
     weights = folder / "step_000100/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"step_000100/model\.safetensors: damaged"):
-        sample.main(args)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    sample.main(args)
+    older = capsys.readouterr()
+    assert "step_000100" in older.err and older.out != newest.out
 
 
 def test_each_option_acts(log_dir, monkeypatch, capsys):

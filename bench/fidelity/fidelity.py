@@ -1,12 +1,11 @@
 """Runs our script and build-nanogpt's from the same weights on the same tokens, and compares them.
 
-    python bench/fidelity/fidelity.py PEER [STEPS] [--variant VARIANT] [FLAG …]
+    python bench/fidelity/fidelity.py PEER [STEPS] [--variant VARIANT]
 
 PEER is a copy of build-nanogpt. Both train GPT-2 (124M) in float32 on the CPU, with the settings of
 the gpt2 preset, for STEPS updates (60) of 2 x 2 x 32 tokens. Theirs is changed by EDITS. VARIANT is
 `bfloat16` (both under autocast), `compile` (ours with --compile on), or `ranks` (both with two
-processes and two micro-steps each). FLAGs are added to ours, to see what a difference looks like
-(--weight-decay 0.09)."""
+processes and two micro-steps each)."""
 
 import contextlib
 import shutil
@@ -116,7 +115,7 @@ def main() -> None:
     parser.add_argument("steps", type=int, nargs="?", default=60)
     variants = ("float32", "bfloat16", "compile", "ranks")
     parser.add_argument("--variant", choices=variants, default="float32")
-    args, flags = parser.parse_known_args()
+    args = parser.parse_args()
     steps = args.steps
     script = args.peer / "train_gpt2.py"
     variant = args.variant
@@ -138,7 +137,7 @@ def main() -> None:
         GPT(GPTConfig()).save_pretrained("gpt2")
         Path("peer.py").write_text(peer, encoding="utf-8")
         Path("peer_whole.py").write_text(peer_whole, encoding="utf-8")
-        ours = train(f"{ROOT}/train_gpt2.py", *command.split(), *flags, ranks=ranks)
+        ours = train(f"{ROOT}/train_gpt2.py", *command.split(), ranks=ranks)
         shutil.rmtree("log")
         theirs = train("peer.py", ranks=ranks)
         whole = train("peer_whole.py", ranks=ranks)
