@@ -646,7 +646,6 @@ class Evaluations:
             self.sequences = loader.read(0, N)  # (N, T + 1)
             self.text_size = measure_text(self.sequences[:, 1:].ravel(), tokenizer)
         if config.hellaswag_every:
-            # [] with a warning if the tasks cannot be downloaded
             self.tasks = hellaswag.load_tasks(
                 config.hellaswag_data, tokenizer, model.config.block_size, ranks
             )

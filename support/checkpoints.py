@@ -91,32 +91,33 @@ def delete_checkpoints(
 # Reading
 
 
-def newest_intact(log_dir: Path) -> Path | None:
+def newest_intact(log_dir: Path, ignore: str = "") -> Path | None:
     """Return the newest intact checkpoint, or None if the folder holds no checkpoints.
 
-    Raises UserError if all checkpoints are damaged."""
+    The file `ignore` may be damaged or missing. Raises UserError if all checkpoints are damaged."""
     checkpoints = list_checkpoints(log_dir)
     for checkpoint in reversed(checkpoints):
         try:
-            verify_checksums(checkpoint)
+            verify_checksums(checkpoint, ignore)
             return checkpoint
         except UserError as error:
             warn(f"{error}; skipping it")
     if checkpoints:
         problem = f"no intact checkpoint ({len(checkpoints)} damaged)"
-        raise UserError(f"{log_dir}: {problem}; use another --log-dir")
+        raise UserError(f"{log_dir}: {problem}; use another folder")
     return None
 
 
-def verify_checksums(folder: Path) -> None:
+def verify_checksums(folder: Path, ignore: str) -> None:
     """Raise UserError if a file of a checkpoint is missing or does not match its checksum."""
     try:
         lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
         sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        sums.pop(ignore, None)
         damaged = [name for name, digest in sums.items() if sha256(folder / name) != digest]
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: incomplete checkpoint ({first_line(error)})") from None
-    damaged += sorted(REQUIRED - sums.keys())  # SHA256SUMS may be truncated
+    damaged += sorted(REQUIRED - {ignore} - sums.keys())  # SHA256SUMS may be truncated
     if damaged:
         raise UserError(f"{folder}: damaged checkpoint ({', '.join(damaged)})")
 

@@ -102,7 +102,7 @@ CARD = """---
 pipeline_tag: text-generation
 {library}---
 {kind} trained for {step:,} steps, on {tokens:,} tokens of `{data}`, with
-`{command}`, gpt2-repro{commit}.
+`{script}` of gpt2-repro{commit}, by `{command}`.
 """
 
 
@@ -110,8 +110,7 @@ def model_card(folder: Path, entries: list[dict[str, Any]], step: int) -> str:
     """Return the README.md of the checkpoint in a folder, as a model card for the Hub.
 
     `entries` are those of run.json."""
-    # The first start, because the command of a resumed run may be only --resume.
-    config, command, commit = (entries[0][key] for key in ("config", "command", "git_commit"))
+    config, script, commit = (entries[-1][key] for key in ("config", "script", "git_commit"))
     is_a_gpt2 = is_gpt2(folder)
     return CARD.format(
         library="library_name: transformers\n" if is_a_gpt2 else "",
@@ -119,8 +118,10 @@ def model_card(folder: Path, entries: list[dict[str, Any]], step: int) -> str:
         step=step,
         tokens=step * config["total_batch_size"],
         data=Path(config["data"]).name,
-        command=shlex.join(["python", *command]),
+        script=script,
         commit=f" at commit {commit}" if commit else "",
+        # That of the first start, because a resumed run may have only --resume.
+        command=shlex.join(["python", *entries[0]["command"]]),
     )
 
 
@@ -185,7 +186,7 @@ def find_model(name: str | Path) -> Path:
         folder = download(str(name))
     if (folder / "config.json").exists():
         return folder
-    checkpoint = newest_intact(folder)
+    checkpoint = newest_intact(folder, ignore="training_state.pt")
     if checkpoint is None:
         raise UserError(f"{name}: neither a model (config.json) nor a run with checkpoints")
     return checkpoint

@@ -121,9 +121,7 @@ class Progress:
         return line
 
     def print_results(self, loss: float | None, text: TextSize | None) -> None:
-        """Print the last validation loss in all units, the training time and the peak memory.
-
-        `loss` is in nats per token, and `text` is the size of the validation text."""
+        """Print the last validation loss in all units, the training time and the peak memory."""
         if loss is not None and text is not None:
             print0(f"\nvalidation loss: {loss:.4f} nats per token")
             print0(f"  {text.nats_per_character(loss):.4f} nats per character")

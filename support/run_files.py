@@ -81,6 +81,8 @@ def append_values(log_dir: Path, step: int, values: dict[str, float]) -> None:
     """Append one line per stream. Appends all lines or, if writing raises OSError, none."""
     lines = []
     for stream, value in values.items():
+        if len(stream.split()) != 1:  # a space separates the columns
+            raise ValueError(f"{stream!r}: log it under a name without spaces")
         known = stream if stream in FORMATS else stream.partition("_")[0]
         number = f"{value:{FORMATS.get(known, '.6g')}}"
         lines.append(f"{step} {stream} {number}\n")

@@ -77,8 +77,8 @@ class RunFolder:
     def check_content(self) -> None:
         """Raise UserError if the folder holds a model, another program's files, or a run although
         --resume is not given."""
-        foreign = [name for name in ("config.json", "training_state.pt", "code")]
-        foreign = [name for name in foreign if (self.path / name).exists()]
+        names = ("config.json", "training_state.pt", "code")
+        foreign = [name for name in names if (self.path / name).exists()]
         if foreign and not (self.path / "run.json").exists():
             problem = f"holds {foreign[0]}, but no run"
             if foreign != ["code"]:
@@ -321,9 +321,7 @@ class RunFolder:
         print0(f"stopped by a signal after {step} updates; {hint}")
 
     def finish(self, model: "GPT", step: int) -> None:
-        """Delete old checkpoints, draw the curves, and print where the model and the curves are.
-
-        Also print how to sample from the model."""
+        """Delete old checkpoints, draw the curves, and print how to find and sample the model."""
         if self.ranks.rank > 0:
             return
         # Again, because the last checkpoint was evaluated after it was saved.

@@ -332,8 +332,9 @@ def test_a_gpt2_in_the_class_of_a_fork_is_a_warning(load_code, tmp_path, capsys)
 
 def test_a_model_card_says_what_trained_it(load_code, tmp_path):
     config = {"total_batch_size": 1000, "data": "some/text.txt", "init": "scratch"}
-    first = {"command": ["train_x.py", "--max-steps", "7"], "git_commit": "abc", "config": config}
-    entries = [first, first | {"command": ["train_x.py", "--resume"]}]
+    first = {"command": ["train.py", "--max-steps", "7"], "git_commit": "old", "config": config}
+    last = {"command": ["train_x.py", "--resume"], "git_commit": "abc", "script": "train_x.py"}
+    entries = [first, first | last]
     for name, change in (("gpt2", None), ("fork", other_gelu)):
         small(load_code("train_x.py", change)).save_pretrained(tmp_path / name, GPT2)
         card = model_card(tmp_path / name, entries, 7)
@@ -341,7 +342,7 @@ def test_a_model_card_says_what_trained_it(load_code, tmp_path):
         assert ("library_name: transformers" in card) == (name == "gpt2")
         parts = (
             "7,000 tokens of `text.txt`",
-            "`python train_x.py --max-steps 7`, gpt2-repro at commit abc",
+            "`train_x.py` of gpt2-repro at commit abc, by `python train.py --max-steps 7`",
         )
         assert all(part in card for part in parts)
 
