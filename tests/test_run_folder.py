@@ -20,7 +20,7 @@ import torch.distributed.run
 
 import train_gpt2
 from support.errors_and_signals import RunError, UserError
-from support.run_files import git_commit  # which conftest.py replaces
+from support.run_files import append_values, git_commit  # the latter is replaced by conftest.py
 from support.scripts import write_code  # which conftest.py replaces
 from tests.conftest import (
     ROOT,
@@ -349,6 +349,12 @@ def test_an_evaluation_that_is_repeated_replaces_its_line(start, log):
 def test_a_mistyped_folder_is_named_on_resume(start, log, capsys):
     start("--max-steps 1 --resume")
     assert f"no run in {log}/" in capsys.readouterr().out
+
+
+def test_a_stream_with_a_space_is_refused_before_it_is_lost(tmp_path):
+    with pytest.raises(ValueError, match="'my stream'"):
+        append_values(tmp_path, 0, {"train": 1.0, "my stream": 1.0})
+    assert not (tmp_path / "log.txt").exists()
 
 
 def test_two_runs_cannot_use_one_folder(start, at_step, log):
