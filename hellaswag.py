@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # of the file at URL
-DOWNLOADED = ROOT / "hellaswag" / "hellaswag_val.jsonl"  # ROOT is this script's folder
+DOWNLOADED = ROOT / "hellaswag" / "hellaswag_val.jsonl"
 
 # --------------------------------------------------------------------------------------------------
 # Tasks

@@ -710,8 +710,8 @@ def choose_micro_batch(config: TrainConfig, ranks: Ranks, compiled: bool) -> tup
     B is --micro-batch-size or, if that is 0, the largest power of two that divides the number of
     sequences per rank per step and keeps a micro-batch within 1,024 tokens on CPUs and MPS, or
     16,384 on CUDA, but at least 1. If every GPU has at least 70 GB and the model is compiled, the
-    limit is 65,536, as in Karpathy's lecture. GPT-2 (124M) should then fit in memory, by our
-    estimate. Raises UserError if total_batch_size is not a multiple of B * T * ranks."""
+    limit is 65,536, as in Karpathy's lecture. Raises UserError if total_batch_size is not a
+    multiple of B * T * ranks."""
     T, device = config.seq_len, ranks.device
     tokens = 1024
     if device.type == "cuda":
@@ -957,8 +957,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
             # On a GPU the optimizer may still be running. Its time is counted in the next step.
             progress.end_step(step, began)
             print0(f"step {step:5d}/{config.max_steps} {progress.line(loss, lr, norm)}")
-            # Add any value here: it is logged under its name, which must not contain spaces, and
-            # plotted in curves.png. It may be absent from some steps.
+            # Add any value here: it is logged under its name, without spaces, and plotted in
+            # curves.png. It may be absent from some steps.
             run.log(step, train=loss, lr=lr, norm=norm, **progress.speed)
             step += 1
             if is_due(config.save_every, step, config):  # before an evaluation, which may fail

@@ -140,9 +140,9 @@ def allow_tf32(precision: str, device: torch.device) -> None:
 
 
 # Dense 16-bit TFLOP/s with float32 accumulation; TF32 runs at half that rate. Keys are the exact
-# device names without "NVIDIA" or "Tesla", because variants differ (H100 NVL, H100 SXM). GPUs not
-# listed here are measured. Sources: NVIDIA's data sheets (half of "with sparsity") and AMD's; for
-# GeForce, NVIDIA's white papers ("FP16 Tensor TFLOPS with FP32 Accumulate").
+# device names without "NVIDIA" or "Tesla". GPUs not listed here are measured. Sources: NVIDIA's
+# data sheets (half of "with sparsity") and AMD's; for GeForce, NVIDIA's white papers ("FP16 Tensor
+# TFLOPS with FP32 Accumulate").
 # fmt: off
 PEAK_TFLOPS = {
     "B200": 2250, "GH200 480GB": 990, "H200": 989, "H100 80GB HBM3": 989, "H100 NVL": 836,

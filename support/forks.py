@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 # Differences up to this fraction of the largest logit count as rounding. At 3 to 124 million
 # parameters, hand-written attention differed by at most 2.9e-6. With some weights, a real change
-# stays below the tolerance and passes, because GPT-2 then computes the same logits to this
-# precision. Examples are the exact GELU in the first steps of a small model (2e-6; 1e-5 before and
-# 6e-5 after training), a soft cap before training, and the epsilon of a late LayerNorm after
-# training.
+# stays below the tolerance and passes, e.g. the exact GELU in the first steps of a small model
+# (2e-6; 1e-5 before and 6e-5 after training).
 TOLERANCE = 5e-6
 
 
