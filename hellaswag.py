@@ -264,7 +264,7 @@ def main(args: list[str] | None = None) -> None:
         raise UserError(f"--limit {config.limit}: must be at least 0")
     device = choose_device(config.device)
     if device.type == "cpu":
-        keep_freed_memory()  # makes scoring faster
+        keep_freed_memory()
     precision, device_line = choose_precision(config.dtype, device)
     dtype = dtype_of(precision)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)

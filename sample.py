@@ -59,8 +59,7 @@ def print_continuations(
     B = config.num_samples
     streams = B == 1
     texts = [Text(tokenizer, tokens, streams) for _ in range(B)]
-    total, disable = config.max_new_tokens, streams or None
-    with progress_bar(None, "token", total=total, disable=disable) as bar:
+    with progress_bar(None, "token", total=config.max_new_tokens, disable=streams or None) as bar:
         model.generate(
             torch.tensor([tokens] * B, device=device),
             config.max_new_tokens,

@@ -806,7 +806,8 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         huggingface.load_weights(model, init_folder, resumed=checkpoint is not None)
 
     # ---- Precision, compilation, device
-    # Weights, LayerNorm statistics and losses are float32. Autocast runs matmuls in `dtype`.
+    # Weights, LayerNorm statistics and losses are float32. Autocast runs matmuls in `dtype`, by
+    # default bfloat16 on GPUs that support it, float16 on older ones, usually float32 elsewhere.
     precision, device_line = ranks.on_rank_0(
         devices.choose_precision,
         config.dtype,
@@ -824,7 +825,7 @@ def train(config: TrainConfig, ranks: Ranks, run: RunFolder) -> int:
         cache_enabled=not config.low_memory,
     )
     if device.type == "cpu" and not config.low_memory:
-        devices.keep_freed_memory()  # makes steps faster
+        devices.keep_freed_memory()
     compiled = devices.wants_compile(config.compile, device)
     if compiled:
         # Compile block by block. All blocks run the same code, so torch compiles it once, or once

@@ -132,10 +132,11 @@ def check_comparable(ours: dict[str, Any], theirs: dict[str, Any], name: str) ->
     for key in sorted(ours.keys() & theirs.keys() - {"log_dir", "resume"}):
         # Of a path, such as --data, the last part counts.
         value, expected = Path(str(ours[key])).name, Path(str(theirs[key])).name
-        if value != expected and key in SHARED:
+        if value == expected:
+            continue
+        if key in SHARED:
             raise RunError(f"no reference for {key} {value}: {name} has {expected}")
-        if value != expected:
-            changed.append(f"{flag(key)} {value} ({expected})")
+        changed.append(f"{flag(key)} {value} ({expected})")
     if changed:
         print(f"settings that differ from {name}'s: {', '.join(changed)}")
 

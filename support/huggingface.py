@@ -111,10 +111,10 @@ def model_card(folder: Path, entries: list[dict[str, Any]], step: int) -> str:
 
     `entries` are those of run.json."""
     config, script, commit = (entries[-1][key] for key in ("config", "script", "git_commit"))
-    is_a_gpt2 = is_gpt2(folder)
+    gpt2 = is_gpt2(folder)
     return CARD.format(
-        library="library_name: transformers\n" if is_a_gpt2 else "",
-        kind="A GPT-2" if is_a_gpt2 else "A modified GPT-2, which needs its own code,",
+        library="library_name: transformers\n" if gpt2 else "",
+        kind="A GPT-2" if gpt2 else "A modified GPT-2, which needs its own code,",
         step=step,
         tokens=step * config["total_batch_size"],
         data=Path(config["data"]).name,

@@ -175,14 +175,15 @@ class RunFolder:
             command = [scripts.script_name(type(model)), *self.args]
         details |= {"step": self.first_step, "vocab_size": model.config.vocab_size}
         script = scripts.script_name(type(model))
+        last_script = self.entries[-1].get("script") if self.entries else script
         details |= {"init": display_path(details["init"]), "script": script}
         self.entries.append(run_files.new_entry(config, command, **details))
         # Before write_entries(), because this adds the W&B run id to the last entry.
         self.trackers = start_trackers(self.path, self.entries, self.first_step)
         if changes := scripts.changes_since(self.path / "code"):
             note(f"the code has changed since the last start: {changes}")
-        if (last := self.entries[-2:][0].get("script", script)) != script:
-            note(f"the script was {last} at the last start, and is now {script}")
+        if last_script != script:
+            note(f"the script was {last_script} at the last start, and is now {script}")
         run_files.write_entries(self.path, self.entries)
         scripts.write_code(self.path / "code")
         evaluations = run_files.trim_log(self.path, self.first_step)

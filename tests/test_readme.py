@@ -38,7 +38,7 @@ NOT_RUN = {  # how a command begins -> why it is not run
     "python compare.py": "takes minutes; tests/test_compare.py has a stand-in for the training",
     "sed -n ": "changes train_gpt2.py; tests/test_fork.py applies the same sections",
     "python train_dropout.py": "is a fork; tests/test_fresh.py trains one of another name",
-    "lm_eval ": "not installed; docs/trained-model.md says where it was run",
+    "lm_eval ": "not installed",
     "hf ": "needs the Hub",
     "python convert_hf_to_gguf.py": "part of llama.cpp; docs/trained-model.md says where",
     "llama-completion ": "part of llama.cpp",

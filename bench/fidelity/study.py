@@ -36,12 +36,12 @@ RESULTS = Path(__file__).parent / "results"
 # the share of the warm-up are those of the preset gpt2, as in build-nanogpt.
 T, VOCABULARY, LAYERS, HEADS, CHANNELS = 256, 2000, 4, 4, 128
 STEPS, WARMUP, B, TOKENS_PER_STEP = 1500, 56, 4, 2048
-EVAL_BATCHES = 20  # of their own evaluation: 20 batches of B sequences
+EVAL_BATCHES = 20  # batches of B sequences in their own evaluation
 LAST_TOKENS = 2**18  # of the evaluation by one code
 # The margin, in nats per token, and the seeds were committed before the runs of a study. Two
 # one-sided t-tests at 5% should find a true difference of 0 within it with a power of 90%.
 MARGIN = 0.02
-STUDIES = {"first study": range(1, 9), "second study": range(9, 21)}  # seeds
+STUDIES = {"first study": range(1, 9), "second study": range(9, 21)}
 NAMES = {"peer": "build-nanogpt", "ours": "train_gpt2.py --no-shuffle", "shuffled": "train_gpt2.py"}
 # The 95% quantiles of Student's t distribution, by degrees of freedom
 T_95 = {10: 1.812, 14: 1.761, 22: 1.717, 38: 1.686}
