@@ -39,7 +39,7 @@ NO_MEMORY = re.compile(
     "out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC"
     "|Storage size calculation overflowed"
 )
-COLLECTIVE = re.compile("NCCL|gloo")  # which the backends' errors name
+COLLECTIVE = re.compile("NCCL|gloo")  # both appear in their errors
 
 
 def first_line(error: BaseException) -> str:

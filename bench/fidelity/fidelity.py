@@ -3,7 +3,7 @@
     python bench/fidelity/fidelity.py PEER [STEPS] [--variant VARIANT]
 
 PEER is a copy of build-nanogpt. Both train GPT-2 (124M) in float32 on the CPU, with the settings of
-the gpt2 preset, for STEPS updates of 2 x 2 x 32 tokens. Theirs is changed by EDITS. VARIANT is
+the gpt2 preset, for STEPS updates (60) of 2 x 2 x 32 tokens. Theirs is changed by EDITS. VARIANT is
 `bfloat16` (both under autocast), `compile` (ours with --compile on), or `ranks` (both with two
 processes and two micro-steps each)."""
 
